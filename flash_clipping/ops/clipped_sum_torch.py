@@ -1,0 +1,44 @@
+"""Reference for clipped sums: scale one operand by the coefficients, then one matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.row_scale_torch import row_scale
+
+
+def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums`."""
+    # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
+    # whether there is one; on a GPU looking would wait for the device.
+    clean = coef_B.device.type != "cpu" or bool((coef_B == 0).any())
+    scale_A = scales_input(A_BTd, Gs)
+    kept_B = (coef_B != 0).to(coef_B.dtype)
+    scaled_A = row_scale(A_BTd, coef_B if scale_A else kept_B) if scale_A or clean else A_BTd
+    sums = []
+    for G_BTp in Gs:
+        scaled_G = (
+            row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
+        )
+        sums.append(weight_gradient(scaled_A, scaled_G))
+    return sums
+
+
+def scales_input(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:
+    """Whether to scale ``A`` (shared by several layers, or narrower) rather than ``G``."""
+    return len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]
+
+
+def weight_gradient(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
+    """``Gᵀ A`` over all rows. Any order of rows gives the same sum, so take one without a copy."""
+    dtype = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
+    if _is_time_first(A_BTd) and _is_time_first(G_BTp):
+        A_BTd, G_BTp = A_BTd.transpose(0, 1), G_BTp.transpose(0, 1)
+    return G_BTp.to(dtype).flatten(0, 1).mT @ A_BTd.to(dtype).flatten(0, 1)
+
+
+def _is_time_first(x_BTf: Tensor) -> bool:
+    return x_BTf.transpose(0, 1).is_contiguous()

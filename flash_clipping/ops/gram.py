@@ -1,0 +1,40 @@
+"""Per-sample gradient norms of linear layers through Gram matrices ("ghost norms").
+
+B samples, T positions, d input features, p output features, L layers that read one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flash_clipping.ops import backend as backends
+from flash_clipping.ops import gram_torch
+from flash_clipping.ops.shapes import as_rows, check_same_rows
+
+
+def gram_sqnorms(
+    A_BTd: Tensor, Gs: Sequence[Tensor], *, bias: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Squared norms of ``G_l,bᵀ A_b`` for every sample ``b`` and layer ``l`` reading ``A``.
+
+    ``‖G_bᵀ A_b‖² = Σ_{t,t'} (A_b A_bᵀ)_{tt'} (G_b G_bᵀ)_{tt'}``. The tiles of ``A Aᵀ`` are computed
+    once for all layers, no tile leaves the chip, and only those on and below the diagonal are
+    computed.
+
+    Args:
+        A_BTd: the layers' common input, ``[B, ..., d]``.
+        Gs: output gradients ``[B, ..., p]``, one for each layer; ``p`` may differ.
+        bias: also return ``‖Σ_t G_b,t‖²``, the squared norm of the bias gradient.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``[L, B]`` squared weight norms, and the same for biases or None; fp32 (float64 for
+        float64).
+    """
+    A_BTd = as_rows(A_BTd, "A")
+    Gs = [as_rows(G, "G") for G in Gs]
+    for G in Gs:
+        check_same_rows(A_BTd, G, "A", "G")
+    return backends.run(gram_torch.gram_sqnorms, backend, A_BTd, A_BTd, Gs, bias)

@@ -1,0 +1,91 @@
+"""Backward of normalisation layers, with per-sample gradients of their scale and shift.
+
+B samples, T positions, d features (LayerNorm, RMSNorm); C channels, S positions, g groups
+(GroupNorm).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_clipping.ops import backend as backends
+from flash_clipping.ops import norm_layer_torch
+from flash_clipping.ops.shapes import as_rows, check_same_rows
+
+
+def norm_backward(
+    x: Tensor,
+    G: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight_d: Tensor | None,
+    *,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+    backend: str = "auto",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``y = weight · x̂ + bias`` with ``x̂ = (x - mean) · rstd``, in one pass.
+
+    LayerNorm when ``mean`` is given; RMSNorm, whose ``x̂ = x · rstd``, when it is None.
+
+    Args:
+        x, G: input and output gradient, ``[B, ..., d]``.
+        mean, rstd: statistics of every row, ``[B, ...]`` (a trailing 1 is accepted).
+        weight_d: the layer's weight, or None when it has none.
+        input_grad, weight_grad, bias_grad: which results are wanted.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``dx`` like ``x``, and per sample ``Σ_t G·x̂`` and ``Σ_t G``, both ``[B, d]`` in fp32
+        (float64 for float64); None for what is not wanted.
+    """
+    shape = x.shape
+    x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
+    check_same_rows(x_BTd, G_BTd, "x", "G")
+    if x_BTd.shape != G_BTd.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}.")
+    rows = x_BTd.shape[:2]
+    dx, w_Bd, b_Bd = backends.run(
+        norm_layer_torch.norm_backward,
+        backend,
+        x_BTd,
+        x_BTd,
+        G_BTd,
+        None if mean is None else mean.reshape(rows),
+        rstd.reshape(rows),
+        weight_d,
+        input_grad,
+        weight_grad,
+        bias_grad,
+    )
+    return None if dx is None else dx.view(shape), w_Bd, b_Bd
+
+
+def group_norm_grads(
+    x: Tensor, G: Tensor, mean_Bg: Tensor, rstd_Bg: Tensor, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Per-sample gradients of GroupNorm's scale and shift: ``Σ_s G·x̂`` and ``Σ_s G``.
+
+    Args:
+        x, G: input and output gradient, ``[B, C, ...]``.
+        mean_Bg, rstd_Bg: statistics of every group.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        Two ``[B, C]`` tensors in fp32 (float64 for float64).
+    """
+    if x.shape != G.shape or x.dim() < 2:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}; expected [B, C, ...]."
+        )
+    if mean_Bg.shape != rstd_Bg.shape or mean_Bg.dim() != 2 or mean_Bg.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"mean has shape {tuple(mean_Bg.shape)} and rstd {tuple(rstd_Bg.shape)}; expected "
+            f"[{x.shape[0]}, groups]."
+        )
+    x_BCS = x.unsqueeze(-1) if x.dim() == 2 else x.flatten(2)
+    G_BCS = G.unsqueeze(-1) if G.dim() == 2 else G.flatten(2)
+    return backends.run(
+        norm_layer_torch.group_norm_grads, backend, x_BCS, x_BCS, G_BCS, mean_Bg, rstd_Bg
+    )

@@ -1,0 +1,46 @@
+"""Reference for outer norms: form ``G_bᵀ A_b`` a few samples or rows at a time, square, sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.shapes import accumulator
+
+BUFFER = 2**18
+"""The most gradient elements held at once when they are not kept (one row of p at least)."""
+
+
+def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
+    B, _, d = A_BTd.shape
+    p = G_BTp.shape[-1]
+    dtype = accumulator(A_BTd, G_BTp)
+    sq_B = A_BTd.new_zeros(B, dtype=dtype)
+    grads_Bpd = A_BTd.new_empty((B, p, d), dtype=G_BTp.dtype) if store else None
+    samples = max(1, BUFFER // max(1, p * d))
+    rows = max(1, min(p, BUFFER // max(1, d)))
+    for b in range(0, B, samples):
+        chunk = slice(b, b + samples)
+        A = A_BTd[chunk].to(dtype)
+        for i in range(0, p, rows):
+            tile = torch.bmm(G_BTp[chunk, :, i : i + rows].to(dtype).mT, A)
+            if grads_Bpd is not None:
+                grads_Bpd[chunk, i : i + rows] = tile
+                tile = tile.to(grads_Bpd.dtype).to(dtype)
+            sq_B[chunk] += tile.square_().sum((1, 2))
+    return sq_B, grads_Bpd
+
+
+def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
+    """See :func:`flash_clipping.ops.outer.weighted_sum`."""
+    dtype = accumulator(grads)
+    total = torch.zeros(grads.shape[1:], dtype=dtype, device=grads.device)
+    if grads.device.type == "cpu":  # reading a coefficient costs nothing here
+        for gradient, coefficient in zip(grads, coef_B.tolist(), strict=True):
+            if coefficient != 0:
+                total.add_(gradient, alpha=coefficient)
+        return total.to(grads.dtype)
+    for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
+        total += torch.where(coefficient == 0, 0, gradient * coefficient)
+    return total.to(grads.dtype)

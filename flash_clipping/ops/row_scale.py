@@ -1,0 +1,19 @@
+"""Scale each sample by its clipping coefficient. B samples, T positions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_clipping.ops import backend as backends
+from flash_clipping.ops import row_scale_torch
+from flash_clipping.ops.shapes import check_coefficients
+
+
+def row_scale(x: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
+    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh contiguous tensor.
+
+    Multiplied in fp32 and rounded once to ``x``'s dtype. Samples whose coefficient is 0 become
+    exactly 0, also where ``x`` holds inf or NaN.
+    """
+    check_coefficients(coef_B, x, "x")
+    return backends.run(row_scale_torch.row_scale, backend, x, x, coef_B)

@@ -1,0 +1,51 @@
+"""Shapes and dtypes that every operation agrees on.
+
+B samples, T positions, d input features, p output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator(*tensors: Tensor) -> torch.dtype:
+    """The dtype norms are summed and returned in: fp32, or float64 for float64 operands."""
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def as_rows(x: Tensor, name: str) -> Tensor:
+    """View ``[B, ..., d]`` as ``[B, T, d]``; a copy only where strides allow no view."""
+    if x.dim() < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected a leading sample dimension and a "
+            "trailing feature dimension."
+        )
+    if x.dim() == 3:
+        return x
+    if x.dim() == 2:
+        return x.unsqueeze(1)
+    return x.flatten(1, -2)
+
+
+def check_same_rows(x: Tensor, y: Tensor, x_name: str, y_name: str) -> None:
+    """Both are ``[B, T, features]`` with the same B and T, on one device."""
+    if x.shape[:-1] != y.shape[:-1]:
+        raise ValueError(
+            f"{x_name} has shape {tuple(x.shape)} and {y_name} has shape {tuple(y.shape)}; all "
+            "dimensions but the last must agree."
+        )
+    if x.device != y.device:
+        raise ValueError(f"{x_name} is on {x.device} and {y_name} is on {y.device}.")
+
+
+def check_coefficients(coef_B: Tensor, x: Tensor, name: str) -> None:
+    """One coefficient for each sample of ``x``, on its device."""
+    if coef_B.shape != x.shape[:1]:
+        raise ValueError(
+            f"coef_B has shape {tuple(coef_B.shape)}; expected ({x.shape[0]},), one coefficient "
+            f"for each sample of {name}, whose shape is {tuple(x.shape)}."
+        )
+    if coef_B.device != x.device:
+        raise ValueError(f"coef_B is on {coef_B.device} and {name} is on {x.device}.")

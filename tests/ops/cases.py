@@ -1,0 +1,83 @@
+"""On what every operation is tested, and how near to the float64 oracle it must come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.backend import is_interpreting
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def tolerance(self) -> float:
+        """Of norms and vectors summed in the accumulator's dtype."""
+        return 1e-10 if self.dtype == torch.float64 else 1e-5
+
+    @property
+    def rounding(self) -> float:
+        """Of results that are rounded once to the operands' dtype."""
+        return max(self.tolerance, 1.01 * torch.finfo(self.dtype).eps)
+
+    def randn(self, *shape: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + sum(shape))
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.to(self.dtype).to(self.device)
+
+
+def _cases() -> list[object]:
+    cases = [Case("torch", "cpu", dtype) for dtype in (torch.float64, torch.float32)]
+    cases += [Case("torch", "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
+    # Triton's interpreter multiplies the raw bits of bf16, so bf16 kernels run on a GPU only.
+    interpreted = [Case("triton", "cpu", dtype) for dtype in (torch.float32, torch.float16)]
+    on_gpu = [
+        Case("triton", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ] + [Case("torch", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16)]
+    no_interpreter = pytest.mark.skipif(
+        not is_interpreting(), reason="kernels are compiled for the GPU in this run"
+    )
+    return [
+        *(pytest.param(case, id=str(case)) for case in cases),
+        *(pytest.param(case, id=str(case), marks=no_interpreter) for case in interpreted),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.gpu) for case in on_gpu),
+    ]
+
+
+every_case = pytest.mark.parametrize("case", _cases())
+
+
+def relative_error(result: Tensor, oracle: Tensor) -> float:
+    """``‖result - oracle‖ / ‖oracle‖``; NaN, or a wrong shape, never passes."""
+    assert result.shape == oracle.shape, (result.shape, oracle.shape)
+    if oracle.numel() == 0:
+        return 0.0
+    result, oracle = result.detach().cpu().double(), oracle.detach().cpu().double()
+    error = (result - oracle).norm() / oracle.norm().clamp_min(1e-300)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def worst_relative_error(result: Tensor, oracle: Tensor) -> float:
+    """The largest relative error of any element: for norms, where each counts for itself."""
+    assert result.shape == oracle.shape, (result.shape, oracle.shape)
+    if oracle.numel() == 0:
+        return 0.0
+    result, oracle = result.detach().cpu().double(), oracle.detach().cpu().double()
+    error = ((result - oracle).abs() / oracle.abs().clamp_min(1e-300)).max()
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def per_sample_gradients(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
+    """The oracle: ``[B, p, d]`` in float64 on the CPU."""
+    A, G = A_BTd.cpu().double(), G_BTp.cpu().double()
+    return torch.einsum("btp,btd->bpd", G, A)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_clipping.ops import gram_torch
+from flash_clipping.ops.gram import gram_sqnorms
+from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
+
+SHAPES = [
+    (3, 17, 24, (40,)),  # no multiple of any tile
+    (1, 1, 8, (8,)),
+    (2, 1, 5, (3,)),
+    (1, 150, 16, (48, 20, 20)),  # several tiles of T, several layers of different width
+    (2, 130, 65, (33,)),
+    (0, 4, 8, (8,)),
+    (2, 0, 8, (8, 8)),
+]
+
+
+@every_case
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_match_the_oracle(case: Case, shape: tuple, bias: bool) -> None:
+    B, T, d, ps = shape
+    A = case.randn(B, T, d)
+    Gs = [case.randn(B, T, p, seed=i + 1) for i, p in enumerate(ps)]
+    weight_sq, bias_sq = gram_sqnorms(A, Gs, bias=bias, backend=case.backend)
+    oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
+    assert weight_sq.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    assert worst_relative_error(weight_sq, oracle) <= case.tolerance
+    if not bias:
+        assert bias_sq is None
+    else:
+        oracle = torch.stack([G.cpu().double().sum(1).square().sum(1) for G in Gs])
+        assert bias_sq is not None
+        assert worst_relative_error(bias_sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
+def test_strided_inputs(case: Case) -> None:
+    A = case.randn(20, 2, 16).transpose(0, 1)  # time first
+    G = case.randn(2, 20, 64)[..., ::2]
+    (sq,), _ = gram_sqnorms(A, [G], backend=case.backend)
+    oracle = per_sample_gradients(A, G).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+def test_a_sample_that_is_not_finite_leaves_the_others_alone(case: Case) -> None:
+    A, G = case.randn(3, 20, 16), case.randn(3, 20, 24)
+    A[1, 7, 3] = float("inf")
+    (sq,), _ = gram_sqnorms(A, [G], backend=case.backend)
+    oracle = per_sample_gradients(A, G).square().sum((1, 2))
+    assert not torch.isfinite(sq[1])
+    assert worst_relative_error(sq[[0, 2]], oracle[[0, 2]]) <= case.tolerance
+
+
+@every_case
+def test_more_leading_dimensions_are_positions(case: Case) -> None:
+    A, G = case.randn(2, 3, 5, 16), case.randn(2, 3, 5, 8)
+    (sq,), _ = gram_sqnorms(A, [G], backend=case.backend)
+    (flat,), _ = gram_sqnorms(A.flatten(1, 2), [G.flatten(1, 2)], backend=case.backend)
+    assert torch.equal(sq, flat)
+
+
+@every_case
+def test_bitwise_equal_from_run_to_run(case: Case) -> None:
+    A, G = case.randn(2, 140, 40), case.randn(2, 140, 72)
+    first = gram_sqnorms(A, [G, G], bias=True, backend=case.backend)
+    again = gram_sqnorms(A, [G, G], bias=True, backend=case.backend)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_torch, "TILE", 8)
+    sizes = []
+    bmm = torch.bmm
+
+    def watch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        product = bmm(x, y)
+        sizes.append(product.numel())
+        return product
+
+    monkeypatch.setattr(torch, "bmm", watch)
+    A, G = torch.randn(5, 30, 4), torch.randn(5, 30, 6)
+    gram_sqnorms(A, [G], backend="torch")
+    assert max(sizes) <= 8 * 8
+    assert len(sizes) == 2 * 5 * 10  # A and G, 5 samples, 4 + 3 + 2 + 1 tiles
+
+
+def test_unequal_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"A has shape \(2, 3, 4\) and G has shape \(2, 5, 4\)"):
+        gram_sqnorms(torch.randn(2, 3, 4), [torch.randn(2, 5, 4)])
