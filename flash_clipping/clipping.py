@@ -1,0 +1,82 @@
+"""From per-sample norms to clipping coefficients.
+
+Shape suffixes: ``B`` samples, ``P`` parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Clipping = Literal["flat", "per_layer", "automatic"]
+
+#: Added to a norm before dividing by it; Opacus uses the same figure.
+NORM_EPSILON = 1e-6
+
+#: Stability constant of automatic clipping (Bu, Wang, Zha and Karypis 2023, section 4).
+AUTOMATIC_GAMMA = 0.01
+
+
+def check_clipping(clipping: str) -> None:
+    """Raise ``ValueError`` unless ``clipping`` names a way to clip."""
+    if clipping not in get_args(Clipping):
+        raise ValueError(
+            f"clipping={clipping!r} is unknown; expected one of {', '.join(get_args(Clipping))}."
+        )
+
+
+def total_norm(norms_PB: Tensor) -> Tensor:
+    """Norm over all parameters, ``[B]``, from per-parameter norms ``[P, B]``."""
+    return torch.linalg.vector_norm(norms_PB, dim=0)
+
+
+def clipping_coefficients(
+    norms_PB: Tensor, max_grad_norm: float | Tensor | Sequence[float], clipping: str = "flat"
+) -> Tensor:
+    """Coefficient of every sample: ``[B]``, or ``[P, B]`` for per-layer clipping.
+
+    * ``flat``: ``min(1, C / norm)`` with the norm over all parameters.
+    * ``per_layer``: the same for every parameter with its own ``C``.
+    * ``automatic``: ``C / (norm + gamma)``, AUTO-S of Bu et al. 2023.
+
+    A sample whose norm is not finite gets 0. A coefficient is never NaN.
+
+    Guarantees:
+        ``coefficient * norm <= C`` for every sample (and parameter, when per layer), up to the
+        rounding of one division.
+
+    Raises:
+        ValueError: ``max_grad_norm`` has not one entry per parameter in per-layer clipping, or is
+            a list in any other.
+    """
+    if clipping == "per_layer":
+        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(norms_PB):
+            raise ValueError(
+                "clipping='per_layer' needs max_grad_norm to be a list with one bound per "
+                f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
+            )
+        norms = norms_PB
+        bound: float | Tensor = _to_device(max_grad_norm, norms_PB)[:, None]
+    else:
+        if isinstance(max_grad_norm, Sequence):
+            raise ValueError(
+                f"clipping={clipping!r} takes one max_grad_norm; found a list of "
+                f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
+            )
+        norms, bound = total_norm(norms_PB), max_grad_norm
+    if clipping == "automatic":
+        coef = bound / (norms + AUTOMATIC_GAMMA)
+    else:
+        coef = (bound / (norms + NORM_EPSILON)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), coef, coef.new_zeros(()))
+
+
+def _to_device(values: Sequence[float], like: Tensor) -> Tensor:
+    """The values beside ``like``, without waiting for the device."""
+    host = torch.tensor(values, dtype=like.dtype)
+    if like.is_cuda:
+        host = host.pin_memory()
+    return host.to(like.device, non_blocking=True)

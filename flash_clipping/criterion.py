@@ -1,0 +1,65 @@
+"""Opacus' ghost-clipping criterion with one backward pass in the place of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+
+
+class FlashTensor(DPTensorFastGradientClipping):
+    """A loss per sample that reduces itself and runs one ordinary backward."""
+
+    def backward(self) -> None:
+        """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does."""
+        reduce = torch.mean if self.loss_reduction == "mean" else torch.sum
+        reduce(self.loss_per_sample).backward()
+
+    @classmethod
+    def of(cls, loss: DPTensorFastGradientClipping) -> FlashTensor:
+        return cls(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
+
+
+def _keeps_type(name: str) -> Any:
+    # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
+    def operate(self: FlashTensor, *args: Any) -> FlashTensor:
+        return FlashTensor.of(getattr(super(FlashTensor, self), name)(*args))
+
+    operate.__name__ = name
+    return operate
+
+
+for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
+    setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
+
+
+class FlashLoss(DPLossFastGradientClipping):
+    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
+
+    Built and called like Opacus' ``DPLossFastGradientClipping``.
+
+    Raises:
+        ValueError: the reductions of criterion, module and optimizer do not agree.
+    """
+
+    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
+        found = {
+            "loss_reduction": loss_reduction,
+            "module.loss_reduction": module.loss_reduction,
+            "optimizer.loss_reduction": optimizer.loss_reduction,
+            "criterion.reduction": getattr(criterion, "reduction", module.loss_reduction),
+        }
+        if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
+            listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
+            raise ValueError(
+                f"The loss reductions do not match: {listed}. Norms would be off by the batch "
+                "size. Give all of them the same reduction, 'mean' or 'sum'."
+            )
+        super().__init__(module, optimizer, criterion, loss_reduction)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
+        return FlashTensor.of(super().__call__(*args, **kwargs))

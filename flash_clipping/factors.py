@@ -1,0 +1,334 @@
+"""What a per-sample gradient is made of.
+
+A per-sample gradient ``[B, *parameter]`` is almost never worth forming: the norm of every sample
+and the clipped sum over samples follow from its factors. Rules return factors where autograd's own
+backward would return the gradient summed over the batch; the tape merges them per parameter, asks
+for norms, and then for clipped sums.
+
+Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.clipped_sum import clipped_sums
+from flash_clipping.ops.embedding import (
+    embedding_clipped_sum,
+    embedding_sqnorms,
+    tied_cross_term,
+)
+from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
+from flash_clipping.ops.row_scale import row_scale
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything narrower is accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Factor(ABC):
+    """A per-sample gradient of one parameter, in whatever form is cheapest to keep."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Number of samples ``B``."""
+
+    @abstractmethod
+    def sqnorms(self, backend: str) -> Tensor:
+        """Squared norm of every sample's gradient: fp32 (or fp64) ``[B]``."""
+
+    @abstractmethod
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        """``sum_b coef_b g_b``, shaped like the parameter; ``None`` means all ones.
+
+        A sample whose coefficient is 0 adds exactly nothing, whatever its gradient holds.
+        """
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The per-sample gradients themselves, ``[B, *parameter]``."""
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Any]) -> Factor:
+        """One factor for several uses of a parameter within a sample."""
+        return Dense.sum_of(factors)
+
+
+class Dense(Factor):
+    """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
+
+    def __init__(self, grads: Tensor, sqnorm_B: Tensor | None = None):
+        self.grads = grads
+        self._sqnorm_B = sqnorm_B
+
+    @property
+    def batch_size(self) -> int:
+        return self.grads.shape[0]
+
+    def sqnorms(self, backend: str) -> Tensor:
+        if self._sqnorm_B is None:
+            flat = self.grads.reshape(self.batch_size, self.grads[:1].numel() or 1)
+            # vector_norm reduces in the wider dtype without writing a converted copy.
+            norm_B = torch.linalg.vector_norm(
+                flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)
+            )
+            self._sqnorm_B = norm_B.square()
+        return self._sqnorm_B
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            return self.grads.sum(0)
+        return weighted_sum(self.grads, coef_B, backend=backend)
+
+    def dense(self) -> Tensor:
+        return self.grads
+
+    @classmethod
+    def sum_of(cls, factors: Sequence[Factor]) -> Dense:
+        """Any factors of one parameter, formed and added."""
+        return cls(torch.stack([factor.dense() for factor in factors]).sum(0))
+
+
+class Outer(Factor):
+    """``g_b = G_b^T A_b`` (``p x d``): a linear map with input ``A`` and output gradient ``G``."""
+
+    def __init__(self, A_BTd: Tensor, G_BTp: Tensor):
+        self.A_BTd = A_BTd
+        self.G_BTp = G_BTp
+
+    @property
+    def batch_size(self) -> int:
+        return self.G_BTp.shape[0]
+
+    def shares_input_with(self) -> tuple[Any, ...]:
+        """A key that is equal for factors that read the same memory."""
+        A = self.A_BTd
+        return (A.data_ptr(), A.shape, A.stride(), A.dtype, A.device)
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return linear_sqnorms([(self.A_BTd, [self.G_BTp])], backend=backend)[0][0]
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            return self.G_BTp.flatten(0, 1).mT @ self.A_BTd.flatten(0, 1)
+        return clipped_sums(self.A_BTd, [self.G_BTp], coef_B, backend=backend)[0]
+
+    def dense(self) -> Tensor:
+        return self.G_BTp.mT @ self.A_BTd
+
+    def stored(self, backend: str) -> Dense:
+        """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
+        sq_B, grads_Bpd = outer_sqnorms(self.A_BTd, self.G_BTp, store=True, backend=backend)
+        assert grads_Bpd is not None
+        return Dense(grads_Bpd, sq_B)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Outer]) -> Factor:
+        return cls(
+            torch.cat([factor.A_BTd for factor in factors], dim=1),
+            torch.cat([factor.G_BTp for factor in factors], dim=1),
+        )
+
+
+class Lookup(Factor):
+    """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
+
+    def __init__(
+        self, ids_BT: Tensor, G_BTd: Tensor, num_embeddings: int, padding_idx: int | None = None
+    ):
+        self.ids_BT = ids_BT
+        self.G_BTd = G_BTd
+        self.num_embeddings = num_embeddings
+        self.padding_idx = padding_idx
+
+    @property
+    def batch_size(self) -> int:
+        return self.G_BTd.shape[0]
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return embedding_sqnorms(
+            self.ids_BT, self.G_BTd, padding_idx=self.padding_idx, backend=backend
+        )
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            padding_idx = -1 if self.padding_idx is None else self.padding_idx
+            return torch.ops.aten.embedding_dense_backward(
+                self.G_BTd, self.ids_BT, self.num_embeddings, padding_idx, False
+            )
+        return embedding_clipped_sum(
+            self.ids_BT,
+            self.G_BTd,
+            coef_B,
+            self.num_embeddings,
+            padding_idx=self.padding_idx,
+            backend=backend,
+        )
+
+    def dense(self) -> Tensor:
+        B, _, d = self.G_BTd.shape
+        samples_B1 = torch.arange(B, device=self.ids_BT.device)[:, None]
+        G_BTd = self.G_BTd
+        if self.padding_idx is not None:
+            G_BTd = G_BTd * (self.ids_BT != self.padding_idx).unsqueeze(-1)
+        grads = G_BTd.new_zeros(B, self.num_embeddings, d)
+        return grads.index_put((samples_B1, self.ids_BT), G_BTd, accumulate=True)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Lookup]) -> Factor:
+        first = factors[0]
+        if any(factor.padding_idx != first.padding_idx for factor in factors):
+            return super().concatenate(factors)
+        return cls(
+            torch.cat([factor.ids_BT for factor in factors], dim=1),
+            torch.cat([factor.G_BTd for factor in factors], dim=1),
+            first.num_embeddings,
+            first.padding_idx,
+        )
+
+
+class TiedEmbedding(Factor):
+    """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
+
+    def __init__(self, lookup: Lookup, head: Outer):
+        self.lookup = lookup
+        self.head = head
+
+    @property
+    def batch_size(self) -> int:
+        return self.head.batch_size
+
+    def sqnorms(self, backend: str) -> Tensor:
+        cross_B = tied_cross_term(
+            self.lookup.ids_BT,
+            self.lookup.G_BTd,
+            self.head.A_BTd,
+            self.head.G_BTp,
+            padding_idx=self.lookup.padding_idx,
+            backend=backend,
+        )
+        # The sum of a square cannot be negative; its three rounded terms can.
+        total_B = self.lookup.sqnorms(backend) + self.head.sqnorms(backend) + 2 * cross_B
+        return total_B.clamp(min=0)  # clamp keeps NaN: a poisoned sample stays visible
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return self.head.clipped_sum(coef_B, backend) + self.lookup.clipped_sum(coef_B, backend)
+
+    def dense(self) -> Tensor:
+        return self.lookup.dense() + self.head.dense()
+
+
+class Convolution(Factor):
+    """A convolution: ``g_b`` is an outer product of unfolded input patches and ``G``.
+
+    The unfolded input is ``prod(kernel_size)`` times the input, so it is formed for a few samples
+    at a time, used for the norm, and dropped; the clipped sum is one ordinary convolution backward
+    on the scaled output gradient.
+    """
+
+    # Elements of unfolded input alive at once, unless one sample alone has more.
+    CHUNK_ELEMENTS = 1 << 24
+
+    def __init__(
+        self,
+        x: Tensor,
+        G: Tensor,
+        weight: Tensor,
+        stride: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ):
+        # x is [B, C, *spatial] with its padding already applied; weight gives shape only.
+        self.x = x
+        self.G = G
+        self.weight_shape = weight.shape
+        self.stride = stride
+        self.dilation = dilation
+        self.groups = groups
+
+    @property
+    def batch_size(self) -> int:
+        return self.G.shape[0]
+
+    def _chunks(self) -> list[slice]:
+        positions = self.G[:1, 0].numel()
+        per_sample = max(1, positions * self.x.shape[1] * self.weight_shape[2:].numel())
+        step = max(1, self.CHUNK_ELEMENTS // per_sample)
+        return [slice(i, i + step) for i in range(0, self.batch_size, step)]
+
+    def _outer(self, rows: slice) -> Outer:
+        """The chunk as a linear map, each group a sample of its own: ``[B * groups, T, .]``."""
+        x, G = self.x[rows], self.G[rows]
+        spatial = x.dim() - 2
+        patches = x
+        for axis in range(spatial):
+            span = (self.weight_shape[2 + axis] - 1) * self.dilation[axis] + 1
+            patches = patches.unfold(2 + axis, span, self.stride[axis])
+        every = [slice(None)] * (2 + spatial) + [slice(None, None, n) for n in self.dilation]
+        patches = patches[tuple(every)]
+        # [B, C, *out, *kernel] -> [B, groups, *out, C / groups, *kernel]
+        n = x.shape[0]
+        patches = patches.unflatten(1, (self.groups, -1)).movedim(2, 2 + spatial)
+        positions = G[:1, 0].numel()
+        A = patches.reshape(n * self.groups, positions, self.weight_shape[1:].numel())
+        G = G.reshape(n * self.groups, -1, positions).mT
+        return Outer(A, G)
+
+    def sqnorms(self, backend: str) -> Tensor:
+        if self.batch_size == 0:
+            return self.G.new_zeros(0, dtype=accumulation_dtype(self.G.dtype))
+        parts = [self._outer(rows).sqnorms(backend) for rows in self._chunks()]
+        return torch.cat(parts).view(self.batch_size, self.groups).sum(1)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        x, G = self.x, self.G
+        if coef_B is not None:
+            G = row_scale(G.contiguous(), coef_B, backend=backend)
+            # The input is not scaled, so 0 * inf must be kept out of it as well.
+            keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
+            x = torch.where(keep, x, x.new_zeros(()))
+        return torch.ops.aten.convolution_backward(
+            G,
+            x,
+            x.new_empty(self.weight_shape),
+            None,
+            self.stride,
+            [0] * (x.dim() - 2),
+            self.dilation,
+            False,
+            [0] * (x.dim() - 2),
+            self.groups,
+            [False, True, False],
+        )[1]
+
+    def dense(self) -> Tensor:
+        outer = self._outer(slice(None))
+        return outer.dense().reshape(self.batch_size, *self.weight_shape)
+
+
+def merge(factors: Sequence[Factor]) -> Factor:
+    """One factor for all uses of one parameter: uses of one kind are laid end to end along T."""
+    if len(factors) == 1:
+        return factors[0]
+    by_kind: dict[type[Factor], list[Factor]] = {}
+    for factor in factors:
+        by_kind.setdefault(type(factor), []).append(factor)
+    merged = [
+        kind.concatenate(group) if len(group) > 1 else group[0] for kind, group in by_kind.items()
+    ]
+    if len(merged) == 1:
+        return merged[0]
+    kinds = {type(factor): factor for factor in merged}
+    if set(kinds) == {Lookup, Outer}:
+        lookup, head = kinds[Lookup], kinds[Outer]
+        assert isinstance(lookup, Lookup) and isinstance(head, Outer)
+        return TiedEmbedding(lookup, head)
+    return Dense.sum_of(merged)

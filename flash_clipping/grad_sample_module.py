@@ -1,0 +1,320 @@
+"""Flash clipping in the shape that Opacus expects of a grad sample module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
+from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.rules import find_rule
+from flash_clipping.tap import Tap
+from flash_clipping.tape import FlashClippingError, Forward, Recorder
+from flash_clipping.two_pass import TwoPassForward
+
+Mode = Literal["one_pass", "two_pass"]
+
+#: Layers whose output for one sample depends on the others.
+_MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+
+
+class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
+    """Flash clipping on a model that is used as it is (Opacus' ``wrap_model=False``).
+
+    After ``loss.backward()``, ``get_norm_sample()`` and ``get_clipping_coef()`` are the norms and
+    clipping coefficients of all samples, and every ``p.grad`` holds the clipped sum
+    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss. This is what
+    Opacus' ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
+
+    Args:
+        m: the model. Every trainable parameter in it is covered.
+        batch_first: samples are axis 0 of the input of every layer; otherwise axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
+        strict: as in Opacus: refuse trainable layers that have buffers.
+        force_functorch: use the generic rule for every layer.
+        max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
+            ``clipping="per_layer"``.
+        use_ghost_clipping: accepted for compatibility; norms are exact either way.
+        backend: ``"auto"`` (Triton for CUDA tensors where it works), ``"triton"`` or ``"torch"``;
+            the environment variable ``FLASH_CLIPPING_BACKEND`` overrides ``"auto"``.
+        mode: ``"one_pass"`` keeps every layer's input and output gradient until the coefficients
+            are known. ``"two_pass"`` keeps nothing and runs backward twice: for models under
+            activation checkpointing that would not fit otherwise.
+        clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
+            (:func:`~flash_clipping.clipping.clipping_coefficients`).
+
+    Guarantees:
+        For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
+        ``max_grad_norm`` (1 + 1e-5) in fp32, and up to the rounding of the gradient's dtype below
+        that. A sample whose gradient is not finite adds nothing. Results are bitwise equal from
+        run to run. No step waits for the device.
+
+    Raises:
+        NotImplementedError: the model holds a layer that mixes samples (BatchNorm), or, if
+            ``strict``, a trainable layer with buffers.
+        FlashClippingError: in forward or backward, where a norm would be wrong.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        use_ghost_clipping: bool = True,
+        backend: str = "auto",
+        mode: Mode = "one_pass",
+        clipping: str = "flat",
+    ):
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"loss_reduction={loss_reduction!r} is unknown; expected 'mean' or 'sum'."
+            )
+        if mode not in get_args(Mode):
+            raise ValueError(
+                f"mode={mode!r} is unknown; expected one of {', '.join(get_args(Mode))}."
+            )
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"backend={backend!r} is unknown; expected one of {', '.join(BACKENDS)}."
+            )
+        check_clipping(clipping)
+        self.mode = mode
+        self.backend = backend
+        self.clipping = clipping
+        self._taps: list[Tap] = []
+        self._norms_PB: Tensor | None = None
+        self._recorder = Recorder(
+            clip=self._clip,
+            trainable=self._named_trainable,
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+            backend=backend,
+        )
+        GradSampleHooksFastGradientClipping.__init__(
+            self,
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+            max_grad_norm=max_grad_norm,
+            use_ghost_clipping=use_ghost_clipping,
+        )
+
+    # -- installation -------------------------------------------------------------------------
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        """Tap every layer that owns parameters, and watch the root module's inputs and outputs."""
+        root = self._module
+        if hasattr(root, "autograd_grad_sample_hooks"):
+            raise ValueError("Trying to add hooks twice to the same model")
+        for path, module in root.named_modules():
+            if isinstance(module, _MIXING_LAYERS):
+                raise NotImplementedError(
+                    f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
+                    "depends on the others, so no clipping can bound it. Replace it by "
+                    "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
+                )
+        # Opacus' users and tests find the handles under this name.
+        root.autograd_grad_sample_hooks = []
+        self.autograd_grad_sample_hooks = root.autograd_grad_sample_hooks
+        self._taps = list(plan_taps(root, self._recorder, force_functorch))
+        for tap in self._taps:
+            tap.install()
+        if self.mode == "two_pass":
+            self._taps.append(TwoPassForward(root, self._recorder))
+            self._taps[-1].install()
+        handles = self.autograd_grad_sample_hooks
+        handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        handles.append(root.register_forward_hook(self._after_forward))
+        self._guarded: set[nn.Parameter] = set()
+        self._guard_parameters()
+        self.enable_hooks()
+
+    def remove_hooks(self) -> None:
+        """Take off all taps and hooks; the model is as it was."""
+        while self._taps:
+            self._taps.pop().remove()
+        self._guarded = set()
+        super().remove_hooks()
+
+    def enable_hooks(self) -> None:
+        """Record backward passes: they leave norms, coefficients and clipped sums."""
+        super().enable_hooks()
+        self._recorder.enabled = True
+
+    def disable_hooks(self) -> None:
+        """Leave backward passes alone: they give ordinary gradients."""
+        super().disable_hooks()
+        self._recorder.enabled = False
+
+    def _guard_parameters(self) -> None:
+        """Refuse gradients that reach a parameter past its tap: they would not be clipped."""
+        for name, param in self._module.named_parameters():
+            if param.requires_grad and param not in self._guarded:
+                self._guarded.add(param)
+                handle = param.register_hook(_Guard(name, self._recorder))
+                self.autograd_grad_sample_hooks.append(handle)
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._recorder.enabled:
+            return
+        self._guard_parameters()
+        leaves = pytree.tree_leaves((args, kwargs))
+        module_call = self._recorder.begin_forward(
+            [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        )
+        # Until the outputs hold it, the call is held here; a failed forward leaves only this.
+        self._call: Forward | None = module_call
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        call, self._call = getattr(self, "_call", None), None
+        if call is None or not torch.is_grad_enabled():
+            return
+        recorder = self._recorder
+        if self.mode == "two_pass":
+            return
+
+        def start_backward(grad: Tensor, call: Forward = call) -> None:
+            if recorder.enabled:
+                recorder.begin_backward()
+
+        for leaf in _tensors(output):
+            if leaf.requires_grad:
+                leaf.register_hook(start_backward)
+
+    # -- norms and coefficients ---------------------------------------------------------------
+
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trainable now, in the model's order."""
+        return [param for _, param in self._named_trainable()]
+
+    @trainable_parameters.setter
+    def trainable_parameters(self, value: Any) -> None:
+        """Opacus assigns the list once; ours follows ``requires_grad``."""
+
+    def _named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (
+            (name, param) for name, param in self._module.named_parameters() if param.requires_grad
+        )
+
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
+        """Publish the norms of one backward; return its coefficients."""
+        for param, norm_B in zip(params, norms_PB, strict=True):
+            param._norm_sample = (
+                norm_B if norm_B.device == param.device else norm_B.to(param.device)
+            )
+        self._norms_PB = norms_PB
+        self.per_sample_gradient_norms = total_norm(norms_PB)
+        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
+
+    def get_norm_sample(self) -> Tensor:
+        """Norm of every sample's gradient over all trainable parameters: fp32 ``[B]``.
+
+        fp64 for a model in float64.
+
+        Raises:
+            FlashClippingError: no backward pass has been recorded yet.
+        """
+        norm_B = total_norm(self._norms())
+        self.per_sample_gradient_norms = norm_B
+        return norm_B
+
+    def get_clipping_coef(self) -> Tensor:
+        """Clipping coefficient of every sample: fp32 ``[B]`` (``[P, B]`` when per layer).
+
+        Follows ``max_grad_norm`` as it is now. Never NaN; 0 for a sample that is not finite.
+
+        Raises:
+            FlashClippingError: no backward pass has been recorded yet.
+        """
+        return clipping_coefficients(self._norms(), self.max_grad_norm, self.clipping)
+
+    def _norms(self) -> Tensor:
+        rows = [getattr(param, "_norm_sample", None) for param in self.trainable_parameters]
+        if not rows or any(row is None for row in rows):
+            raise FlashClippingError(
+                "There are no per-sample norms yet: they are taken during backward. Call the "
+                "model, then loss.backward(), with hooks enabled, and ask again."
+            )
+        device = rows[0].device
+        return torch.stack([row.to(device) for row in rows])
+
+
+class GradSampleModuleFlashClipping(
+    GradSampleHooksFlashClipping, GradSampleModuleFastGradientClipping
+):
+    """Flash clipping around a model (Opacus' ``wrap_model=True``).
+
+    See :class:`GradSampleHooksFlashClipping` for arguments, guarantees and errors. State dicts
+    have Opacus' ``_module.`` prefix; ``to_standard_module()`` gives the model back as it was.
+    """
+
+    def __init__(self, m: nn.Module, **kwargs: Any):
+        nn.Module.__init__(self)
+        GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
+        self.grad_accumulation_hook = None
+
+
+class _Guard:
+    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
+
+    def __init__(self, name: str, recorder: Recorder):
+        self.name = name
+        self.recorder = recorder
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is not None and self.recorder.enabled:
+            raise FlashClippingError(
+                f"{self.name}: this parameter received a gradient from outside the module that "
+                "owns it; it would be added without being clipped. Use the parameter inside its "
+                "own module's forward, detach it where it is used elsewhere, or, for a penalty on "
+                "weights, use the optimizer's weight_decay."
+            )
+
+
+def plan_taps(root: nn.Module, recorder: Recorder, force_generic: bool = False) -> Iterator[Tap]:
+    """A tap for every module that owns parameters directly.
+
+    A module that owns parameters and has children that do too is tapped like they are: while its
+    own parameters are trainable, its tap serves the whole subtree; while they are frozen, its
+    children's taps do.
+    """
+    for path, module in root.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            rule = None if force_generic else find_rule(module)
+            yield Tap(module, path, rule, recorder)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors in a model's output: nested containers, mappings and dataclasses alike."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    elif hasattr(output, "__dataclass_fields__"):
+        output = list(vars(output).values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _tensors(part)]
+    return []

@@ -1,0 +1,130 @@
+"""Opacus' privacy engine with ``grad_sample_mode="flash"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus import PrivacyEngine
+from torch import nn
+
+from flash_clipping.criterion import FlashLoss
+from flash_clipping.grad_sample_module import (
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+    Mode,
+)
+
+# Opacus returns the criterion too for every mode whose name contains "ghost".
+_FLASH = "flash-ghost"
+
+
+class FlashPrivacyEngine(PrivacyEngine):
+    """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
+
+    Everything that is not named here (accounting, Poisson sampling, noise, schedulers,
+    checkpoints) is Opacus' own. Modes other than ``"flash"`` behave as in Opacus.
+
+    Example::
+
+        engine = FlashPrivacyEngine()
+        model, optimizer, criterion, loader = engine.make_private(
+            module=model, optimizer=optimizer, criterion=criterion, data_loader=loader,
+            noise_multiplier=1.1, max_grad_norm=1.0)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    """
+
+    def make_private(
+        self,
+        *,
+        grad_sample_mode: str = "flash",
+        backend: str = "auto",
+        mode: Mode = "one_pass",
+        **kwargs: Any,
+    ) -> Any:
+        """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
+        ``(module, optimizer, criterion, data_loader)``, like Opacus' mode ``"ghost"``.
+
+        The criterion is optional in training: ``loss.backward()`` on any loss of the model's
+        outputs that reduces over samples by ``loss_reduction`` works as well.
+
+        Args:
+            grad_sample_mode: ``"flash"``, or one of Opacus' modes.
+            backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            mode: ``"one_pass"`` or ``"two_pass"``; flash only.
+            **kwargs: as in Opacus.
+
+        Raises:
+            ValueError: arguments that contradict each other.
+            opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
+        """
+        if grad_sample_mode != "flash":
+            return super().make_private(grad_sample_mode=grad_sample_mode, **kwargs)
+        self._module_options = {"backend": backend, "mode": mode}
+        try:
+            return super().make_private(grad_sample_mode=_FLASH, **kwargs)
+        finally:
+            del self._module_options
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        grad_sample_mode: str = "flash",
+        backend: str = "auto",
+        mode: Mode = "one_pass",
+        **kwargs: Any,
+    ) -> Any:
+        """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
+        additional arguments.
+        """
+        if grad_sample_mode == "flash":
+            kwargs.update(backend=backend, mode=mode)
+        return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+
+    def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
+        if kwargs.get("grad_sample_mode") != _FLASH:
+            return super()._prepare_model(module, **kwargs)
+        kwargs.pop("grad_sample_mode")
+        self.validate(module=module, optimizer=None, data_loader=None)
+        wrap_model = kwargs.pop("wrap_model", True)
+        if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
+            expected = {
+                key: value
+                for key, value in kwargs.items()
+                if key in ("batch_first", "loss_reduction")
+            }
+            found = {key: getattr(module, key) for key in expected}
+            if found != expected:
+                raise ValueError(
+                    f"The module is wrapped already, with {found}; this call asks for {expected}. "
+                    "Pass the plain nn.Module (module.to_standard_module())."
+                )
+            return module
+        cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
+        return cls(module, **kwargs, **self._module_options)
+
+    def _prepare_optimizer(self, *, grad_sample_mode: str = "hooks", **kwargs: Any) -> Any:
+        if grad_sample_mode == _FLASH:
+            grad_sample_mode = "ghost"
+        return super()._prepare_optimizer(grad_sample_mode=grad_sample_mode, **kwargs)
+
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(module, GradSampleHooksFlashClipping):
+            return FlashLoss(module, optimizer, criterion, loss_reduction)
+        return super()._prepare_criterion(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )

@@ -1,0 +1,70 @@
+"""``nn.Linear`` and ``transformers``' ``Conv1D``: ``g_b = G_b^T A_b``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping.factors import Dense, Factor, Outer, accumulation_dtype
+from flash_clipping.rules.registry import Needs, Rule, as_BTd, autocast_operands, register_rule
+
+
+def bias_factor(G_BTp: Tensor) -> Dense:
+    """A bias: ``g_b = sum_t G_bt``, small enough to keep (fp32)."""
+    return Dense(G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype)))
+
+
+@register_rule(nn.Linear)
+class LinearRule(Rule):
+    """Any number of axes between the batch and the features counts as positions."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
+        assert weight is not None
+        return F.linear(x, weight, bias), (x, weight)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, weight = saved
+        grad_input = grad_output @ weight if needs.input else None
+        G_BTp = as_BTd(grad_output)
+        factors: dict[str, Factor] = {}
+        if "weight" in needs.params:
+            factors["weight"] = Outer(as_BTd(x), G_BTp)
+        if "bias" in needs.params:
+            factors["bias"] = bias_factor(G_BTp)
+        return grad_input, factors
+
+
+class TransposedLinearRule(Rule):
+    """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
+        assert weight is not None
+        return F.linear(x, weight.mT, bias), (x, weight)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, weight = saved
+        grad_input = grad_output @ weight.mT if needs.input else None
+        G_BTp = as_BTd(grad_output)
+        factors: dict[str, Factor] = {}
+        if "weight" in needs.params:
+            factors["weight"] = Outer(A_BTd=G_BTp, G_BTp=as_BTd(x))
+        if "bias" in needs.params:
+            factors["bias"] = bias_factor(G_BTp)
+        return grad_input, factors
+
+
+try:
+    from transformers.pytorch_utils import Conv1D
+except ImportError:  # transformers is optional
+    pass
+else:
+    register_rule(Conv1D)(TransposedLinearRule)

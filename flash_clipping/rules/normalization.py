@@ -1,0 +1,133 @@
+"""``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.GroupNorm``: per-sample gradients are vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
+from flash_clipping.rules.registry import Needs, Rule, register_rule
+
+
+def _normalization_input(x: Tensor) -> Tensor:
+    """Autocast computes normalizations in float32 on CUDA, and in the input's dtype on the CPU."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
+        return x.float()
+    return x
+
+
+def _vectors(
+    layer: Any, weight_BD: Tensor | None, bias_BD: Tensor | None, shape: tuple[int, ...]
+) -> dict[str, Factor]:
+    named = {"weight": weight_BD, "bias": bias_BD}
+    return {
+        name: Dense(grads.view(grads.shape[0], *shape))
+        for name, grads in named.items()
+        if grads is not None
+    }
+
+
+def _normalized_backward(
+    layer: Any,
+    x: Tensor,
+    grad_output: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    needs: Needs,
+) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
+    shape = tuple(layer.normalized_shape)
+    B, D = x.shape[0], torch.Size(shape).numel()
+    T = x.shape[1 : x.dim() - len(shape)].numel()
+    grad_input, weight_BD, bias_BD = norm_backward(
+        x.reshape(B, T, D),
+        grad_output.reshape(B, T, D),
+        None if mean is None else mean.reshape(B, T),
+        rstd.reshape(B, T),
+        None if weight is None else weight.reshape(D),
+        input_grad=needs.input,
+        weight_grad="weight" in needs.params,
+        bias_grad="bias" in needs.params,
+        backend=needs.backend,
+    )
+    factors = _vectors(layer, weight_BD, bias_BD, shape)
+    return None if grad_input is None else grad_input.view_as(x), factors
+
+
+@register_rule(nn.LayerNorm)
+class LayerNormRule(Rule):
+    """``dgamma_b = sum_t G_t * xhat_t`` and ``dbeta_b = sum_t G_t``."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x = _normalization_input(x)
+        output, mean, rstd = torch.native_layer_norm(
+            x, layer.normalized_shape, layer.weight, layer.bias, layer.eps
+        )
+        return output, (x, mean, rstd, layer.weight)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, mean, rstd, weight = saved
+        return _normalized_backward(layer, x, grad_output, mean, rstd, weight, needs)
+
+
+@register_rule(nn.RMSNorm)
+class RMSNormRule(Rule):
+    """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x = _normalization_input(x)
+        # One fused kernel where PyTorch has one; it also returns what backward needs.
+        output, rstd = torch.ops.aten._fused_rms_norm(
+            x, layer.normalized_shape, layer.weight, layer.eps
+        )
+        if rstd.dtype != accumulation_dtype(x.dtype):  # not fused: rounded to the input's dtype
+            axes = tuple(range(-len(layer.normalized_shape), 0))
+            eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+            rstd = (x.float().square().mean(axes, keepdim=True) + eps).rsqrt()
+        return output, (x, rstd, layer.weight)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, rstd, weight = saved
+        return _normalized_backward(layer, x, grad_output, None, rstd, weight, needs)
+
+
+@register_rule(nn.GroupNorm)
+class GroupNormRule(Rule):
+    """As LayerNorm, with statistics per sample and group of channels."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x = _normalization_input(x).contiguous()
+        B, C = x.shape[:2]
+        output, mean, rstd = torch.native_group_norm(
+            x, layer.weight, layer.bias, B, C, x.shape[2:].numel(), layer.num_groups, layer.eps
+        )
+        return output, (x, mean, rstd, layer.weight)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, mean, rstd, weight = saved
+        B, C = x.shape[:2]
+        S = x.shape[2:].numel()
+        grad_output = grad_output.contiguous()
+        grad_input = None
+        if needs.input:
+            grad_input = torch.ops.aten.native_group_norm_backward(
+                grad_output, x, mean, rstd, weight, B, C, S, layer.num_groups, [True, False, False]
+            )[0]
+        factors: dict[str, Factor] = {}
+        if needs.params:
+            weight_BC, bias_BC = group_norm_grads(
+                x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
+            )
+            factors = _vectors(layer, weight_BC, bias_BC, (C,))
+        return grad_input, {name: factors[name] for name in needs.params}

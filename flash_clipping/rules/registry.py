@@ -1,0 +1,144 @@
+"""What a rule is, and how a layer type finds its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.factors import Factor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a backward is asked for.
+
+    Attributes:
+        input: whether the gradient of the layer's first input is wanted.
+        params: names of the layer's own parameters that are trainable.
+        backend: backend for ops that run inside the backward.
+    """
+
+    input: bool
+    params: frozenset[str]
+    backend: str
+
+
+class Rule(ABC):
+    """The forward and the backward of one layer type, the batch being the first axis of its input.
+
+    A rule is written like a ``torch.autograd.Function``, with one difference: where that returns
+    the gradient of a parameter, summed over the batch, a rule returns the
+    :class:`~flash_clipping.factors.Factor` that this gradient is the sum of. Norms, clipping and
+    accumulation are not its business.
+    """
+
+    #: Whether an input of leading dimension 1 may be expanded to the batch: right for layers that
+    #: are read at fixed positions and added to the batch afterwards (a position embedding).
+    broadcasts_over_batch: bool = False
+
+    #: Whether the batch is the first axis of this layer's input even with ``batch_first=False``.
+    always_batch_first: bool = False
+
+    @abstractmethod
+    def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Compute the layer's output and the tensors that :meth:`backward` will need.
+
+        Runs without autograd. The output must be a fresh tensor; whatever backward reads, weights
+        included, belongs among the saved tensors, so that autograd notices a change in place.
+        """
+
+    @abstractmethod
+    def backward(
+        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        """Compute the gradient of the first input (or ``None``) and a factor per parameter name.
+
+        Only parameters in ``needs.params`` need a factor.
+        """
+
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_R = TypeVar("_R", bound=type[Rule])
+
+
+def register_rule(*layer_types: type[nn.Module]) -> Callable[[_R], _R]:
+    """Class decorator: use this :class:`Rule` for layers of the given types.
+
+    The rule also serves subclasses that inherit ``forward`` unchanged. A rule registered later for
+    the same type replaces the earlier one; models that are already wrapped keep theirs.
+
+    Example::
+
+        @register_rule(MyScale)
+        class MyScaleRule(Rule):
+            def forward(self, layer, x):
+                return x * layer.gain, (x, layer.gain)
+
+            def backward(self, layer, saved, grad_output, needs):
+                x, gain = saved
+                per_sample = (grad_output * x).flatten(1, -2).sum(1)   # [B, d]
+                return grad_output * gain, {"gain": Dense(per_sample)}
+    """
+    for layer_type in layer_types:
+        if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+            raise TypeError(
+                f"register_rule expects nn.Module subclasses, found {layer_type!r}; "
+                "write @register_rule(MyLayer)."
+            )
+
+    def decorate(rule_type: _R) -> _R:
+        rule = rule_type()
+        for layer_type in layer_types:
+            _RULES[layer_type] = rule
+        return rule_type
+
+    return decorate
+
+
+def find_rule(layer: nn.Module) -> Rule | None:
+    """The rule for this layer, or ``None`` when only the generic rule can serve it.
+
+    A subclass is served by its parent's rule only while it computes what the parent computes: it
+    has the parent's ``forward`` (on the class and on the instance) and no children of its own.
+    """
+    if "forward" in vars(layer) or any(True for _ in layer.children()):
+        return None
+    for ancestor in type(layer).__mro__:
+        rule = _RULES.get(ancestor)
+        if rule is not None:
+            same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
+            return rule if same else None
+    return None
+
+
+def positions(x: Tensor, features: int = 1) -> int:
+    """Number of positions per sample: product of the axes between batch and features."""
+    return x.shape[1 : x.dim() - features].numel()
+
+
+def as_BTd(x: Tensor) -> Tensor:
+    """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
+    return x.reshape(x.shape[0], positions(x), x.shape[-1])
+
+
+def autocast_operands(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as autocast would cast the operands of a matmul or convolution.
+
+    Done by the rule itself so that the operands that were multiplied are also the ones saved: the
+    norm is then the norm of what the backward pass really computes.
+    """
+    device_type = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+        else tensor.to(dtype)
+        for tensor in tensors
+    )

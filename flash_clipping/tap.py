@@ -1,0 +1,340 @@
+"""The tapped layer: an ordinary forward, and a backward that hands its factors to the tape.
+
+While a model is wrapped, the ``forward`` of every layer that owns parameters is replaced on the
+instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function`` whose backward
+computes the input gradient only: a weight gradient that would be thrown away is never computed.
+Any other module runs under ``vmap`` with one copy (a view) of its parameters per sample, so that
+autograd itself delivers their per-sample gradients: :func:`generic_forward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from flash_clipping.factors import Dense, Factor
+from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.tape import FlashClippingError, Recorder, in_backward
+
+
+class Tap:
+    """Stands in for ``layer.forward`` while the model is wrapped.
+
+    Args:
+        layer: the tapped layer.
+        path: its name in the model, for messages.
+        rule: its rule, or ``None`` for the generic one.
+        recorder: what all taps of the model share.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, rule: Rule | None, recorder: Recorder):
+        self.layer = layer
+        self.path = f"{path or 'the model'} ({type(layer).__name__})"
+        self.rule = rule
+        self.recorder = recorder
+        self.instance_forward = vars(layer).get("forward")
+        # A rule serves the layer's own parameters; the generic rule those of the whole subtree.
+        self.own_names = [name for name, _ in layer.named_parameters(recurse=False)]
+        self._loop = False  # whether vmap was tried on this module and failed
+        self._signature: inspect.Signature | None = None
+
+    def install(self) -> None:
+        self.layer.forward = self
+
+    def remove(self) -> None:
+        if vars(self.layer).get("forward") is self:
+            if self.instance_forward is None:
+                del self.layer.forward
+            else:
+                self.layer.forward = self.instance_forward
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward."""
+        if self.instance_forward is not None:
+            return self.instance_forward(*args, **kwargs)
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.layer._parameters
+        trainable = tuple(
+            param
+            for name in self.own_names
+            if (param := own[name]) is not None and param.requires_grad
+        )
+        if not trainable or not self.recorder.enabled or self.recorder.bypassed:
+            return self.original(*args, **kwargs)
+        if self.rule is None:
+            trainable = tuple(p for p in self.layer.parameters() if p.requires_grad)
+        self.recorder.count_use(trainable)
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if self.rule is None:
+            return generic_forward(self, args, kwargs)
+        return self._tapped_forward(self.rule, trainable, args, kwargs)
+
+    def _tapped_forward(
+        self,
+        rule: Rule,
+        trainable: tuple[nn.Parameter, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        if kwargs:
+            if self._signature is None:
+                self._signature = inspect.signature(type(self.layer).forward)
+            bound = self._signature.bind(self.layer, *args, **kwargs)
+            args = bound.args[1:]
+        x, *rest = args
+        self._check_input(x, trainable[0])
+        transposed = not (self.recorder.batch_first or rule.always_batch_first)
+        if transposed:
+            x = x.transpose(0, 1)
+        if rule.broadcasts_over_batch:
+            x = self._over_batch(x)
+        readers = None
+        forward = self.recorder.current_forward
+        if forward is not None:
+            readers = (x.data_ptr(), x.shape)
+            forward.readers[readers] = forward.readers.get(readers, 0) + 1
+        output = TappedLayer.apply(self, rule, forward, readers, x, *rest, *trainable)
+        return output.transpose(0, 1) if transposed else output
+
+    def _check_input(self, x: Any, param: nn.Parameter) -> None:
+        if not isinstance(x, Tensor):
+            raise FlashClippingError(
+                f"{self.path}: expected a tensor as first input, found {type(x).__name__}."
+            )
+        if x.device != param.device:
+            raise FlashClippingError(
+                f"{self.path}: its parameters are on {param.device}, but its input is on "
+                f"{x.device}. Move the model or the batch: module.to({str(x.device)!r})."
+            )
+        if x.dim() < 1 + (not self.recorder.batch_first):
+            raise FlashClippingError(
+                f"{self.path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
+                "expected [batch, ...]. Add the axis with unsqueeze(0)."
+            )
+
+    def _over_batch(self, x: Tensor) -> Tensor:
+        """Expand an input that is the same for all samples (``[1, T]`` positions) to the batch."""
+        forward = self.recorder.current_forward
+        batch_size = forward.batch_size if forward is not None else None
+        if x.shape[0] == 1 and x.dim() > 1 and batch_size not in (None, 1):
+            return x.expand(batch_size, *x.shape[1:])
+        return x
+
+
+class TappedLayer(torch.autograd.Function):
+    """A layer with a rule. Its trainable parameters are inputs: its output then requires grad."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tap: Tap,
+        rule: Rule,
+        forward: Any,
+        readers: Any,
+        *inputs_and_params: Any,
+    ) -> Tensor:
+        own = [param for param in tap.layer._parameters.values() if param is not None]
+        n_params = sum(param.requires_grad for param in own)
+        inputs = inputs_and_params[: len(inputs_and_params) - n_params]
+        output, saved = rule.forward(tap.layer, *inputs)
+        ctx.save_for_backward(*saved)
+        ctx.tap, ctx.rule = tap, rule
+        ctx.call, ctx.readers = forward, readers
+        ctx.n_inputs = len(inputs)
+        # The parameters themselves, as p.grad belongs to them; not saved: they are not read.
+        ctx.params = {
+            name: param
+            for name, param in tap.layer._parameters.items()
+            if param is not None and param.requires_grad
+        }
+        ctx.recomputed = in_backward()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        tap: Tap = ctx.tap
+        recorder = tap.recorder
+        needs = Needs(
+            input=ctx.needs_input_grad[4],
+            params=frozenset(ctx.params),
+            backend=recorder.backend,
+        )
+        grad_input, factors = ctx.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
+        by_param = {ctx.params[name]: factor for name, factor in factors.items()}
+        missing = [name for name in ctx.params if name not in factors]
+        if missing:
+            raise FlashClippingError(
+                f"{tap.path}: its rule {type(ctx.rule).__name__} returned no factor for "
+                f"{', '.join(missing)}; return one for every name in needs.params."
+            )
+        head = (None, None, None, None, grad_input, *[None] * (ctx.n_inputs - 1))
+        if not recorder.enabled:
+            # An ordinary backward: ordinary gradients.
+            return (
+                *head,
+                *(by_param[p].clipped_sum(None, recorder.backend).view_as(p) for p in by_param),
+            )
+        readers = ctx.call.readers.get(ctx.readers, 1) if ctx.call is not None else 1
+        record(tap, by_param, ctx.recomputed, readers)
+        return (*head, *[None] * len(ctx.params))
+
+
+def record(
+    tap: Tap, factors: dict[nn.Parameter, Factor], recomputed: bool, readers: int = 1
+) -> None:
+    """Hand a layer's factors to the tape of the running backward."""
+    recorder = tap.recorder
+    if recorder.tape is None and recomputed:
+        raise FlashClippingError(
+            f"{tap.path}: re-entrant activation checkpointing reached this layer before the "
+            "model's own output. Compute the loss from what the wrapped model returns, or use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+    recorder.begin_backward().record(tap.path, factors, readers)
+
+
+class PerSampleView(torch.autograd.Function):
+    """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: Tap, param: nn.Parameter, batch_size: int) -> Tensor:
+        ctx.tap, ctx.param = tap, param
+        ctx.recomputed = in_backward()
+        return param.expand(batch_size, *param.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        tap: Tap = ctx.tap
+        if not tap.recorder.enabled:
+            return None, grads.sum(0), None
+        record(tap, {ctx.param: Dense(grads)}, ctx.recomputed)
+        return None, None, None
+
+
+class _Original(nn.Module):
+    """Calls a tapped module's own forward, without its hooks, which the outer call runs already."""
+
+    def __init__(self, tap: Tap):
+        super().__init__()
+        self.module = tap.layer
+        self._call = tap.original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any module that owns parameters: forward under ``vmap`` with per-sample parameters.
+
+    Every tensor argument whose batch axis has the batch's size is mapped over; anything else is
+    handed to every sample as it is. A module that ``vmap`` cannot run (data-dependent control
+    flow, an operator without a batching rule) is run sample by sample instead, with one warning.
+    """
+    recorder, layer = tap.recorder, tap.layer
+    axis = 0 if recorder.batch_first else 1
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    batch_size = _batch_size(tap, leaves, axis)
+    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
+    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
+    mapped = [
+        isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
+        for leaf in leaves
+    ]
+    shim = _Original(tap)
+
+    def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
+        batch_of_one = [
+            leaf.unsqueeze(axis) if is_mapped else leaf
+            for leaf, is_mapped in zip(sample, mapped, strict=True)
+        ]
+        one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
+        output = torch.func.functional_call(shim, params, one_args, one_kwargs)
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
+
+    with recorder.bypass():
+        if batch_size == 0:
+            # Nothing to map over. The empty views keep the output in the graph.
+            output = torch.func.functional_call(
+                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
+            )
+            empty = sum(view.sum() for view in views.values())
+            return pytree.tree_map_only(
+                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
+            )
+        if not tap._loop:
+            in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
+            try:
+                return torch.func.vmap(
+                    one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
+                )(views, *leaves)
+            except FlashClippingError:
+                raise
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+                tap._loop = True  # the loop works where vmap does not: stay with it
+                warnings.warn(
+                    f"{tap.path}: torch.func.vmap cannot run this module "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}); it runs sample by "
+                    "sample, which is exact but slow. A rule of its own "
+                    "(flash_clipping.register_rule) makes it fast.",
+                    stacklevel=2,
+                )
+                return outputs
+        return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+
+
+def _sample_by_sample(
+    one_sample: Callable[..., Any],
+    views: dict[str, Tensor],
+    leaves: list[Any],
+    mapped: list[bool],
+    axis: int,
+    batch_size: int,
+) -> Any:
+    # Unbound once: selecting row after row would make backward add up B tensors of B rows each.
+    rows = {name: view.unbind(0) for name, view in views.items()}
+    outputs = [
+        one_sample(
+            {name: row[b] for name, row in rows.items()},
+            *(
+                leaf.select(axis, b) if is_mapped else leaf
+                for leaf, is_mapped in zip(leaves, mapped, strict=True)
+            ),
+        )
+        for b in range(batch_size)
+    ]
+    return pytree.tree_map(
+        lambda *parts: torch.stack(parts, axis) if isinstance(parts[0], Tensor) else parts[0],
+        outputs[0],
+        *outputs[1:],
+    )
+
+
+def _batch_size(tap: Tap, leaves: list[Any], axis: int) -> int:
+    """The batch size of a call of a module without a rule."""
+    sizes = [leaf.shape[axis] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    forward = tap.recorder.current_forward
+    if forward is not None:
+        for size in forward.batch_sizes:
+            if not sizes or size in sizes:
+                return size
+    if not sizes:
+        raise FlashClippingError(
+            f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
+            "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
+        )
+    return sizes[0]

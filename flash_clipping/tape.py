@@ -1,0 +1,397 @@
+"""One backward pass's records: factors -> norms -> coefficients -> clipped gradients.
+
+A :class:`Recorder` lives as long as the model is wrapped and holds no tensors. A :class:`Tape`
+lives as long as the backward pass that fills it: autograd's engine owns it through the callback
+that will finish it, so a backward that fails takes its records with it.
+
+Shape suffixes: ``B`` samples, ``P`` parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from flash_clipping.factors import Factor, Outer, merge
+from flash_clipping.ops import cost
+from flash_clipping.ops.clipped_sum import clipped_sums
+from flash_clipping.ops.linear import linear_sqnorms
+
+#: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
+ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class FlashClippingError(RuntimeError):
+    """A model or a step that would give a wrong norm; the message says what to change."""
+
+
+@dataclass(eq=False)
+class Forward:
+    """One call of the root module: what a later backward has to know about it."""
+
+    #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
+    batch_sizes: tuple[int, ...] = ()
+    #: How often each parameter was used by a tapped layer (a checkpointed layer counts once).
+    uses: dict[nn.Parameter, int] = field(default_factory=dict)
+    #: How many tapped layers read the same input, by its key.
+    readers: dict[Any, int] = field(default_factory=dict)
+    #: Whether the norms of this call have been taken.
+    spent: bool = False
+
+    @property
+    def batch_size(self) -> int | None:
+        """Size of the batch axis of the root's first tensor input."""
+        return self.batch_sizes[0] if self.batch_sizes else None
+
+
+class Recorder:
+    """What all taps of one model share.
+
+    Args:
+        clip: from per-parameter norms to coefficients; also where norms are published.
+        trainable: yields the trainable parameters (name, parameter), in order.
+        loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
+            ``"sum"``.
+        batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        clip: ClipFunction,
+        trainable: Callable[[], Iterator[tuple[str, nn.Parameter]]],
+        loss_reduction: str,
+        batch_first: bool,
+        backend: str,
+    ):
+        self.clip = clip
+        self.trainable = trainable
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self.backend = backend
+        self.enabled = False
+        #: True while a generic rule runs a module whose own children are tapped too.
+        self.bypassed = False
+        self.warned_non_finite = False
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._current_forward: weakref.ref[Forward] | None = None
+        self._tape: weakref.ref[Tape] | None = None
+        self._pending_flag: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of a wrapped model start between steps.
+        state = self.__dict__.copy()
+        state.update(_forwards=[], _current_forward=None, _tape=None, _pending_flag=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forwards = weakref.WeakSet()
+
+    # -- forward ------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> bool:
+        """Whether a tapped layer that runs now is to be recorded in backward."""
+        return self.enabled and not self.bypassed and torch.is_grad_enabled()
+
+    @property
+    def current_forward(self) -> Forward | None:
+        return self._current_forward() if self._current_forward is not None else None
+
+    def begin_forward(self, tensors: list[Tensor]) -> Forward:
+        """Start a call of the root module with these tensor inputs."""
+        axis = 0 if self.batch_first else 1
+        sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
+        forward = Forward(batch_sizes=tuple(dict.fromkeys(sizes)))
+        self._forwards.add(forward)
+        self._current_forward = weakref.ref(forward)
+        return forward
+
+    def count_use(self, params: tuple[nn.Parameter, ...]) -> None:
+        """Note that a tapped layer reads these parameters, unless this is a recomputation."""
+        forward = self.current_forward
+        if forward is not None and not in_backward():
+            for param in params:
+                forward.uses[param] = forward.uses.get(param, 0) + 1
+
+    def used_once(self, param: nn.Parameter) -> bool:
+        """Whether no other use of this parameter can still arrive in the running backward."""
+        return sum(f.uses.get(param, 0) for f in self._forwards if not f.spent) == 1
+
+    def expected_batch_sizes(self) -> set[int]:
+        return {size for f in self._forwards if not f.spent for size in f.batch_sizes}
+
+    @contextmanager
+    def bypass(self) -> Iterator[None]:
+        """Run tapped layers as ordinary ones."""
+        before, self.bypassed = self.bypassed, True
+        try:
+            yield
+        finally:
+            self.bypassed = before
+
+    # -- backward -----------------------------------------------------------------------------
+
+    @property
+    def tape(self) -> Tape | None:
+        """The tape of the backward pass that is running, if it has one already."""
+        return self._tape() if self._tape is not None else None
+
+    def begin_backward(self) -> Tape:
+        """The running backward's tape; made, and set to be finished at its end, if new."""
+        tape = self.tape
+        if tape is None:
+            tape = self.new_tape()
+            # The engine's callback is the only owner: a failed backward frees the records.
+            Variable._execution_engine.queue_callback(tape.finish)
+        return tape
+
+    def new_tape(self) -> Tape:
+        tape = Tape(self)
+        self._tape = weakref.ref(tape)
+        return tape
+
+    def end_backward(self) -> None:
+        self._tape = None
+        for forward in self._forwards:
+            forward.spent = True
+
+    def note_non_finite(self, bad: Tensor) -> None:
+        """Warn once when some sample was not finite, without waiting for the device."""
+        if self.warned_non_finite:
+            return
+        if self._pending_flag is not None:
+            flag, event = self._pending_flag
+            if event is None or event.query():
+                self._pending_flag = None
+                if bool(flag):
+                    self._warn_non_finite()
+                    return
+        if bad.is_cuda:
+            if self._pending_flag is None and not torch.cuda.is_current_stream_capturing():
+                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+                flag.copy_(bad.any(), non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                self._pending_flag = (flag, event)
+        elif bool(bad.any()):
+            self._warn_non_finite()
+
+    def _warn_non_finite(self) -> None:
+        self.warned_non_finite = True
+        warnings.warn(
+            "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
+            "clipping coefficient 0 and add nothing to the sum. This is said once.",
+            stacklevel=2,
+        )
+
+
+class Tape:
+    """The records of one backward pass."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.factors: dict[nn.Parameter, list[Factor]] = {}
+        self.sqnorms_B: dict[nn.Parameter, Tensor] = {}
+        self.batch_size: int | None = None
+        self.first_path = ""
+        #: Set while the second pass of ``mode="two_pass"`` adds clipped gradients.
+        self.coef: dict[nn.Parameter, Tensor] | None = None
+        #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
+        self.norms_only = False
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def record(self, path: str, factors: Mapping[nn.Parameter, Factor], readers: int = 1) -> None:
+        """Take the factors of one layer call. ``readers`` layers read the same input."""
+        for param, factor in factors.items():
+            self._check_batch_size(path, factor.batch_size)
+            if self.coef is not None:
+                add_into_grad(param, factor.clipped_sum(self.coef[param], self.backend))
+                continue
+            if param in self.sqnorms_B:
+                raise FlashClippingError(
+                    f"{path}: a parameter that was used once in forward received a second "
+                    "gradient. Call backward() once over everything that was computed from the "
+                    "model, before the next forward()."
+                )
+            once = self.recorder.used_once(param)
+            if self.norms_only and once:
+                self.sqnorms_B[param] = factor.sqnorms(self.backend)
+                continue
+            if once and isinstance(factor, Outer) and _worth_storing(factor, readers):
+                factor = factor.stored(self.backend)
+            self.factors.setdefault(param, []).append(factor)
+
+    @property
+    def backend(self) -> str:
+        return self.recorder.backend
+
+    def _check_batch_size(self, path: str, found: int) -> None:
+        if self.batch_size is None:
+            expected = self.recorder.expected_batch_sizes()
+            if expected and found not in expected:
+                sizes = " or ".join(map(str, sorted(expected)))
+                raise FlashClippingError(
+                    f"{path}: found {found} samples along the batch axis, but the model was "
+                    f"called with a batch of {sizes}. The batch must be the "
+                    f"{'first' if self.recorder.batch_first else 'second'} axis of the input of "
+                    "every layer that has parameters: keep other axes (windows, positions) behind "
+                    "it, or wrap this part in one module with a rule of its own "
+                    "(flash_clipping.register_rule)."
+                )
+            self.batch_size, self.first_path = found, path
+        elif found != self.batch_size:
+            raise FlashClippingError(
+                f"{path}: found {found} samples along the batch axis, but {self.first_path} "
+                f"recorded {self.batch_size} in the same backward. The batch must be the "
+                f"{'first' if self.recorder.batch_first else 'second'} axis of the input of "
+                "every layer that has parameters."
+            )
+
+    # -- finishing ----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
+        with torch.no_grad():
+            try:
+                self.take_norms()
+                self.add_clipped_sums()
+            finally:
+                self.factors.clear()
+                self.recorder.end_backward()
+
+    def take_norms(self) -> None:
+        """Complete the norms of all parameters and turn them into coefficients."""
+        merged = {param: merge(factors) for param, factors in self.factors.items()}
+        self.factors = {param: [factor] for param, factor in merged.items()}
+        self._outer_sqnorms(merged)
+        for param, factor in merged.items():
+            if param not in self.sqnorms_B:
+                self.sqnorms_B[param] = factor.sqnorms(self.backend)
+        params = [param for _, param in self.recorder.trainable()]
+        norms_PB = self._norms(params)
+        coef = self.recorder.clip(params, norms_PB)
+        self.recorder.note_non_finite(coef == 0)
+        # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
+        scaled = coef * self._own_gradient_scale()
+        rows = scaled if scaled.dim() == 2 else [scaled] * len(params)
+        self.coef = {
+            param: row.to(param.device, non_blocking=True)
+            for param, row in zip(params, rows, strict=True)
+        }
+        self.sqnorms_B.clear()
+
+    def _own_gradient_scale(self) -> float:
+        mean = self.recorder.loss_reduction == "mean"
+        return float(self.batch_size or 0) if mean else 1.0
+
+    def _outer_sqnorms(self, merged: Mapping[nn.Parameter, Factor]) -> None:
+        """Norms of all linear maps; those that read one input share the work on it."""
+        groups = group_by_input(merged)
+        if not groups:
+            return
+        operands = [(group[0][1].A_BTd, [factor.G_BTp for _, factor in group]) for group in groups]
+        for group, sq_LB in zip(
+            groups, linear_sqnorms(operands, backend=self.backend), strict=True
+        ):
+            for (param, _), sq_B in zip(group, sq_LB, strict=True):
+                self.sqnorms_B[param] = sq_B
+
+    def _norms(self, params: list[nn.Parameter]) -> Tensor:
+        found = list(self.sqnorms_B.values())
+        device = found[0].device if found else params[0].device
+        dtype = torch.float64 if any(sq.dtype == torch.float64 for sq in found) else torch.float32
+        zero_B = torch.zeros(self.batch_size or 0, dtype=dtype, device=device)
+        rows = [
+            self.sqnorms_B[param].to(device=device, dtype=dtype, non_blocking=True)
+            if param in self.sqnorms_B
+            else zero_B
+            for param in params
+        ]
+        return torch.stack(rows).sqrt() * self._own_gradient_scale()
+
+    def add_clipped_sums(self) -> None:
+        """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
+        assert self.coef is not None
+        merged = {param: factors[0] for param, factors in self.factors.items()}
+        self.factors.clear()
+        groups = group_by_input(merged)
+        for group in groups:
+            for param, _ in group:
+                del merged[param]
+        while groups:
+            # Per-layer clipping scales a shared input differently for every reader.
+            by_coef: dict[int, list[tuple[nn.Parameter, Outer]]] = {}
+            for param, outer in groups.pop():
+                by_coef.setdefault(id(self.coef[param]), []).append((param, outer))
+            while by_coef:
+                _, part = by_coef.popitem()
+                grads = clipped_sums(
+                    part[0][1].A_BTd,
+                    [member.G_BTp for _, member in part],
+                    self.coef[part[0][0]],
+                    backend=self.backend,
+                )
+                for (param, _), grad in zip(part, grads, strict=True):
+                    add_into_grad(param, grad)
+            del part, outer, grads, grad
+        while merged:
+            param, factor = merged.popitem()
+            add_into_grad(param, factor.clipped_sum(self.coef[param], self.backend))
+            del factor
+        # A parameter that this batch did not reach still takes part in the step: it gets noise.
+        for param in self.coef:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+
+def _worth_storing(factor: Outer, readers: int) -> bool:
+    """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
+    B, T, d = factor.A_BTd.shape
+    choice = cost.choose(
+        B=B,
+        T=T,
+        d=d,
+        p=factor.G_BTp.shape[-1],
+        itemsize=factor.G_BTp.element_size(),
+        may_store=True,
+        shared=readers,
+        machine=cost.machine_for(factor.G_BTp.device.type, factor.G_BTp.element_size()),
+    )
+    return choice == "outer_store"
+
+
+def group_by_input(
+    merged: Mapping[nn.Parameter, Factor],
+) -> list[list[tuple[nn.Parameter, Outer]]]:
+    """Linear maps that read the same input together, in the order in which they were recorded."""
+    groups: dict[Any, list[tuple[nn.Parameter, Outer]]] = {}
+    for param, factor in merged.items():
+        if type(factor) is Outer:
+            groups.setdefault(factor.shares_input_with(), []).append((param, factor))
+    return list(groups.values())
+
+
+def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Where gradients go: add to ``p.grad`` as autograd would."""
+    grad = grad.to(param.dtype).view_as(param)
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)

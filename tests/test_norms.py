@@ -1,0 +1,184 @@
+"""Norms and clipped sums of every rule against ``vmap(grad)``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
+from tests.oracle import Truth, assert_close, per_sample_truth
+
+#: Relative error allowed on norms and clipped sums, per dtype of the model (design, section 5).
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def make(case: Case, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = case.make().to(dtype)
+    batch = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.batch())
+    return model, batch
+
+
+def step(
+    module: GradSampleModuleFlashClipping, case: Case, batch: tuple[Tensor, ...], reduction: str
+) -> None:
+    losses = case.loss(module, batch)
+    (losses.mean() if reduction == "mean" else losses.sum()).backward()
+
+
+def check(
+    module: GradSampleModuleFlashClipping, truth: Truth, max_grad_norm: float, tolerance: float
+) -> None:
+    assert_close(module.get_norm_sample(), truth.norms, tolerance, "norms")
+    assert_close(module.get_clipping_coef(), truth.coef(max_grad_norm), tolerance, "coefficients")
+    clipped = truth.clipped(max_grad_norm)
+    for name, param in module._module.named_parameters():
+        if param.requires_grad:
+            assert_close(param._norm_sample, truth.param_norms[name], 10 * tolerance, name)
+            assert_close(param.grad, clipped[name], 10 * tolerance, name)
+        else:
+            assert param.grad is None
+
+
+def bound_between(truth: Truth) -> float:
+    """A clipping bound that clips some samples and not others."""
+    return truth.norms.median().item()
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", CASES)
+def test_rule_matches_oracle(name: str, dtype: torch.dtype, reduction: str, mode: str) -> None:
+    case = CASES[name]
+    model, batch = make(case, dtype)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bound, loss_reduction=reduction, mode=mode
+    )
+    step(module, case, batch, reduction)
+    check(module, truth, bound, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+def test_activation_checkpointing(checkpointing: str, mode: str) -> None:
+    case = Case(lambda: Mixed(checkpointing=checkpointing), mixed_batch)
+    plain = Case(Mixed, mixed_batch)
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(make(plain, torch.float64)[0], batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        step(module, case, batch, "mean")
+        check(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("frozen", ["embed", "conv", "blocks.0", "bias", "weight", "norm"])
+def test_frozen_parameters(frozen: str) -> None:
+    case = CASES["mixed"]
+    model, batch = make(case, torch.float64)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (name.startswith(frozen) or name.endswith(frozen)))
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
+    step(module, case, batch, "mean")
+    check(module, truth, bound, 1e-10)
+
+
+def test_unfrozen_after_wrapping() -> None:
+    case = CASES["bare_parameters"]
+    model, batch = make(case, torch.float64)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for trainable in (["head"], ["head", "embed"], ["head", "class_token"], ["norm"]):
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith(tuple(trainable)))
+            param.grad = None
+        truth = per_sample_truth(Tokens().double(), batch, case.loss)
+        plain = Tokens().double()
+        plain.load_state_dict(model.state_dict())
+        for name, param in plain.named_parameters():
+            param.requires_grad_(name.startswith(tuple(trainable)))
+        truth = per_sample_truth(plain, batch, case.loss)
+        step(module, case, batch, "mean")
+        check(module, truth, 1.0, 1e-10)
+
+
+def test_module_that_vmap_cannot_run() -> None:
+    case = Case(lambda: Wrapped(nn.Linear(3, 3), Branchy(), nn.Linear(3, 2)), floats(6, 3))
+    model, batch = make(case, torch.float64)
+    # The oracle cannot vmap it either: one sample at a time, by plain autograd.
+    grads: dict[str, list[Tensor]] = {n: [] for n, _ in model.named_parameters()}
+    for b in range(6):
+        plain = copy.deepcopy(model)
+        case.loss(plain, (batch[0][b : b + 1],)).sum().backward()
+        for n, p in plain.named_parameters():
+            grads[n].append(p.grad)
+    stacked = {n: torch.stack(g) for n, g in grads.items()}
+    param_norms = {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()}
+    truth = Truth(torch.stack(list(param_norms.values())).norm(dim=0), param_norms, stacked)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3)
+    with pytest.warns(UserWarning, match=r"layers\.1 \(Branchy\): torch.func.vmap cannot run"):
+        step(module, case, batch, "mean")
+    check(module, truth, 0.3, 1e-10)
+    module.zero_grad(set_to_none=True)
+    step(module, case, batch, "mean")
+    check(module, truth, 0.3, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_autocast(mode: str) -> None:
+    """Under bf16 autocast: the norms of what autocast computes, not of what fp32 would have."""
+    case = CASES["mixed"]
+    model, batch = make(case, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = per_sample_truth(model, batch, case.loss, dtype=None)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = case.loss(module, batch)
+    losses.mean().backward()
+    # The oracle rounds every per-sample gradient to bf16 (2^-9), ours only its operands.
+    assert_close(module.get_norm_sample(), truth.norms, 2**-7, "norms")
+    for name, grad in truth.clipped(bound).items():
+        param = dict(module._module.named_parameters())[name]
+        assert param.grad.dtype == torch.float32
+        assert_close(param.grad, grad, 2**-5, name)
+
+
+def test_batch_of_one_and_empty_batch() -> None:
+    case = CASES["mixed"]
+    model, _ = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for size in (1, 0, 1):
+        module.zero_grad(set_to_none=True)
+        batch = mixed_batch(size)
+        batch = (batch[0], batch[1].double())
+        step(module, case, batch, "sum" if size == 0 else "mean")
+        assert module.get_norm_sample().shape == (size,)
+        assert module.get_clipping_coef().shape == (size,)
+        for param in model.parameters():
+            assert param.grad is not None and torch.isfinite(param.grad).all()
+            if size == 0:
+                assert not param.grad.any()
+
+
+def test_gradients_add_up_over_backwards() -> None:
+    """Like autograd, and what Opacus' virtual steps build on."""
+    case = CASES["linear_3d"]
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    step(module, case, batch, "mean")
+    once = {n: p.grad.clone() for n, p in module.named_parameters()}
+    step(module, case, batch, "mean")
+    for n, p in module.named_parameters():
+        assert_close(p.grad, 2 * once[n], 1e-12, n)
