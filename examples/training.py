@@ -1,0 +1,441 @@
+"""What the two examples share: command line, choice of method, training loop, report.
+
+An example describes its model and data in a `Task` and hands it to `run`. Everything that
+depends on the privacy method is in `make_private`; the loop below it is an ordinary PyTorch loop.
+
+Two things a real release must do differently: turn on Opacus' `secure_mode` (the noise here
+comes from PyTorch's seeded generator, so that runs can be repeated), and keep the training
+loss to itself (it is computed on private data and ε does not cover it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+METHODS = ("flash", "ghost", "hooks", "nonprivate")
+# Options that may change between a run and its continuation; all others must stay.
+FREE_ON_RESUME = {"resume", "checkpoint", "plot", "device", "max_steps"}
+
+
+class InMemoryDataset(Dataset):
+    """Tensors that are indexed a whole batch at a time (`__getitems__`), on any device."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        chosen = torch.tensor(indices, dtype=torch.long, device=self.tensors[0].device)
+        return tuple(tensor[chosen] for tensor in self.tensors)
+
+    def loader(self, batch_size: int) -> DataLoader:
+        return DataLoader(self, batch_size=batch_size, shuffle=True, collate_fn=tuple)
+
+
+@dataclass
+class Task:
+    """One example: what is trained, on what, and how it is judged."""
+
+    name: str
+    model: nn.Module
+    criterion: nn.Module  # has a `reduction` attribute, as PyTorch's losses do
+    train: InMemoryDataset
+    evaluate: Callable[[nn.Module], float]
+    metric: str  # what `evaluate` returns, in words
+    metric_format: str  # and in print, e.g. "{:.1%}"
+
+
+@dataclass
+class Report:
+    """What a run leaves behind; this is also what the final table shows."""
+
+    method: str
+    step: int = 0
+    total_steps: int = 0
+    losses: list[float] = field(default_factory=list)  # one per step
+    metrics: list[tuple[int, float]] = field(default_factory=list)  # (step, metric)
+    epsilons: list[tuple[int, float]] = field(default_factory=list)  # (step, ε)
+    samples: int = 0
+    seconds: float = 0.0
+    peak_memory_mib: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean over the last ten steps: a single Poisson batch is noisy."""
+        recent = self.losses[-10:]
+        return sum(recent) / len(recent) if recent else float("nan")
+
+    @property
+    def metric(self) -> float:
+        return self.metrics[-1][1]
+
+    @property
+    def epsilon(self) -> float:
+        return self.epsilons[-1][1]
+
+
+def argument_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that both examples have; `defaults` are the example's own values."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--method", choices=METHODS, default="flash", help="how to clip")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="autocast")
+    parser.add_argument("--epochs", type=int, help="passes over the data, in expectation")
+    parser.add_argument("--batch-size", type=int, help="expected size of a Poisson batch")
+    parser.add_argument("--lr", type=float, help="learning rate of Adam")
+    parser.add_argument("--epsilon", type=float, help="privacy budget of the whole run")
+    parser.add_argument("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="clipping bound C")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-steps", type=int, help="stop cleanly after this many steps")
+    parser.add_argument("--checkpoint", type=Path, help="default: runs/NAME-METHOD.pt")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--plot", type=Path, help="default: runs/NAME-METHOD.png")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def make_private(
+    args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer, loader: DataLoader
+) -> tuple[PrivacyEngine, nn.Module, torch.optim.Optimizer, Callable, DataLoader]:
+    """Only these lines differ between flash clipping, Opacus and no privacy."""
+    if args.method == "flash":
+        from flash_clipping import FlashPrivacyEngine
+
+        engine = FlashPrivacyEngine()
+    else:
+        engine = PrivacyEngine()
+    if args.method == "nonprivate":
+        return engine, task.model, optimizer, task.criterion, loader
+
+    model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
+        module=task.model,
+        optimizer=optimizer,
+        criterion=task.criterion,
+        data_loader=loader,
+        target_epsilon=args.epsilon,
+        target_delta=args.delta,
+        epochs=args.epochs,
+        max_grad_norm=args.max_grad_norm,
+        grad_sample_mode=args.method,
+    )
+    # Opacus returns a criterion in "ghost" mode (and so does "flash"), none in "hooks" mode.
+    return engine, model, optimizer, criterion[0] if criterion else task.criterion, loader
+
+
+class StopRequest:
+    """Turns the first Ctrl-C into a request to stop after the step; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> StopRequest:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._previous)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Both the Poisson sampler and the noise draw from PyTorch's global generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def batches(loader: DataLoader, step: int, total_steps: int, rng: dict | None) -> Iterator[Any]:
+    """The batches of steps `step` to `total_steps`, as an uninterrupted run would draw them.
+
+    A new iterator draws a seed from the global generator. In an uninterrupted run that happened
+    before the state was saved, unless the run stopped between two epochs.
+    """
+    while step < total_steps:
+        position = step % len(loader)
+        if rng is not None and position == 0:
+            set_rng_state(rng)
+        iterator = iter(loader)
+        if rng is not None and position > 0:
+            set_rng_state(rng)
+        rng = None
+        for batch in islice(iterator, min(len(loader) - position, total_steps - step)):
+            yield batch
+            step += 1
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(args).items() if key not in FREE_ON_RESUME}
+
+
+def load(
+    args: argparse.Namespace, engine: PrivacyEngine, model: nn.Module, optimizer: Any
+) -> tuple[Report, dict[str, Any]]:
+    """Restores model, optimizer and accountant; returns the report so far and the RNG state."""
+    if not args.checkpoint.exists():
+        sys.exit(f"--resume: there is no checkpoint at {args.checkpoint}")
+    saved = engine.load_checkpoint(
+        path=args.checkpoint,
+        module=model,
+        optimizer=optimizer,
+        torch_load_kwargs={"map_location": "cpu"},
+    )
+    now = settings_of(args)
+    different = [
+        f"--{key.replace('_', '-')} was {value}, is {now[key]}"
+        for key, value in saved["settings"].items()
+        if value != now[key]
+    ]
+    if different:
+        # The noise multiplier follows from these, and so does the ε that was promised.
+        sys.exit(f"--resume: {args.checkpoint} was made by another run: {'; '.join(different)}")
+    return Report(**saved["report"]), saved["rng"]
+
+
+def save(
+    args: argparse.Namespace,
+    engine: PrivacyEngine,
+    model: nn.Module,
+    optimizer: Any,
+    report: Report,
+) -> None:
+    """Writes beside the old checkpoint and swaps, so that an interruption cannot leave half."""
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = args.checkpoint.with_suffix(".partial")
+    engine.save_checkpoint(
+        path=unfinished,
+        module=model,
+        optimizer=optimizer,
+        checkpoint_dict={
+            "settings": settings_of(args),
+            "report": vars(report),
+            "rng": get_rng_state(),
+        },
+    )
+    os.replace(unfinished, args.checkpoint)
+
+
+def peak_memory_mib(device: str) -> float:
+    """CUDA: peak of allocated tensors. CPU: peak resident size of the whole process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def run(args: argparse.Namespace, task: Task) -> Report:
+    """Trains `task` as `args` say; prints the table, saves the plot and the checkpoint."""
+    args.checkpoint = args.checkpoint or Path("runs", f"{task.name}-{args.method}.pt")
+    args.plot = args.plot or Path("runs", f"{task.name}-{args.method}.png")
+    console = Console()
+    # Said in the docstring above; expected of a first layer; a first bound that Opacus refines.
+    warnings.filterwarnings("ignore", message="Secure RNG turned off")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")
+
+    with StopRequest() as stop:
+        task.model.to(args.device)
+        optimizer = torch.optim.Adam(task.model.parameters(), lr=args.lr)
+        engine, model, optimizer, criterion, loader = make_private(
+            args, task, optimizer, task.train.loader(args.batch_size)
+        )
+        report, rng = Report(args.method, total_steps=args.epochs * len(loader)), None
+        if args.resume:
+            report, rng = load(args, engine, model, optimizer)
+        train(args, task, engine, model, optimizer, criterion, loader, report, rng, stop, console)
+
+    show(args, task, report, console)
+    plot(args, task, report)
+    console.print(f"plot: {args.plot}   checkpoint: {args.checkpoint}")
+    return report
+
+
+def train(
+    args: argparse.Namespace,
+    task: Task,
+    engine: PrivacyEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable,
+    loader: DataLoader,
+    report: Report,
+    rng: dict[str, Any] | None,
+    stop: StopRequest,
+    console: Console,
+) -> None:
+    """The loop. Fills `report`, writes a checkpoint after every epoch and where it stops."""
+    last_step = min(report.total_steps, args.max_steps or report.total_steps)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        console=console,
+        expand=True,
+    )
+    with progress:
+        bar = progress.add_task(
+            task.name,
+            total=report.total_steps,
+            completed=report.step,
+            status="",
+        )
+        model.train()
+        pending: list[torch.Tensor] = []  # losses still on the device: reading one would wait
+        started = time.perf_counter()
+        for x, y in batches(loader, report.step, last_step, rng):
+            optimizer.zero_grad()
+            with torch.autocast(
+                args.device, dtype=torch.bfloat16, enabled=args.precision == "bf16"
+            ):
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            pending.append(as_tensor(loss))
+            report.samples += len(x)
+            report.step += 1
+
+            stopping = stop.requested or report.step == last_step
+            if stopping or report.step % len(loader) == 0:
+                if args.device == "cuda":
+                    torch.cuda.synchronize()
+                report.seconds += time.perf_counter() - started
+                report.losses += [value.item() for value in pending]
+                pending.clear()
+                report.peak_memory_mib = peak_memory_mib(args.device)
+                judge(args, task, engine, model, report)
+                save(args, engine, model, optimizer, report)
+                started = time.perf_counter()
+            progress.update(bar, completed=report.step, status=status_of(task, report))
+            if stopping:
+                break
+
+    if report.step < report.total_steps:
+        resume = " ".join(["python", *sys.argv, "" if args.resume else "--resume"]).strip()
+        console.print(
+            f"Stopped after step {report.step} of {report.total_steps}: {spent(args, report)}. "
+            f"Continue with: {resume}",
+            soft_wrap=True,
+        )
+
+
+def as_tensor(loss: Any) -> torch.Tensor:
+    """A detached scalar, also from the loss object of Opacus' "ghost" mode."""
+    if isinstance(loss, torch.Tensor):
+        return loss.detach()
+    return loss.loss_per_sample.detach().mean()
+
+
+@torch.no_grad()
+def judge(
+    args: argparse.Namespace, task: Task, engine: PrivacyEngine, model: nn.Module, report: Report
+) -> None:
+    model.eval()
+    report.metrics.append((report.step, task.evaluate(model)))
+    model.train()
+    private = args.method != "nonprivate"
+    epsilon = engine.get_epsilon(args.delta) if private else float("inf")
+    report.epsilons.append((report.step, epsilon))
+
+
+def spent(args: argparse.Namespace, report: Report) -> str:
+    if args.method == "nonprivate":
+        return "not private (ε = ∞)"
+    return f"ε = {report.epsilon:.2f} at δ = {args.delta:g}"
+
+
+def status_of(task: Task, report: Report) -> str:
+    if not report.losses:
+        return ""
+    return (
+        f"loss {report.loss:.3f} · {task.metric_format.format(report.metric)} · "
+        f"ε {report.epsilon:.2f}"
+    )
+
+
+def show(args: argparse.Namespace, task: Task, report: Report, console: Console) -> None:
+    memory = "peak memory (CUDA)" if args.device == "cuda" else "peak memory (whole process)"
+    rate = report.samples / report.seconds if report.seconds else float("nan")
+    table = Table(title=f"{task.name}: {args.method} on {args.device}, {args.precision}")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    table.add_row("training loss", f"{report.loss:.3f}")
+    table.add_row(task.metric, task.metric_format.format(report.metric))
+    table.add_row("privacy", spent(args, report))
+    table.add_row("steps", f"{report.step} of {report.total_steps}")
+    table.add_row("samples/s", f"{rate:,.0f}")
+    table.add_row(memory, f"{report.peak_memory_mib:,.0f} MiB")
+    console.print(table)
+
+
+def plot(args: argparse.Namespace, task: Task, report: Report) -> None:
+    """Training loss by step; the metric by step, with ε on a second axis where there is one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure.suptitle(f"{task.name}: {args.method}, {spent(args, report)}")
+    left.plot(range(1, report.step + 1), report.losses, color="tab:blue")
+    left.set(xlabel="step", ylabel="training loss")
+    right.plot(*zip(*report.metrics, strict=True), color="tab:green", marker=".")
+    right.set(xlabel="step", ylabel=task.metric)
+    right.yaxis.label.set_color("tab:green")
+    if args.method != "nonprivate":
+        budget = right.twinx()
+        budget.plot(*zip(*report.epsilons, strict=True), color="tab:red", linestyle="--")
+        budget.set(ylabel=f"ε at δ = {args.delta:g}", ylim=(0, args.epsilon * 1.05))
+        budget.yaxis.label.set_color("tab:red")
+    args.plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.plot, dpi=120)
+    pyplot.close(figure)
