@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flash_clipping.ops import backend, row_scale_torch
+from flash_clipping.ops.backend import TritonFallbackWarning, resolve
+from flash_clipping.ops.row_scale import row_scale
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backend, "_broken", set())
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    yield
+
+
+def test_auto_is_torch_on_the_cpu() -> None:
+    assert resolve("auto", torch.ones(1)) == "torch"
+
+
+def test_float64_is_always_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve("triton", torch.ones(1, dtype=torch.float64)) == "torch"
+
+
+def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="the tensor is on cpu. Use 'auto' or 'torch'"):
+        resolve("triton", torch.ones(1))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve("triton", torch.ones(1)) == "triton"
+
+
+def test_environment_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    assert resolve("auto", torch.ones(1)) == "triton"
+    assert resolve("torch", torch.ones(1)) == "torch"
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="FLASH_CLIPPING_BACKEND is 'cuda'; expected one of auto"):
+        resolve("auto", torch.ones(1))
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        resolve("cuda", torch.ones(1))
+
+
+def test_missing_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "_import_error", lambda: "ImportError: No module named 'triton'")
+    assert not backend.is_triton_available()
+    x, coef = torch.randn(2, 3), torch.tensor([0.5, 2.0])
+    with pytest.warns(
+        TritonFallbackWarning, match="row_scale falls back.*No module named 'triton'"
+    ):
+        scaled = row_scale(x, coef, backend="triton")
+    assert torch.equal(scaled, x * coef.unsqueeze(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        row_scale(x, coef, backend="triton")
+
+
+def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(kernels, "row_scale", broken)
+    with pytest.warns(TritonFallbackWarning, match="PassManager"):
+        row_scale(torch.randn(2, 3), torch.ones(2), backend="triton")
+
+
+def test_out_of_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels, "row_scale", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        row_scale(torch.randn(2, 3), torch.ones(2), backend="triton")
+
+
+def test_references_ignore_autocast_and_low_matmul_precision() -> None:
+    x = torch.randn(64, 64)
+    exact = x @ x
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product = backend.run(_product, "torch", x, x)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(product, exact)
+
+
+def _product(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def test_importing_the_ops_does_not_import_triton() -> None:
+    program = "import sys, flash_clipping.ops; sys.exit('triton' in sys.modules)"
+    assert row_scale_torch  # the reference alone is enough
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

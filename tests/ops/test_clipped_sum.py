@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_clipping.ops.clipped_sum import clipped_sums
+from tests.ops.cases import Case, every_case, per_sample_gradients, relative_error
+
+SHAPES = [
+    (3, 17, 24, (40,)),
+    (3, 17, 40, (24,)),
+    (1, 1, 8, (8,)),
+    (2, 33, 16, (8, 40, 12)),
+    (0, 4, 8, (6,)),
+    (2, 0, 8, (6, 8)),
+]
+
+
+def oracle_of(A: torch.Tensor, G: torch.Tensor, coef: torch.Tensor) -> torch.Tensor:
+    keep = (coef != 0).cpu()
+    grads = per_sample_gradients(A, G)[keep]
+    return torch.einsum("bpd,b->pd", grads, coef.cpu().double()[keep])
+
+
+@every_case
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_match_the_oracle(case: Case, shape: tuple) -> None:
+    B, T, d, ps = shape
+    A = case.randn(B, T, d)
+    Gs = [case.randn(B, T, p, seed=i + 1) for i, p in enumerate(ps)]
+    coef = torch.rand(B, device=case.device)
+    kept = [x.clone() for x in (A, *Gs)]
+    sums = clipped_sums(A, Gs, coef, backend=case.backend)
+    assert all(torch.equal(x, y) for x, y in zip((A, *Gs), kept, strict=True))
+    for total, G in zip(sums, Gs, strict=True):
+        assert total.dtype == A.dtype
+        # One rounding of the scaled operand, one of the result.
+        assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+
+
+@every_case
+@pytest.mark.parametrize("widths", [(24, (40,)), (40, (24,)), (40, (24, 16))], ids=str)
+@pytest.mark.parametrize("where", ["A", "G", "both"])
+def test_a_dropped_sample_adds_nothing(case: Case, widths: tuple, where: str) -> None:
+    d, ps = widths
+    A = case.randn(4, 9, d)
+    Gs = [case.randn(4, 9, p, seed=i + 1) for i, p in enumerate(ps)]
+    if where != "G":
+        A[2, 3, 1] = float("inf")
+    if where != "A":
+        for G in Gs:
+            G[2, 1, 0] = float("nan")
+    coef = torch.tensor([0.5, 1.0, 0.0, 0.25], device=case.device)
+    for total, G in zip(clipped_sums(A, Gs, coef, backend=case.backend), Gs, strict=True):
+        assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+
+
+@every_case
+def test_all_samples_dropped(case: Case) -> None:
+    A, G = case.randn(2, 5, 8), case.randn(2, 5, 6)
+    A[0] = float("nan")
+    (total,) = clipped_sums(A, [G], torch.zeros(2, device=case.device), backend=case.backend)
+    assert torch.equal(total, torch.zeros_like(total))
+
+
+@every_case
+def test_strided_inputs(case: Case) -> None:
+    coef = torch.tensor([0.25, 2.0], device=case.device)
+    time_first = case.randn(20, 2, 16).transpose(0, 1)
+    for A in (time_first, case.randn(2, 20, 32)[..., ::2]):
+        for G in (case.randn(20, 2, 24).transpose(0, 1), case.randn(2, 20, 8)):
+            (total,) = clipped_sums(A, [G], coef, backend=case.backend)
+            assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+
+
+@every_case
+def test_bitwise_equal_from_run_to_run(case: Case) -> None:
+    A, G, coef = case.randn(2, 33, 16), case.randn(2, 33, 24), torch.rand(2, device=case.device)
+    first = clipped_sums(A, [G], coef, backend=case.backend)
+    again = clipped_sums(A, [G], coef, backend=case.backend)
+    assert torch.equal(first[0], again[0])

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
+from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
+
+V = 11
+
+
+def per_sample_tables(ids: torch.Tensor, G: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    """The oracle: ``[B, V, d]`` in float64 on the CPU."""
+    onehot = torch.nn.functional.one_hot(ids.cpu(), V).double()
+    if padding_idx is not None:
+        onehot[..., padding_idx] = 0
+    return torch.einsum("btv,btd->bvd", onehot, G.cpu().double())
+
+
+def random_ids(case: Case, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(V, shape, generator=generator).to(case.device)
+
+
+@every_case
+@pytest.mark.parametrize(
+    "shape", [(3, 37, 24), (1, 1, 8), (2, 130, 5), (0, 4, 8), (2, 0, 8)], ids=str
+)
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_norms_match_the_oracle(case: Case, shape: tuple, padding_idx: int | None) -> None:
+    B, T, d = shape
+    ids, G = random_ids(case, B, T), case.randn(B, T, d)
+    sq = embedding_sqnorms(ids, G, padding_idx=padding_idx, backend=case.backend)
+    oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
+    assert sq.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("ids_of", ["same", "distinct", "int32"])
+def test_runs_of_any_length(case: Case, ids_of: str) -> None:
+    B, T, d = 2, 70, 12
+    G = case.randn(B, T, d)
+    ids = torch.full((B, T), 4, device=case.device)
+    if ids_of == "distinct":
+        ids = torch.arange(B * T, device=case.device).view(B, T).flip(1) * 1000
+    sq = embedding_sqnorms(ids.int() if ids_of == "int32" else ids, G, backend=case.backend)
+    rows = G.cpu().double()
+    oracle = rows.square().sum((1, 2)) if ids_of == "distinct" else rows.sum(1).square().sum(1)
+    assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
+def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
+    ids, G = random_ids(case, 4), case.randn(4, 32)[:, ::2]
+    sq = embedding_sqnorms(ids, G, backend=case.backend)
+    assert worst_relative_error(sq, G.double().square().sum(1)) <= case.tolerance
+    G = case.randn(9, 4, 16).transpose(0, 1)
+    ids = random_ids(case, 9, 4).mT
+    sq = embedding_sqnorms(ids, G, backend=case.backend)
+    oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_clipped_sum(case: Case, padding_idx: int | None) -> None:
+    ids, G = random_ids(case, 3, 20), case.randn(3, 20, 8)
+    G[1] = float("inf")
+    coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
+    total = embedding_clipped_sum(ids, G, coef, V, padding_idx=padding_idx, backend=case.backend)
+    tables = per_sample_tables(ids, G, padding_idx)
+    oracle = 0.5 * tables[0] + tables[2]
+    # PyTorch's own kernel adds in the table's dtype on a CPU.
+    assert relative_error(total, oracle) <= max(4 * case.rounding, 1e-6)
+
+
+@every_case
+@pytest.mark.parametrize(
+    "shape", [(2, 19, 23, 24), (1, 1, 1, 8), (2, 70, 33, 5), (0, 3, 3, 8)], ids=str
+)
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_tied_cross_term(case: Case, shape: tuple, padding_idx: int | None) -> None:
+    B, T, S, d = shape
+    ids, Gemb = random_ids(case, B, T), case.randn(B, T, d)
+    Ahead, Ghead = case.randn(B, S, d, seed=1), case.randn(B, S, V, seed=2)
+    cross = tied_cross_term(ids, Gemb, Ahead, Ghead, padding_idx=padding_idx, backend=case.backend)
+    tables = per_sample_tables(ids, Gemb, padding_idx)
+    head = torch.einsum("bsv,bsd->bvd", Ghead.cpu().double(), Ahead.cpu().double())
+    oracle = (tables * head).sum((1, 2))
+    scale = tables.square().sum((1, 2)).sqrt() * head.square().sum((1, 2)).sqrt()
+    assert cross.shape == oracle.shape
+    assert ((cross.cpu() - oracle).abs() <= case.tolerance * scale).all()
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="ids has shape"):
+        embedding_sqnorms(torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 4, 8))

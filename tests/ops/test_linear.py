@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import torch
+
+from flash_clipping.ops import cost
+from flash_clipping.ops.linear import linear_sqnorms
+from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
+
+
+@every_case
+def test_groups_of_every_kind(case: Case) -> None:
+    groups = [
+        (case.randn(2, 9, 16), [case.randn(2, 9, 24)]),
+        (case.randn(2, 9, 16, seed=1), [case.randn(2, 9, 24, seed=2)]),
+        (case.randn(2, 40, 8), [case.randn(2, 40, 8), case.randn(2, 40, 12)]),  # outer
+        (case.randn(2, 3, 64), [case.randn(2, 3, 64), case.randn(2, 3, 32)]),  # gram
+        (case.randn(2, 6), [case.randn(2, 5)]),  # one position
+        (case.randn(2, 3, 2, 16), [case.randn(2, 3, 2, 24)]),  # more positions than one axis
+        (case.randn(20, 2, 16).transpose(0, 1), [case.randn(2, 20, 64)[..., ::2]]),
+        (case.randn(0, 3, 4), [case.randn(0, 3, 5)]),
+        (case.randn(2, 0, 4), [case.randn(2, 0, 5)]),
+    ]
+    results = linear_sqnorms(groups, backend=case.backend)
+    assert len(results) == len(groups)
+    for sq_LB, (A, Gs) in zip(results, groups, strict=True):
+        A, Gs = (
+            A.reshape(
+                len(A),
+                max(1, A[..., 0].numel() // max(1, len(A))) if A.dim() != 3 else A.shape[1],
+                A.shape[-1],
+            ),
+            list(Gs),
+        )
+        oracle = torch.stack(
+            [
+                per_sample_gradients(A, G.reshape(*A.shape[:2], G.shape[-1])).square().sum((1, 2))
+                for G in Gs
+            ]
+        )
+        assert worst_relative_error(sq_LB, oracle) <= case.tolerance
+
+
+def test_no_groups() -> None:
+    assert linear_sqnorms([]) == []
+
+
+def test_cost_model_takes_the_obvious() -> None:
+    common = {"B": 8, "itemsize": 2, "may_store": True}
+    assert cost.choose(T=1, d=64, p=64, **common) == "rank_one"
+    assert cost.choose(T=128, d=4096, p=4096, **common) == "gram"
+    assert cost.choose(T=16384, d=256, p=256, **common) == "outer_store"
+    assert cost.choose(T=16384, d=256, p=256, B=8, itemsize=2, may_store=False) == "outer"
+
+
+def test_stored_gradients_never_outgrow_the_operands() -> None:
+    for T in (64, 256, 1024):
+        for d in (256, 1024, 4096):
+            if cost.choose(B=8, T=T, d=d, p=d, itemsize=2, may_store=True) == "outer_store":
+                assert d * d <= cost.STORE_BUDGET * T * 2 * d

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_clipping.ops.row_scale import row_scale
+from tests.ops.cases import Case, every_case, relative_error
+
+
+@every_case
+@pytest.mark.parametrize(
+    "shape", [(3, 17, 24), (1, 8), (4, 3, 5, 67), (0, 4, 4), (2, 0, 3)], ids=str
+)
+def test_rows_are_scaled(case: Case, shape: tuple) -> None:
+    x = case.randn(*shape)
+    coef = torch.rand(shape[0], device=case.device)
+    kept = x.clone()
+    scaled = row_scale(x, coef, backend=case.backend)
+    assert scaled.dtype == x.dtype and scaled.is_contiguous()
+    assert torch.equal(x, kept)
+    oracle = x.cpu().double() * coef.cpu().double().view(-1, *(1,) * (len(shape) - 1))
+    assert relative_error(scaled, oracle) <= max(case.rounding, 1e-6)
+    # Rounded once: the exact product's nearest neighbour.
+    assert torch.equal(scaled, (x.double() * coef.view(-1, *(1,) * (x.dim() - 1))).to(x.dtype)) or (
+        case.dtype == torch.float32
+    )
+
+
+@every_case
+def test_strided_input(case: Case) -> None:
+    x = case.randn(20, 2, 16).transpose(0, 1)
+    coef = torch.tensor([0.25, 2.0], device=case.device)
+    scaled = row_scale(x, coef, backend=case.backend)
+    assert torch.equal(scaled, x * coef.to(x.dtype).view(-1, 1, 1))
+
+
+@every_case
+def test_coefficient_zero_gives_exactly_zero(case: Case) -> None:
+    x = case.randn(3, 5, 4)
+    x[1] = float("inf")
+    x[1, 2] = float("nan")
+    coef = torch.tensor([1.0, 0.0, 0.5], device=case.device)
+    scaled = row_scale(x, coef, backend=case.backend)
+    assert torch.equal(scaled[1], torch.zeros_like(scaled[1]))
+    assert torch.equal(scaled[0], x[0])
+
+
+def test_one_coefficient_for_each_sample() -> None:
+    with pytest.raises(ValueError, match=r"expected \(3,\)"):
+        row_scale(torch.randn(3, 4), torch.ones(2))
