@@ -1,0 +1,360 @@
+"""The methods that are compared: how each is set up, and what one of its training steps is.
+
+Every method gets a model of its own, built from the same seed, and is used the way its own
+documentation says. A step is ``zero_grad``, forward, backward and clipping, and, where the setting
+asks for it, noise and AdamW. Two peers cannot leave their noise out: FastDP and FlashDP draw it
+inside the backward pass, so their steps without an optimizer contain it (multiplied by zero).
+
+The peers are not dependencies. Install them, or put their sources on ``PYTHONPATH``:
+
+* FastDP, ``import fastDP``: https://github.com/awslabs/fast-differential-privacy
+* FlashDP, ``import flashdp``: https://github.com/liangyuwang/FlashDP4Review
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.models import Workload, add_lora, loss
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of one comparison have in common."""
+
+    workload: Workload
+    device: torch.device
+    dtype: torch.dtype
+    optimizer: bool = False
+    compile: bool = False
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+    seed: int = 0
+
+    def build(self) -> nn.Module:
+        """The model on its device, with the same weights at every call."""
+        torch.manual_seed(self.seed)
+        with self.device:
+            model = self.workload.build()
+            if self.workload.lora:
+                model = add_lora(model, self.workload.lora)
+        return model.to(device=self.device, dtype=self.dtype).train()
+
+    def draw(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """That many batches on the device, the same ones at every call."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        batches = []
+        for _ in range(number):
+            inputs, targets = self.workload.draw(generator)
+            if inputs.is_floating_point():
+                inputs = inputs.to(self.dtype)
+            batches.append((inputs.to(self.device), targets.to(self.device)))
+        return batches
+
+
+class Method(ABC):
+    """One way to take a training step.
+
+    ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
+    parameters, so that its norms and clipped sums can be compared with another's.
+    """
+
+    package: str | None = None
+    flat: bool = True
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        with _quiet():
+            self._set_up(setting.build())
+        if setting.compile:
+            self.module.compile()
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def _set_up(self, model: nn.Module) -> None:
+        """Set ``module``, which is called, and ``optimizer``, which may be left unused."""
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why the method cannot be used here, or None."""
+        if cls.package and importlib.util.find_spec(cls.package) is None:
+            return f"the package {cls.package} cannot be imported"
+        return None
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        self.zero_grad()
+        self.backward(inputs, targets)
+        if self.setting.optimizer:
+            self.update()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        """Forward, backward and clipping."""
+        loss(self.module(inputs), targets).backward()
+
+    def update(self) -> None:
+        """Noise and the optimizer's step."""
+        self.optimizer.step()
+
+    def norms(self) -> Tensor | None:
+        """After ``backward``: ``[B]`` norms of the per-sample gradients, if the method tells."""
+        return None
+
+    def gradients(self) -> Iterator[Tensor] | None:
+        """After ``backward``: the clipped sums, one per trainable parameter in order, or None.
+
+        Only for a setting without an optimizer: some peers add their noise to them otherwise.
+        """
+        return None
+
+    def _new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self.setting.optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-5)
+        return torch.optim.SGD(parameters, lr=0.0)  # only for its zero_grad; holds no state
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+class NonPrivate(Method):
+    """The step that everything is compared with."""
+
+    flat = False
+
+    def _set_up(self, model: nn.Module) -> None:
+        self.module = model
+        self.optimizer = self._new_optimizer(model)
+
+
+class _Opacus(Method):
+    """What a user of ``PrivacyEngine.make_private`` gets."""
+
+    package = "opacus"
+    mode: str
+
+    def _engine(self) -> Any:
+        from opacus import PrivacyEngine
+
+        return PrivacyEngine()
+
+    def _make_private(self, model: nn.Module) -> tuple[Any, ...]:
+        setting = self.setting
+        # The engine wants a loader to know the sampling rate from; it is never iterated.
+        samples = TensorDataset(torch.empty(setting.workload.batch, 1))
+        return self._engine().make_private(
+            module=model,
+            optimizer=self._new_optimizer(model),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(samples, batch_size=setting.workload.batch),
+            noise_multiplier=setting.noise_multiplier,
+            max_grad_norm=setting.max_grad_norm,
+            poisson_sampling=False,
+            grad_sample_mode=self.mode,
+        )
+
+
+class OpacusGhost(_Opacus):
+    """Opacus' ghost clipping: two backward passes."""
+
+    mode = "ghost"
+
+    def _set_up(self, model: nn.Module) -> None:
+        self.module, self.optimizer, self._criterion, _ = self._make_private(model)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        logits = self.module(inputs)
+        shape = logits.shape if logits.dim() == 3 else None
+        self._criterion(logits.flatten(0, -2), targets.flatten(), shape=shape).backward()
+
+    def norms(self) -> Tensor:
+        return self.module.get_norm_sample()
+
+    def gradients(self) -> Iterator[Tensor]:
+        return (_gradient(p) for p in self._trainable())
+
+
+class OpacusHooks(_Opacus):
+    """Opacus' hooks: every per-sample gradient is stored."""
+
+    mode = "hooks"
+
+    def _set_up(self, model: nn.Module) -> None:
+        self.module, self.optimizer, _ = self._make_private(model)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        super().backward(inputs, targets)
+        if not self.setting.optimizer:  # else its step() clips
+            self.optimizer.clip_and_accumulate()
+
+    def norms(self) -> Tensor:
+        squares = [
+            p.grad_sample.flatten(1).norm(dim=1, dtype=_at_least_fp32(p)) for p in self._trainable()
+        ]
+        return torch.stack(squares).norm(dim=0)
+
+    def gradients(self) -> Iterator[Tensor]:
+        return (p.summed_grad for p in self._trainable())
+
+
+class Flash(_Opacus):
+    """Flash clipping, one backward pass."""
+
+    package = "flash_clipping"
+    mode = "flash"
+    passes = "one_pass"
+
+    def _engine(self) -> Any:
+        from flash_clipping import FlashPrivacyEngine
+
+        return FlashPrivacyEngine()
+
+    def _set_up(self, model: nn.Module) -> None:
+        from flash_clipping import GradSampleModuleFlashClipping
+
+        wrapped = GradSampleModuleFlashClipping(
+            model,
+            max_grad_norm=self.setting.max_grad_norm,
+            loss_reduction="mean",
+            mode=self.passes,
+        )
+        self.module, self.optimizer, *_ = self._make_private(wrapped)
+
+    def norms(self) -> Tensor:
+        return self.module.get_norm_sample()
+
+    def gradients(self) -> Iterator[Tensor]:
+        return (_gradient(p) for p in self._trainable())
+
+
+class FlashTwoPass(Flash):
+    """Flash clipping, nothing kept between two backward passes."""
+
+    passes = "two_pass"
+
+
+class FastDP(Method):
+    """FastDP's MixOpt book-keeping, all-layer clipping, with its origin-parameter trick."""
+
+    package = "fastDP"
+
+    def _set_up(self, model: nn.Module) -> None:
+        from fastDP import PrivacyEngine
+
+        setting = self.setting
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = self._new_optimizer(model)
+        engine = PrivacyEngine(
+            model,
+            batch_size=setting.workload.batch,
+            sample_size=setting.workload.batch,
+            epochs=1,
+            noise_multiplier=setting.noise_multiplier if setting.optimizer else 0.0,
+            max_grad_norm=setting.max_grad_norm,
+            clipping_mode="MixOpt",
+            clipping_fn="Abadi",
+            clipping_style="all-layer",
+            loss_reduction="mean",
+            origin_params=_origin_parameters(model, setting.draw(1)[0][0][:1]),
+        )
+        if setting.optimizer:
+            engine.attach(self.optimizer)
+        self.module = model
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for p in self._parameters:
+            if hasattr(p, "private_grad"):  # its own step() takes them away
+                del p.private_grad
+
+    def gradients(self) -> Iterator[Tensor]:
+        return (p.private_grad for p in self._parameters)
+
+
+class FlashDP(Method):
+    """FlashDP: the norm fused into the weight-gradient matmul, each layer clipped separately.
+
+    Embeddings are not among its layers and stay unclipped.
+    """
+
+    package = "flashdp"
+    flat = False
+
+    def _set_up(self, model: nn.Module) -> None:
+        from flashdp import wrap_with_flashdp_layers
+
+        self.module = wrap_with_flashdp_layers(
+            model,
+            target_modules=[nn.Linear, nn.LayerNorm],
+            C=self.setting.max_grad_norm,
+            noise_multiplier=self.setting.noise_multiplier if self.setting.optimizer else 0.0,
+            feedback=False,
+        ).to(device=self.setting.device, dtype=self.setting.dtype)  # its layers start in float32
+        self.optimizer = self._new_optimizer(self.module)
+
+
+METHODS: dict[str, type[Method]] = {
+    "nonprivate": NonPrivate,
+    "flash": Flash,
+    "flash-two-pass": FlashTwoPass,
+    "opacus-ghost": OpacusGhost,
+    "opacus-hooks": OpacusHooks,
+    "fastdp": FastDP,
+    "flashdp": FlashDP,
+}
+
+
+def _origin_parameters(model: nn.Module, inputs: Tensor) -> list[str]:
+    """Parameters of the layers that nothing trainable precedes.
+
+    FastDP's documentation asks for the first layer's; autograd then leaves every other weight
+    gradient out. Here: of every layer whose input does not require grad. A bias will do where
+    there is one.
+    """
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+            own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+            if own and not any(torch.is_tensor(a) and a.requires_grad for a in arguments):
+                found.append(f"{name}.{'bias' if 'bias' in own else next(iter(own))}")
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(look(name)) for name, layer in model.named_modules()]
+    model(inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The peers print while they are set up, and Opacus warns about its random generator."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,353 @@
+"""The models that the benchmarks know by name, written to be read.
+
+Shapes are written as suffixes: B samples, T positions, D model width, V vocabulary.
+
+All models are free of buffers and of layers that mix samples, so that every method can run them.
+A workload of your own: ``--model package.module:factory``, where ``factory(**overrides)`` returns
+a :class:`Workload` and ``overrides`` holds those of ``batch``, ``seq``, ``layers`` and
+``checkpointing`` that were given on the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the data to train it on.
+
+    Attributes:
+        name: what the result is filed under.
+        build: makes the model, in float32 on torch's default device.
+        draw: makes one batch ``(inputs, targets)`` on the CPU. The model maps ``inputs`` to
+            logits ``[B, classes]`` or ``[B, T, classes]``; targets are ``[B]`` or ``[B, T]``.
+        batch: samples in a batch.
+        positions: tokens in a sample (1 for images).
+        lora: rank of the adapters on every linear layer, the rest being frozen; 0 for none.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    batch: int
+    positions: int = 1
+    lora: int = 0
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over samples of the mean over positions: the loss every method trains on."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def draw_tokens(
+    generator: torch.Generator, *, batch: int, seq: int, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Random ids and, as targets, the id that follows."""
+    ids = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def draw_images(
+    generator: torch.Generator, *, batch: int, size: int, classes: int
+) -> tuple[Tensor, Tensor]:
+    images = torch.randn(batch, 3, size, size, generator=generator)
+    return images, torch.randint(classes, (batch,), generator=generator)
+
+
+# --------------------------------------------------------------------------------------------------
+# A Llama-like decoder
+# --------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention: three projections of one input, SDPA, one projection back."""
+
+    def __init__(self, width: int, heads: int, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width, bias=bias)
+        self.key = nn.Linear(width, width, bias=bias)
+        self.value = nn.Linear(width, width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        def split(y_BTD: Tensor) -> Tensor:
+            return y_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(
+            split(self.query(x_BTD)),
+            split(self.key(x_BTD)),
+            split(self.value(x_BTD)),
+            is_causal=True,
+        )
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, width: int, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = attention
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+
+
+class LanguageModel(nn.Module):
+    """Token ids ``[B, T]`` to logits ``[B, T, V]``; embedding and head are not tied.
+
+    Without ``learned_positions`` it has no position encoding at all: causal attention needs none
+    to run, and rotary embeddings would slow only the non-private part of the step.
+    """
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        *,
+        width: int,
+        vocab: int,
+        learned_positions: int = 0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(learned_positions, width) if learned_positions else None
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.checkpointing = checkpointing
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x_BTD = self.tokens(ids_BT)
+        if self.positions is not None:
+            # One row per sample: every method wants to find the samples in the first dimension.
+            index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+            index_BT = index_T.expand_as(ids_BT).contiguous()
+            x_BTD = x_BTD + self.positions(index_BT)
+        for block in self.blocks:
+            if self.checkpointing:
+                x_BTD = checkpoint(block, x_BTD, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+def decoder(
+    name: str,
+    *,
+    layers: int,
+    width: int,
+    hidden: int,
+    vocab: int,
+    batch: int,
+    seq: int,
+    head: int = 128,
+    checkpointing: bool = False,
+    lora: int = 0,
+) -> Workload:
+    """Llama-like: LayerNorm, SDPA attention, SwiGLU, no biases in linear layers, untied head."""
+
+    def build() -> nn.Module:
+        blocks = [
+            Block(width, Attention(width, width // head), SwiGLU(width, hidden))
+            for _ in range(layers)
+        ]
+        return LanguageModel(blocks, width=width, vocab=vocab, checkpointing=checkpointing)
+
+    draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=vocab)
+    return Workload(name, build, draw, batch=batch, positions=seq, lora=lora)
+
+
+def gpt2(
+    name: str,
+    *,
+    layers: int,
+    width: int,
+    hidden: int,
+    vocab: int,
+    batch: int,
+    seq: int,
+    head: int = 64,
+    checkpointing: bool = False,
+) -> Workload:
+    """GPT-2-shaped: learned positions, GELU, biases everywhere but in the head, untied head."""
+
+    def build() -> nn.Module:
+        blocks = [
+            Block(width, Attention(width, width // head, bias=True), MLP(width, hidden))
+            for _ in range(layers)
+        ]
+        return LanguageModel(
+            blocks, width=width, vocab=vocab, learned_positions=seq, checkpointing=checkpointing
+        )
+
+    draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=vocab)
+    return Workload(name, build, draw, batch=batch, positions=seq)
+
+
+# --------------------------------------------------------------------------------------------------
+# A convolutional network
+# --------------------------------------------------------------------------------------------------
+
+
+def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Workload:
+    """3×3 convolutions with GroupNorm, every one but the first halving the image."""
+
+    def build() -> nn.Module:
+        parts: list[nn.Module] = []
+        channels = 3
+        for layer in range(layers):
+            grown = width * 2**layer
+            stride = 1 if layer == 0 else 2
+            parts += [
+                nn.Conv2d(channels, grown, 3, stride=stride, padding=1),
+                nn.GroupNorm(8, grown),
+                nn.ReLU(),
+            ]
+            channels = grown
+        return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+    draw = functools.partial(draw_images, batch=batch, size=size, classes=10)
+    return Workload(name, build, draw, batch=batch)
+
+
+# --------------------------------------------------------------------------------------------------
+# Low-rank adapters
+# --------------------------------------------------------------------------------------------------
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a trained product of two narrow ones."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        # Training starts from zero; a benchmark wants gradients in both factors at once.
+        nn.init.normal_(self.up.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def add_lora(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze ``model`` and put adapters of this rank on every ``nn.Linear`` in it."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and not isinstance(parent, LoRALinear):
+                setattr(parent, name, LoRALinear(child, rank))
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
+
+_ROW_1 = dict(layers=16, width=2048, hidden=5632, vocab=32_000)
+
+_NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
+    "decoder-1": (decoder, _ROW_1 | dict(batch=8, seq=1024)),
+    "decoder-2": (decoder, _ROW_1 | dict(batch=32, seq=256)),
+    "decoder-3": (
+        decoder,
+        dict(layers=24, width=1024, hidden=4096, vocab=50_000, batch=16, seq=512),
+    ),
+    "decoder-4": (
+        decoder,
+        dict(layers=4, width=4096, hidden=11_008, vocab=32_000, batch=4, seq=2048),
+    ),
+    "decoder-small": (
+        decoder,
+        dict(layers=4, width=256, hidden=1024, vocab=256, batch=16, seq=128, head=64),
+    ),
+    "long": (decoder, _ROW_1 | dict(layers=4, batch=1, seq=16_384)),
+    "llama-1b-lora": (decoder, _ROW_1 | dict(layers=24, batch=8, seq=1024, lora=16)),
+    "gpt2-small-shaped": (
+        gpt2,
+        dict(layers=12, width=768, hidden=3072, vocab=50_257, batch=8, seq=128),
+    ),
+    "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
+    "tiny": (
+        decoder,
+        dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8),
+    ),
+}
+
+NAMES: tuple[str, ...] = tuple(_NAMED)
+
+
+def workload(
+    name: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    layers: int | None = None,
+    checkpointing: bool = False,
+    lora: int | None = None,
+) -> Workload:
+    """The named workload, or that of ``module:factory``, with what was asked for changed.
+
+    Raises:
+        ValueError: an unknown name, or an override that this model does not have.
+    """
+    overrides: dict[str, Any] = {
+        key: value
+        for key, value in dict(batch=batch, seq=seq, layers=layers).items()
+        if value is not None
+    }
+    if checkpointing:
+        overrides["checkpointing"] = True
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        factory, defaults = getattr(importlib.import_module(module), attribute), {}
+    elif name in _NAMED:
+        factory, defaults = _NAMED[name]
+        defaults = {"name": name, **defaults}
+    else:
+        raise ValueError(
+            f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "
+            "factory returns a benchmarks.models.Workload"
+        )
+    try:
+        found = factory(**(defaults | overrides))
+    except TypeError as error:
+        raise ValueError(f"model {name!r} does not take all of {overrides}: {error}") from error
+    return found if lora is None else replace(found, lora=lora)

@@ -1,0 +1,125 @@
+"""The options that several subcommands share, and the settings they make."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import models
+from benchmarks.methods import METHODS, Setting
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+DEFAULT_METHODS = (
+    "nonprivate",
+    "flash",
+    "flash-two-pass",
+    "opacus-ghost",
+    "opacus-hooks",
+    "fastdp",
+)
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done; the message says what to change."""
+
+
+def add_setting_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that :func:`settings` reads."""
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["decoder-small"],
+        metavar="NAME",
+        help="named models, or module:factory for your own (see benchmarks/models.py); "
+        f"names: {', '.join(models.NAMES)}",
+    )
+    parser.add_argument(
+        "--methods",
+        default=",".join(DEFAULT_METHODS),
+        help=f"comma-separated, of {', '.join(METHODS)} (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
+    parser.add_argument("--layers", type=int, help="override the model's number of layers")
+    parser.add_argument("--lora", type=int, metavar="R", help="freeze it; rank R on every linear")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute each block")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the module")
+    parser.add_argument("--optimizer", action="store_true", help="with noise and AdamW")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--noise-multiplier", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--revision", help="git revision to record where there is no git directory")
+    parser.add_argument(
+        "--force", action="store_true", help="measure flash clipping even where it falls back"
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Overrides of a model's batch and sequence length."""
+
+    batch: int | None = None
+    seq: int | None = None
+
+
+def method_names(given: str) -> list[str]:
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in METHODS]:
+        raise UsageError(f"unknown methods {unknown}: choose from {', '.join(METHODS)}")
+    return list(dict.fromkeys(names))
+
+
+def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
+    """What one comparison needs to know, from the command line."""
+    device = torch.device(options.device)
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    try:
+        workload = models.workload(
+            model,
+            batch=shape.batch,
+            seq=shape.seq,
+            layers=options.layers,
+            checkpointing=options.checkpointing,
+            lora=options.lora,
+        )
+    except (ValueError, ImportError, AttributeError) as error:
+        raise UsageError(str(error)) from error
+    return Setting(
+        workload=workload,
+        device=device,
+        dtype=DTYPES[dtype],
+        optimizer=options.optimizer,
+        compile=options.compile,
+        max_grad_norm=options.max_grad_norm,
+        noise_multiplier=options.noise_multiplier,
+        seed=options.seed,
+    )
+
+
+def recorded(options: argparse.Namespace) -> dict[str, object]:
+    """The options that decide what was measured, for the JSON file."""
+    left_out = {"command", "run", "json", "force", "revision"}
+    return {key: value for key, value in vars(options).items() if key not in left_out}
+
+
+def stop_without_triton(
+    methods: Sequence[str], device: torch.device, force: bool, console: Console
+) -> None:
+    """On a GPU, flash clipping without Triton is not what anyone wants to have measured."""
+    if device.type != "cuda" or not any(name.startswith("flash") for name in methods):
+        return
+    if importlib.util.find_spec("triton") is not None:
+        return
+    console.print(
+        "[bold yellow]Triton is not installed: flash clipping will fall back to PyTorch.[/]"
+    )
+    if not force:
+        raise UsageError("install triton, or pass --force to measure the fallback")

@@ -1,0 +1,131 @@
+"""``plot``: a PNG from a JSON file of results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from benchmarks.options import UsageError
+from benchmarks.records import Record, Row, summaries
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("plot", help="draw JSON files as PNGs beside them")
+    parser.add_argument("files", type=Path, nargs="+", metavar="JSON")
+    parser.add_argument("--output", type=Path, help="PNG to write (for one JSON file)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    if options.output and len(options.files) > 1:
+        raise UsageError("--output is for one JSON file; leave it out to write beside each")
+    for path in options.files:
+        try:
+            record = Record.read(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        output = options.output or path.with_suffix(".png")
+        draw(record).savefig(output, dpi=150)
+        console.print(f"wrote {output}")
+    return 0
+
+
+def draw(record: Record) -> Figure:
+    """Bars of time and memory for ``step``; lines of peak memory for ``memory``."""
+    from matplotlib.figure import Figure
+
+    if record.kind == "step":
+        figure = _draw_steps(Figure(figsize=(11, 4.5), layout="constrained"), record)
+    else:
+        figure = _draw_memory(Figure(figsize=(11, 4.5), layout="constrained"), record)
+    where = record.environment
+    figure.suptitle(
+        f"{where['device']}, torch {where['torch']}, revision {where['revision']}", fontsize=9
+    )
+    return figure
+
+
+def _draw_steps(figure: Figure, record: Record) -> Figure:
+    time, memory = figure.subplots(1, 2)
+    results = list(zip(record.rows, summaries(record.rows), strict=True))
+    workloads = list(dict.fromkeys(row.workload for row in record.rows))
+    methods = list(dict.fromkeys(row.method for row in record.rows))
+    methods = [m for m in methods if m != "nonprivate"]
+    width = 0.8 / max(len(methods), 1)
+    for number, method in enumerate(methods):
+        for axes, pick in ((time, "time"), (memory, "memory")):
+            heights: list[float] = []
+            errors: list[tuple[float, float]] = []
+            for workload in workloads:
+                summary = next(
+                    (s for r, s in results if r.method == method and r.workload == workload), None
+                )
+                ratio = summary.ratio if summary else None
+                if pick == "time" and ratio is not None:
+                    heights.append(ratio.median)
+                    errors.append((ratio.median - ratio.p10, ratio.p90 - ratio.median))
+                else:
+                    heights.append((summary.memory_ratio or 0.0) if summary else 0.0)
+                    errors.append((0.0, 0.0))
+            places = [place + number * width for place in range(len(workloads))]
+            bars = axes.bar(
+                places,
+                heights,
+                width,
+                label=method,
+                yerr=list(zip(*errors, strict=True)) if pick == "time" else None,
+            )
+            axes.bar_label(bars, [f"{h:.2f}" if h else "–" for h in heights], fontsize=6)
+    for axes, title in ((time, "time of a step"), (memory, "peak memory")):
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_title(f"{title}, ratio to non-private")
+        places = [p + width * (len(methods) - 1) / 2 for p in range(len(workloads))]
+        axes.set_xticks(places, [f"{m}\nB {b}, T {t}" for m, b, t in workloads], fontsize=7)
+    time.legend(fontsize=7)
+    return figure
+
+
+def _draw_memory(figure: Figure, record: Record) -> Figure:
+    by_length, by_batch = figure.subplots(1, 2)
+    lengths = {row.positions for row in record.rows}
+    batches = {row.batch for row in record.rows}
+    for method in dict.fromkeys(row.method for row in record.rows):
+        rows = [r for r in record.rows if r.method == method and r.peak_bytes]
+        if len(lengths) > 1:
+            _line(
+                by_length, method, [r for r in rows if r.batch == _usual(record.rows, "batch")], 2
+            )
+        if len(batches) > 1:
+            _line(
+                by_batch, method, [r for r in rows if r.positions == _usual(record.rows, "seq")], 1
+            )
+    by_length.set_xlabel("sequence length")
+    by_batch.set_xlabel("batch size")
+    for axes in (by_length, by_batch):
+        axes.set_ylabel("peak memory of a step, GiB")
+        if axes.lines:
+            axes.legend(fontsize=7)
+        else:
+            axes.set_visible(False)
+    return figure
+
+
+def _usual(rows: list[Row], which: str) -> int:
+    """The size that the other series was measured at: the one with most rows."""
+    sizes = [row.batch if which == "batch" else row.positions for row in rows]
+    return max(set(sizes), key=sizes.count)
+
+
+def _line(axes: Axes, method: str, rows: list[Row], key: int) -> None:
+    points = sorted((row.workload[key], (row.peak_bytes or 0) / 2**30) for row in rows)
+    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=method)

@@ -1,0 +1,122 @@
+"""What a JSON file of results holds, and the statistics that are read off it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "OOM", "failed", "missing"]
+
+SCHEMA = 1
+
+
+@dataclass
+class Row:
+    """One method on one workload.
+
+    Attributes:
+        batch, positions: samples in a batch, tokens in a sample.
+        status: ``ok``; ``OOM``; ``failed`` (``note`` says why); ``missing`` (not installed).
+        milliseconds: one step's time, a value per round.
+        peak_bytes: see ``measure.PeakMemory``.
+        norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
+    """
+
+    method: str
+    model: str = ""
+    batch: int = 0
+    positions: int = 1
+    status: Status = "ok"
+    note: str = ""
+    milliseconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    norm_error: float | None = None
+    gradient_error: float | None = None
+
+    @property
+    def workload(self) -> tuple[str, int, int]:
+        return self.model, self.batch, self.positions
+
+
+@dataclass
+class Record:
+    """One run of a subcommand: where, how, and what came out."""
+
+    kind: Literal["step", "memory"]
+    environment: dict[str, str | None]
+    command: str
+    settings: dict[str, Any]
+    rows: list[Row]
+    schema: int = SCHEMA
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = dataclasses.asdict(self)
+        if self.kind == "step":
+            # For readers of the file; the code always recomputes them from the samples.
+            for row, summary in zip(content["rows"], summaries(self.rows), strict=True):
+                row["summary"] = dataclasses.asdict(summary) if summary else None
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Raises ValueError if the file is not one of ours."""
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"{path} is not a benchmark record of schema {SCHEMA}")
+        for row in content["rows"]:
+            row.pop("summary", None)
+        content["rows"] = [Row(**row) for row in content["rows"]]
+        return cls(**content)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, tenth and ninetieth percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        return cls(statistics.median(values), deciles[0], deciles[-1])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A row in numbers; ratios are to ``nonprivate``, the times paired round by round."""
+
+    milliseconds: Spread
+    samples_per_second: float
+    tokens_per_second: float
+    ratio: Spread | None
+    memory_ratio: float | None
+
+
+def summaries(rows: list[Row]) -> list[Summary | None]:
+    """One per row; None for a row that was not timed."""
+    baselines = {row.workload: row for row in rows if row.method == "nonprivate"}
+
+    def summary(row: Row) -> Summary | None:
+        if not row.milliseconds:
+            return None
+        spread = Spread.of(row.milliseconds)
+        ratio = memory_ratio = None
+        baseline = baselines.get(row.workload)
+        if baseline is not None and baseline.milliseconds:
+            pairs = zip(row.milliseconds, baseline.milliseconds, strict=False)
+            ratio = Spread.of([ours / theirs for ours, theirs in pairs])
+            if row.peak_bytes and baseline.peak_bytes:
+                memory_ratio = row.peak_bytes / baseline.peak_bytes
+        per_second = 1e3 * row.batch / spread.median
+        return Summary(spread, per_second, per_second * row.positions, ratio, memory_ratio)
+
+    return [summary(row) for row in rows]

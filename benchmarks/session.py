@@ -1,0 +1,208 @@
+"""Methods in turn on one device: agreement, memory, then time.
+
+A method that runs out of memory, fails or is not installed becomes a row that says so; the others
+go on. Methods stay on the device beside each other while they fit. When one does not fit beside
+the others, each is built anew for its turn and is alone on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from benchmarks import agreement
+from benchmarks.agreement import TOLERANCE, Fingerprint, fingerprint
+from benchmarks.measure import PeakMemory, milliseconds, settle
+from benchmarks.methods import METHODS, Method, Setting
+from benchmarks.records import Row, Status
+
+T = TypeVar("T")
+
+Progress = Callable[[str], None]
+"""Called with a line that says what was just done."""
+
+DISTINCT_BATCHES = 4
+
+
+class Disagreement(Exception):
+    """Two methods computed different norms or gradients; nothing was timed."""
+
+
+class Session:
+    """One setting, several methods; ``rows`` holds what is known about each."""
+
+    def __init__(self, setting: Setting, methods: Sequence[str]) -> None:
+        self.setting = setting
+        self.rows = {
+            name: Row(
+                method=name,
+                model=setting.workload.name,
+                batch=setting.workload.batch,
+                positions=setting.workload.positions,
+            )
+            for name in methods
+        }
+        for name, row in self.rows.items():
+            if reason := METHODS[name].missing():
+                row.status, row.note = "missing", reason
+        self._batches = setting.draw(DISTINCT_BATCHES)
+        self._built: dict[str, Method] = {}
+        self._one_at_a_time = False
+
+    def running(self) -> list[str]:
+        return [name for name, row in self.rows.items() if row.status == "ok"]
+
+    # ---------------------------------------------------------------------------------- agreement
+
+    def check(self, done: Progress = lambda line: None) -> str | None:
+        """Compare every method with a reference; return the reference's name, or None.
+
+        Opacus' ghost clipping is set up for this alone where neither of its methods was asked for.
+
+        Raises:
+            Disagreement: with a line for each method that is further off than its tolerance.
+        """
+        candidates = [name for name in self.running() if METHODS[name].flat]
+        order = sorted(candidates, key=_reference_rank)
+        if not any(name.startswith("opacus") for name in order):
+            order.insert(0, "opacus-ghost")
+        reference: tuple[str, Fingerprint] | None = None
+        wrong: list[str] = []
+        for name in order:
+            row = self.rows.get(name, Row(method=name))  # a stand-in for a method not asked for
+            taken = self._attempt(row, lambda name=name: self._fingerprint(name))
+            settle(self.setting.device)
+            done(f"checked {name}")
+            if taken is None:
+                continue
+            if reference is None:
+                reference = (name, taken) if taken.norms_B is not None else None
+                continue
+            row.norm_error = agreement.norm_error(taken, reference[1])
+            row.gradient_error = agreement.gradient_error(taken, reference[1])
+            errors = [e for e in (row.norm_error, row.gradient_error) if e is not None]
+            if errors and max(errors) > self.tolerance:
+                wrong.append(
+                    f"{name} disagrees with {reference[0]} by {max(errors):.1e}, "
+                    f"more than {self.tolerance:.0e}"
+                )
+        if wrong:
+            raise Disagreement("; ".join(wrong))
+        return reference[0] if reference else None
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.setting.dtype]
+
+    def _fingerprint(self, name: str) -> Fingerprint:
+        tf32 = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False  # convolutions to fp32's own precision
+        try:
+            # Without an optimizer, so that the peers' gradients hold no noise.
+            setting = dataclasses.replace(self.setting, optimizer=False)
+            return fingerprint(METHODS[name](setting), *self._batches[0])
+        finally:
+            torch.backends.cudnn.allow_tf32 = tf32
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def measure_memory(self, done: Progress = lambda line: None) -> None:
+        """Build every method, and measure the peak of its second step."""
+        for name in self.running():
+            row = self.rows[name]
+            self._attempt(row, lambda name=name: self._measure_memory(name))
+            done(f"memory of {name}")
+
+    def _measure_memory(self, name: str) -> None:
+        if self._one_at_a_time:
+            self._built.clear()
+        with PeakMemory(self.setting.device) as memory:
+            method = METHODS[name](self.setting)
+            method.step(*self._batches[0])
+            with memory.measured():
+                method.step(*self._batches[0])
+            method.zero_grad()
+        self._built[name] = method
+        self.rows[name].peak_bytes = memory.peak
+
+    # --------------------------------------------------------------------------------------- time
+
+    def time(
+        self, *, rounds: int, steps: int, warmup: int, done: Progress = lambda line: None
+    ) -> None:
+        """Methods in turn, ``steps`` steps each, for ``rounds`` rounds: one sample a turn."""
+        warm: set[str] = set()
+        for number in range(rounds):
+            for name in self.running():
+                row = self.rows[name]
+                elapsed = self._attempt(
+                    row, lambda name=name, n=number: self._turn(name, n, steps, warmup, warm)
+                )
+                if elapsed is None:
+                    row.milliseconds.clear()
+                else:
+                    row.milliseconds.append(elapsed / steps)
+                done(f"{name}, round {number + 1}")
+
+    def _turn(self, name: str, number: int, steps: int, warmup: int, warm: set[str]) -> float:
+        if name not in self._built:  # it did not fit beside the others
+            self._built.clear()
+            settle(self.setting.device)
+            self._built[name] = METHODS[name](self.setting)
+            warm.discard(name)
+        method = self._built[name]
+        batches = [self._batches[(number * steps + i) % DISTINCT_BATCHES] for i in range(steps)]
+
+        def take() -> None:
+            for inputs, targets in batches:
+                method.step(inputs, targets)
+
+        for _ in range(0 if name in warm else warmup):
+            method.step(*batches[0])
+        warm.add(name)
+        elapsed = milliseconds(self.setting.device, take)
+        method.zero_grad()  # outside its turn a method holds parameters and optimizer state only
+        return elapsed
+
+    # ------------------------------------------------------------------------------------- errors
+
+    def _attempt(self, row: Row, work: Callable[[], T]) -> T | None:
+        """Do it; what goes wrong becomes the row's status.
+
+        What does not fit beside the other methods is tried once more without them.
+        """
+        try:
+            return work()
+        except Exception as error:
+            row.status, row.note = _verdict(error)
+        # Only here has the traceback, which holds the method's tensors, been let go.
+        self._built.pop(row.method, None)
+        beside_others = bool(self._built)
+        if row.status == "OOM":
+            self._built.clear()
+        settle(self.setting.device)
+        if row.status == "OOM" and beside_others:
+            self._one_at_a_time = True
+            row.status = "ok"
+            return self._attempt(row, work)
+        return None
+
+
+def _reference_rank(name: str) -> int:
+    ranks = {reference: rank for rank, reference in enumerate(agreement.REFERENCES)}
+    return ranks.get(name, len(ranks))
+
+
+def _verdict(error: Exception) -> tuple[Status, str]:
+    text = str(error).strip()
+    if (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "out of memory" in text.lower()
+        or "can't allocate memory" in text
+    ):
+        return "OOM", ""
+    first = text.splitlines()[0] if text else ""
+    return "failed", f"{type(error).__name__}: {first}"[:200]

@@ -1,0 +1,166 @@
+"""``step``: full training steps of every method, in turn, on the same inputs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import environment
+from benchmarks.methods import METHODS
+from benchmarks.options import (
+    Shape,
+    add_setting_options,
+    method_names,
+    recorded,
+    setting,
+    stop_without_triton,
+)
+from benchmarks.records import Record, Row, Spread, summaries
+from benchmarks.session import Disagreement, Session
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "step",
+        help="time full training steps of every method",
+        description="Methods take turns in one process on the same inputs. Before anything is "
+        "timed, their norms and clipped sums are compared; a disagreement is an error.",
+    )
+    add_setting_options(parser)
+    parser.add_argument("--batch", type=int, help="override the model's batch size")
+    parser.add_argument("--seq", type=int, help="override the model's sequence length")
+    parser.add_argument("--rounds", type=int, default=15, help="samples per method")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a turn, timed together")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Exit status: 0, or 1 if methods disagree or flash clipping failed."""
+    methods = method_names(options.methods)
+    settings = [
+        setting(options, model, Shape(options.batch, options.seq)) for model in options.model
+    ]
+    device = settings[0].device
+    stop_without_triton(methods, device, options.force, console)
+    record = Record(
+        kind="step",
+        environment=environment.describe(device, options.revision),
+        command=options.command,
+        settings=recorded(options),
+        rows=[],
+    )
+    status = 0
+    for each in settings:
+        session = Session(each, methods)
+        console.rule(
+            f"{each.workload.name}: B {each.workload.batch}, T {each.workload.positions}, "
+            f"{str(each.dtype).removeprefix('torch.')} on {record.environment['device']}"
+        )
+        with _progress(console) as progress:
+            task = progress.add_task("", total=None)
+
+            def done(line: str, progress: Progress = progress, task: int = task) -> None:
+                progress.update(task, description=line, advance=1)
+
+            try:
+                reference = session.check(done)
+            except Disagreement as error:
+                progress.stop()
+                _print_agreement(session, None, console)
+                console.print(f"[bold red]Nothing was timed: {error}[/]")
+                status = 1
+                continue
+            progress.stop()
+            _print_agreement(session, reference, console)
+            progress.start()
+            turns = len(session.running()) * (options.rounds + 1)
+            progress.reset(task, total=turns)
+            session.measure_memory(done)
+            session.time(
+                rounds=options.rounds, steps=options.steps, warmup=options.warmup, done=done
+            )
+        rows = list(session.rows.values())
+        console.print(step_table(rows))
+        record.rows += rows
+        if any(row.status == "failed" for row in rows if METHODS[row.method].package == OURS):
+            status = 1
+        if options.json:  # after every model, so that an interrupted run leaves what it has
+            record.write(options.json)
+    return status
+
+
+OURS = "flash_clipping"
+
+
+def step_table(rows: Sequence[Row]) -> Group:
+    """The rows of one workload, for the terminal."""
+    table = Table()
+    table.add_column("method", no_wrap=True)
+    for heading in ("ms / step", "p10 – p90", "ratio", "p10 – p90", "peak MiB", "ratio"):
+        table.add_column(heading, justify="right")
+    table.add_column("samples / s", justify="right")
+    table.add_column("tokens / s", justify="right")
+    notes: list[str] = []
+    for row, summary in zip(rows, summaries(list(rows)), strict=True):
+        peak = f"{row.peak_bytes / 2**20:,.1f}" if row.peak_bytes else ""
+        if summary is None:
+            table.add_row(row.method, f"[bold]{row.status}[/]", "", "", "", peak)
+            notes += [f"{row.method}: {row.note}"] if row.note else []
+            continue
+        ratio = summary.ratio
+        table.add_row(
+            row.method,
+            f"{summary.milliseconds.median:.2f}",
+            _range(summary.milliseconds, 2),
+            f"[bold]{ratio.median:.3f}[/]" if ratio else "",
+            _range(ratio, 3) if ratio else "",
+            peak,
+            f"{summary.memory_ratio:.3f}" if summary.memory_ratio else "",
+            f"{summary.samples_per_second:,.1f}",
+            f"{summary.tokens_per_second:,.0f}",
+        )
+    return Group(table, *notes)
+
+
+def _range(spread: Spread, digits: int) -> str:
+    return f"{spread.p10:.{digits}f} – {spread.p90:.{digits}f}"
+
+
+def _print_agreement(session: Session, reference: str | None, console: Console) -> None:
+    table = Table(title=f"Agreement on one batch (tolerance {session.tolerance:.0e})")
+    for heading in ("method", "norms", "clipped sums"):
+        table.add_column(heading)
+    notes: list[str] = []
+    for name, row in session.rows.items():
+        if name == reference:
+            table.add_row(name, "reference", "reference")
+        elif row.status != "ok":
+            table.add_row(name, f"[bold]{row.status}[/]", "")
+            notes += [f"{name}: {row.note}"] if row.note else []
+        elif METHODS[name].flat:
+            table.add_row(name, _error(row.norm_error), _error(row.gradient_error))
+    if reference is not None and reference not in session.rows:
+        notes.append(f"compared with {reference}, set up for this check only")
+    elif reference is None:
+        notes.append("no method to compare with")
+    console.print(table, *notes, sep="\n")
+
+
+def _error(value: float | None) -> str:
+    return "not told" if value is None else f"{value:.1e}"
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+    )
