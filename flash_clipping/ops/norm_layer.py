@@ -59,7 +59,7 @@ def norm_backward(
         weight_grad,
         bias_grad,
     )
-    return None if dx is None else dx.view(shape), w_Bd, b_Bd
+    return None if dx is None else dx.reshape(shape), w_Bd, b_Bd
 
 
 def group_norm_grads(

@@ -10,7 +10,7 @@ from flash_clipping.ops.shapes import check_coefficients
 
 
 def row_scale(x: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
-    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh contiguous tensor.
+    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh tensor laid out like ``x``.
 
     Multiplied in fp32 and rounded once to ``x``'s dtype. Samples whose coefficient is 0 become
     exactly 0, also where ``x`` holds inf or NaN.

@@ -11,6 +11,6 @@ from flash_clipping.ops.shapes import accumulator
 def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.row_scale.row_scale`."""
     coef = coef_B.to(accumulator(x)).view(-1, *(1,) * (x.dim() - 1))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
     torch.mul(x, coef, out=out)
     return out.masked_fill_(coef == 0, 0)

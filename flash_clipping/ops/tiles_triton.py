@@ -1,0 +1,107 @@
+"""What the kernels share: facts about the device, rules for launches, and tile loads.
+
+B samples, T positions, F features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
+
+
+@functools.cache
+def _sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def sm_count(device: torch.device) -> int:
+    """How many programs a persistent grid has: one for each multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return _sm_count(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _tensor_descriptor_class() -> Any:
+    """Triton's host-side tensor descriptor, or None before Triton had one."""
+    try:
+        return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    except (ImportError, AttributeError):
+        return None
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later)."""
+    if _tensor_descriptor_class() is None or not hasattr(tl, "make_tensor_descriptor"):
+        return False
+    if device.type != "cuda":
+        return True  # the interpreter
+    if torch.version.hip is not None:
+        return False
+    return _capability(device.index if device.index is not None else 0)[0] >= 9
+
+
+def fits_tma(*tensors: Tensor) -> bool:
+    """Whether a descriptor can address these: 16-byte aligned, rows contiguous."""
+    return all(
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def descriptor(x: Tensor, block: list[int]) -> Any:
+    """A host-side tensor descriptor of ``x`` that moves blocks of shape ``block``."""
+    return _tensor_descriptor_class()(x, list(x.shape), list(x.stride()), block)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How ``tl.dot`` multiplies: fp32 as three TF32 products, never as one (1e-3 error)."""
+    if dtype != torch.float32:
+        return "tf32"  # says nothing about bf16 and fp16, whose products are exact
+    return "ieee" if torch.version.hip is not None else "tf32x3"
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """``x`` with features next to each other; a copy where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@triton.jit
+def load_tile(
+    source,
+    b,
+    t,
+    f,
+    T,
+    F,
+    stride_b,
+    stride_t,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows ``t..`` and columns ``f..`` of sample ``b``; zero outside ``[T, F]``."""
+    if TMA:
+        return source.load([b, t, f]).reshape(ROWS, COLUMNS)
+    else:
+        rows = t + tl.arange(0, ROWS)
+        columns = f + tl.arange(0, COLUMNS)
+        # A sample may hold more than 2**31 elements (a vocabulary's gradient at long T).
+        start = source + b.to(tl.int64) * stride_b
+        pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
+        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
