@@ -23,7 +23,8 @@ def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Te
         scaled_G = (
             row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
         )
-        sums.append(weight_gradient(scaled_A, scaled_G))
+        A_Nd, G_Np = rows_for_matmul(scaled_A, scaled_G)
+        sums.append(G_Np.mT @ A_Nd)
     return sums
 
 
@@ -32,12 +33,13 @@ def scales_input(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:
     return len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]
 
 
-def weight_gradient(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
-    """``Gᵀ A`` over all rows. Any order of rows gives the same sum, so take one without a copy."""
-    dtype = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
-    if _is_time_first(A_BTd) and _is_time_first(G_BTp):
-        A_BTd, G_BTp = A_BTd.transpose(0, 1), G_BTp.transpose(0, 1)
-    return G_BTp.to(dtype).flatten(0, 1).mT @ A_BTd.to(dtype).flatten(0, 1)
+def rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as ``[B·T, features]`` of one dtype. Any common order of rows gives the same sum, so
+    operands laid out time first are taken in that order, without a copy."""
+    dtype = torch.promote_types(x_BTf.dtype, y_BTf.dtype)
+    if _is_time_first(x_BTf) and _is_time_first(y_BTf):
+        x_BTf, y_BTf = x_BTf.transpose(0, 1), y_BTf.transpose(0, 1)
+    return x_BTf.to(dtype).flatten(0, 1), y_BTf.to(dtype).flatten(0, 1)
 
 
 def _is_time_first(x_BTf: Tensor) -> bool:

@@ -1,0 +1,276 @@
+"""Kernels for embedding norms. B samples, T positions, S head positions, d features, V vocabulary.
+
+The positions of a sample are taken in the order of their ids and cut into chunks. Within a chunk
+the norm is a small Gram matrix under the mask ``id_t = id_t'``. A run of equal ids that crosses a
+boundary leaves the sum of its rows at both ends, and a second kernel walks along the boundaries.
+Every row of ``G`` is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops import tiles_triton as tiles
+
+CHUNK = 32
+BLOCK_D = 128
+SLICE_D = 512
+"""Features that one program walks over."""
+
+
+@triton.jit
+def _runs_kernel(
+    G_ptr,
+    ids_ptr,
+    order_ptr,
+    partial_ptr,
+    heads_ptr,
+    tails_ptr,
+    T,
+    d,
+    chunks,
+    slices,
+    G_stride_b,
+    G_stride_t,
+    padding_idx,
+    HAS_PADDING: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SLICE_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    chunk_of_all = (pid // slices).to(tl.int64)  # b * chunks + chunk
+    b = chunk_of_all // chunks
+    first = (chunk_of_all % chunks).to(tl.int32) * CHUNK
+    last = min(first + CHUNK, T) - 1
+    positions = first + tl.arange(0, CHUNK)
+    valid = positions < T
+    ids = tl.load(ids_ptr + b * T + positions, mask=valid, other=0)
+    rows = tl.load(order_ptr + b * T + positions, mask=valid, other=0)
+    head_id = tl.load(ids_ptr + b * T + first)
+    tail_id = tl.load(ids_ptr + b * T + last)
+    # Does the first run go on from the chunk before, or the last into the chunk after?
+    before = tl.load(ids_ptr + b * T + first - 1, mask=first > 0, other=-1)
+    after = tl.load(ids_ptr + b * T + last + 1, mask=last + 1 < T, other=-1)
+    if HAS_PADDING:
+        valid = valid & (ids != padding_idx)
+    # Rows that are masked here are loaded as zero, so the mask need not name them.
+    same = (ids[:, None] == ids[None, :]).to(tl.float32)
+    gram = tl.zeros((CHUNK, CHUNK), tl.float32)
+    slice_start = (pid % slices) * SLICE_D
+    for offset in range(0, SLICE_D, BLOCK_D):
+        columns = slice_start + offset + tl.arange(0, BLOCK_D)
+        G = tl.load(
+            G_ptr + b * G_stride_b + rows.to(tl.int64)[:, None] * G_stride_t + columns[None, :],
+            mask=valid[:, None] & (columns < d)[None, :],
+            other=0.0,
+        )
+        gram = tl.dot(G, tl.trans(G), gram, input_precision=PRECISION)
+        if before == head_id:
+            head = tl.sum(tl.where((ids == head_id)[:, None], G.to(tl.float32), 0.0), 0)
+            tl.store(heads_ptr + chunk_of_all * d + columns, head, mask=columns < d)
+        if after == tail_id:
+            tail = tl.sum(tl.where((ids == tail_id)[:, None], G.to(tl.float32), 0.0), 0)
+            tl.store(tails_ptr + chunk_of_all * d + columns, tail, mask=columns < d)
+    # A select, not a product: rows of another run may be infinite.
+    kept = tl.where(same > 0, gram, 0.0)
+    tl.store(partial_ptr + pid, tl.sum(tl.sum(kept, 1), 0))
+
+
+@triton.jit
+def _boundaries_kernel(
+    ids_ptr,
+    heads_ptr,
+    tails_ptr,
+    partial_ptr,
+    T,
+    d,
+    chunks,
+    blocks,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What runs that cross boundaries add: ``2 ⟨rows before the boundary, rows after it⟩``."""
+    pid = tl.program_id(0)
+    b = (pid // blocks).to(tl.int64)
+    columns = (pid % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    carried = tl.zeros((BLOCK_D,), tl.float32)  # the run that reaches the boundary, so far
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for boundary in range(1, chunks):
+        position = boundary * CHUNK
+        left = tl.load(ids_ptr + b * T + position - 1)
+        right = tl.load(ids_ptr + b * T + position)
+        left_start = tl.load(ids_ptr + b * T + position - CHUNK)
+        # Of a boundary that no run crosses, no columns are read.
+        width = tl.where(left == right, d, 0)
+        through = left_start == left  # the chunk before is one single run
+        tail = tl.load(
+            tails_ptr + (b * chunks + boundary - 1) * d + columns, mask=columns < width, other=0.0
+        )
+        head = tl.load(
+            heads_ptr + (b * chunks + boundary) * d + columns, mask=columns < width, other=0.0
+        )
+        carried = tl.where(through, carried, 0.0) + tail
+        carried = tl.where(left == right, carried, 0.0)
+        total += 2.0 * carried * head
+    tl.store(partial_ptr + pid, tl.sum(total, 0))
+
+
+def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) -> Tensor:
+    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
+    G_BTd = tiles.with_unit_stride(G_BTd)
+    B, T, d = G_BTd.shape
+    # Stable, so that equal ids keep one order and the sums one rounding.
+    sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
+    chunks, slices = triton.cdiv(T, CHUNK), triton.cdiv(d, SLICE_D)
+    float32 = {"dtype": torch.float32, "device": G_BTd.device}
+    blocks = triton.cdiv(d, SLICE_D)
+    partial = torch.empty(B * (chunks * slices + blocks), **float32)
+    within, crossing = partial[: B * chunks * slices], partial[B * chunks * slices :]
+    # Written, and read, only where a run crosses a boundary.
+    ends = torch.empty((2, B * chunks, d), **float32)
+    _runs_kernel[(B * chunks * slices,)](
+        G_BTd,
+        sorted_BT,
+        order_BT,
+        within,
+        ends[0],
+        ends[1],
+        T,
+        d,
+        chunks,
+        slices,
+        *G_BTd.stride()[:2],
+        0 if padding_idx is None else padding_idx,
+        HAS_PADDING=padding_idx is not None,
+        CHUNK=CHUNK,
+        BLOCK_D=BLOCK_D,
+        SLICE_D=SLICE_D,
+        PRECISION=tiles.dot_precision(G_BTd.dtype),
+        num_warps=4,
+    )
+    _boundaries_kernel[(B * blocks,)](
+        sorted_BT,
+        ends[0],
+        ends[1],
+        crossing,
+        T,
+        d,
+        chunks,
+        blocks,
+        CHUNK=CHUNK,
+        BLOCK_D=SLICE_D,
+        num_warps=4,
+    )
+    sq_B = within.view(B, -1).sum(1).add_(crossing.view(B, -1).sum(1))
+    return sq_B.clamp_(min=0)
+
+
+@triton.jit
+def _tied_kernel(
+    ids_ptr,
+    Gemb_ptr,
+    Ahead_ptr,
+    Ghead_ptr,
+    partial_ptr,
+    T,
+    S,
+    d,
+    V,
+    Gemb_stride_b,
+    Gemb_stride_t,
+    Ahead_stride_b,
+    Ahead_stride_s,
+    Ghead_stride_b,
+    Ghead_stride_s,
+    t_blocks,
+    s_blocks,
+    padding_idx,
+    HAS_PADDING: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    b = pid // (t_blocks * s_blocks)
+    rest = pid % (t_blocks * s_blocks)
+    t0 = (rest // s_blocks) * BLOCK_T
+    s0 = (rest % s_blocks) * BLOCK_S
+    products = tl.zeros((BLOCK_S, BLOCK_T), tl.float32)
+    for k in range(0, d, BLOCK_D):
+        a = tiles.load_tile(
+            Ahead_ptr, b, s0, k, S, d, Ahead_stride_b, Ahead_stride_s, BLOCK_S, BLOCK_D, False
+        )
+        g = tiles.load_tile(
+            Gemb_ptr, b, t0, k, T, d, Gemb_stride_b, Gemb_stride_t, BLOCK_T, BLOCK_D, False
+        )
+        products = tl.dot(a, tl.trans(g), products, input_precision=PRECISION)
+    t = t0 + tl.arange(0, BLOCK_T)
+    s = s0 + tl.arange(0, BLOCK_S)
+    wide_b = b.to(tl.int64)
+    ids = tl.load(ids_ptr + wide_b * T + t, mask=t < T, other=-1).to(tl.int64)
+    # A mask does not make a bad address safe: an id outside the vocabulary addresses nothing.
+    valid = (t < T) & (ids >= 0) & (ids < V)
+    if HAS_PADDING:
+        valid = valid & (ids != padding_idx)
+    inside = (s < S)[:, None] & valid[None, :]
+    start = Ghead_ptr + wide_b * Ghead_stride_b
+    weights = tl.load(
+        start + s.to(tl.int64)[:, None] * Ghead_stride_s + tl.where(valid, ids, 0)[None, :],
+        mask=inside,
+        other=0.0,
+    )
+    kept = tl.where(inside, products * weights.to(tl.float32), 0.0)
+    tl.store(partial_ptr + pid, tl.sum(tl.sum(kept, 1), 0))
+
+
+def tied_cross_term(
+    ids_BT: Tensor,
+    Gemb_BTd: Tensor,
+    Ahead_BSd: Tensor,
+    Ghead_BSV: Tensor,
+    padding_idx: int | None,
+) -> Tensor:
+    """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
+    Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
+    Ghead_BSV = tiles.with_unit_stride(Ghead_BSV)
+    if Gemb_BTd.dtype != Ahead_BSd.dtype:
+        common = torch.promote_types(Gemb_BTd.dtype, Ahead_BSd.dtype)
+        Gemb_BTd, Ahead_BSd = Gemb_BTd.to(common), Ahead_BSd.to(common)
+    B, T, d = Gemb_BTd.shape
+    S, V = Ghead_BSV.shape[1:]
+    if S == 0:
+        return torch.zeros(B, dtype=torch.float32, device=Gemb_BTd.device)
+    block, block_d = (64, 32) if Gemb_BTd.element_size() == 4 else (128, 64)
+    t_blocks, s_blocks = triton.cdiv(T, block), triton.cdiv(S, block)
+    partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
+    _tied_kernel[(partial.numel(),)](
+        ids_BT.contiguous(),
+        Gemb_BTd,
+        Ahead_BSd,
+        Ghead_BSV,
+        partial,
+        T,
+        S,
+        d,
+        V,
+        *Gemb_BTd.stride()[:2],
+        *Ahead_BSd.stride()[:2],
+        *Ghead_BSV.stride()[:2],
+        t_blocks,
+        s_blocks,
+        0 if padding_idx is None else padding_idx,
+        HAS_PADDING=padding_idx is not None,
+        BLOCK_T=block,
+        BLOCK_S=block,
+        BLOCK_D=block_d,
+        PRECISION=tiles.dot_precision(Gemb_BTd.dtype),
+        num_warps=8,
+        num_stages=3,
+    )
+    return partial.sum(1)
