@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -111,7 +112,8 @@ def _peak_of_events(profiled: profile) -> int:
     assert profiler is not None and profiler.kineto_results is not None
     begin = 0
     changes: list[tuple[int, int]] = []
-    for event in profiler.kineto_results.events():
+    events: list[Any] = profiler.kineto_results.events()
+    for event in events:
         if event.name() == "[memory]":
             changes.append((event.start_ns(), event.nbytes()))
         elif event.name() == _MARK:

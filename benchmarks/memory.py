@@ -59,11 +59,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.json:
             record.write(options.json)
     console.print(memory_table(record.rows))
-    failed = any(
-        row.status == "failed"
-        for row in record.rows
-        if METHODS[row.method].package == "flash_clipping"
-    )
+    failed = any(row.status == "failed" for row in record.rows if METHODS[row.method].ours)
     return 1 if failed else 0
 
 
@@ -76,7 +72,7 @@ def memory_table(rows: list[Row]) -> Table:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for workload in dict.fromkeys(row.workload for row in rows):
         baseline = cells.get((workload, "nonprivate"))
-        line = []
+        line: list[str] = []
         for method in methods:
             row = cells[workload, method]
             if row.peak_bytes is None:

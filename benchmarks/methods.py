@@ -67,11 +67,13 @@ class Method(ABC):
     """One way to take a training step.
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
-    parameters, so that its norms and clipped sums can be compared with another's.
+    parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
+    its failure is ours.
     """
 
     package: str | None = None
     flat: bool = True
+    ours: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -80,8 +82,9 @@ class Method(ABC):
         if setting.compile:
             self.module.compile()
 
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    # Any, because the libraries hang what they have to say on modules, parameters and optimizers.
+    module: Any
+    optimizer: Any
 
     @abstractmethod
     def _set_up(self, model: nn.Module) -> None:
@@ -128,7 +131,7 @@ class Method(ABC):
             return torch.optim.AdamW(parameters, lr=1e-5)
         return torch.optim.SGD(parameters, lr=0.0)  # only for its zero_grad; holds no state
 
-    def _trainable(self) -> list[nn.Parameter]:
+    def _trainable(self) -> list[Any]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
@@ -146,14 +149,14 @@ class _Opacus(Method):
     """What a user of ``PrivacyEngine.make_private`` gets."""
 
     package = "opacus"
-    mode: str
+    grad_sample_mode: str
 
     def _engine(self) -> Any:
         from opacus import PrivacyEngine
 
         return PrivacyEngine()
 
-    def _make_private(self, model: nn.Module) -> tuple[Any, ...]:
+    def _make_private(self, model: nn.Module, **options: Any) -> tuple[Any, ...]:
         setting = self.setting
         # The engine wants a loader to know the sampling rate from; it is never iterated.
         samples = TensorDataset(torch.empty(setting.workload.batch, 1))
@@ -165,14 +168,15 @@ class _Opacus(Method):
             noise_multiplier=setting.noise_multiplier,
             max_grad_norm=setting.max_grad_norm,
             poisson_sampling=False,
-            grad_sample_mode=self.mode,
+            grad_sample_mode=self.grad_sample_mode,
+            **options,
         )
 
 
 class OpacusGhost(_Opacus):
     """Opacus' ghost clipping: two backward passes."""
 
-    mode = "ghost"
+    grad_sample_mode = "ghost"
 
     def _set_up(self, model: nn.Module) -> None:
         self.module, self.optimizer, self._criterion, _ = self._make_private(model)
@@ -186,13 +190,13 @@ class OpacusGhost(_Opacus):
         return self.module.get_norm_sample()
 
     def gradients(self) -> Iterator[Tensor]:
-        return (_gradient(p) for p in self._trainable())
+        return (p.grad for p in self._trainable())
 
 
 class OpacusHooks(_Opacus):
     """Opacus' hooks: every per-sample gradient is stored."""
 
-    mode = "hooks"
+    grad_sample_mode = "hooks"
 
     def _set_up(self, model: nn.Module) -> None:
         self.module, self.optimizer, _ = self._make_private(model)
@@ -216,8 +220,9 @@ class Flash(_Opacus):
     """Flash clipping, one backward pass."""
 
     package = "flash_clipping"
-    mode = "flash"
-    passes = "one_pass"
+    ours = True
+    grad_sample_mode = "flash"
+    mode = "one_pass"
 
     def _engine(self) -> Any:
         from flash_clipping import FlashPrivacyEngine
@@ -225,27 +230,19 @@ class Flash(_Opacus):
         return FlashPrivacyEngine()
 
     def _set_up(self, model: nn.Module) -> None:
-        from flash_clipping import GradSampleModuleFlashClipping
-
-        wrapped = GradSampleModuleFlashClipping(
-            model,
-            max_grad_norm=self.setting.max_grad_norm,
-            loss_reduction="mean",
-            mode=self.passes,
-        )
-        self.module, self.optimizer, *_ = self._make_private(wrapped)
+        self.module, self.optimizer, *_ = self._make_private(model, mode=self.mode)
 
     def norms(self) -> Tensor:
         return self.module.get_norm_sample()
 
     def gradients(self) -> Iterator[Tensor]:
-        return (_gradient(p) for p in self._trainable())
+        return (p.grad for p in self._trainable())
 
 
 class FlashTwoPass(Flash):
     """Flash clipping, nothing kept between two backward passes."""
 
-    passes = "two_pass"
+    mode = "two_pass"
 
 
 class FastDP(Method):
@@ -257,7 +254,7 @@ class FastDP(Method):
         from fastDP import PrivacyEngine
 
         setting = self.setting
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._new_optimizer(model)
         engine = PrivacyEngine(
             model,
@@ -341,11 +338,6 @@ def _origin_parameters(model: nn.Module, inputs: Tensor) -> list[str]:
     for handle in handles:
         handle.remove()
     return found
-
-
-def _gradient(p: nn.Parameter) -> Tensor:
-    assert p.grad is not None
-    return p.grad
 
 
 def _at_least_fp32(tensor: Tensor) -> torch.dtype:

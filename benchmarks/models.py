@@ -335,6 +335,8 @@ def workload(
     }
     if checkpointing:
         overrides["checkpointing"] = True
+    factory: Callable[..., Workload]
+    defaults: dict[str, Any]
     if ":" in name:
         module, _, attribute = name.partition(":")
         factory, defaults = getattr(importlib.import_module(module), attribute), {}

@@ -46,6 +46,7 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join(METHODS)} (default: %(default)s)",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads for operators")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--layers", type=int, help="override the model's number of layers")
     parser.add_argument("--lora", type=int, metavar="R", help="freeze it; rank R on every linear")
@@ -78,8 +79,10 @@ def method_names(given: str) -> list[str]:
 
 
 def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
-    """What one comparison needs to know, from the command line."""
+    """What one comparison needs to know, from the command line; sets the number of threads."""
     device = torch.device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     try:
         workload = models.workload(

@@ -92,7 +92,7 @@ def _step_table(record: Record) -> str:
         if baseline is None or baseline[1] is None:
             continue
         row, summary = baseline
-        assert row.peak_bytes is not None
+        assert row.peak_bytes is not None and summary is not None
         lines.append(
             [
                 _workload(workload),

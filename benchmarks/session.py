@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class Session:
         wrong: list[str] = []
         for name in order:
             row = self.rows.get(name, Row(method=name))  # a stand-in for a method not asked for
-            taken = self._attempt(row, lambda name=name: self._fingerprint(name))
+            taken = self._attempt(row, partial(self._fingerprint, name))
             settle(self.setting.device)
             done(f"checked {name}")
             if taken is None:
@@ -113,7 +114,7 @@ class Session:
         """Build every method, and measure the peak of its second step."""
         for name in self.running():
             row = self.rows[name]
-            self._attempt(row, lambda name=name: self._measure_memory(name))
+            self._attempt(row, partial(self._measure_memory, name))
             done(f"memory of {name}")
 
     def _measure_memory(self, name: str) -> None:
@@ -138,9 +139,7 @@ class Session:
         for number in range(rounds):
             for name in self.running():
                 row = self.rows[name]
-                elapsed = self._attempt(
-                    row, lambda name=name, n=number: self._turn(name, n, steps, warmup, warm)
-                )
+                elapsed = self._attempt(row, partial(self._turn, name, number, steps, warmup, warm))
                 if elapsed is None:
                     row.milliseconds.clear()
                 else:

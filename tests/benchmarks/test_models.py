@@ -1,0 +1,102 @@
+"""The named models are what their names say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import models
+from benchmarks.methods import Setting
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
+    with torch.device("meta"):
+        model = models.workload(name).build()
+    assert not list(model.buffers())
+    assert not [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "batch", "positions"),
+    [
+        ("decoder-1", 953.3, 8, 1024),
+        ("decoder-2", 953.3, 32, 256),
+        ("decoder-3", 505.1, 16, 512),
+        ("decoder-4", 1071.7, 4, 2048),
+        ("long", 336.6, 1, 16_384),
+        ("gpt2-small-shaped", 162.3, 8, 128),
+    ],
+)
+def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
+    workload = models.workload(name)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in workload.build().parameters())
+    assert parameters / 1e6 == pytest.approx(millions, rel=1e-3)
+    assert (workload.batch, workload.positions) == (batch, positions)
+
+
+def test_batches_are_the_same_at_every_call_and_one_position_apart() -> None:
+    setting = Setting(models.workload("tiny"), torch.device("cpu"), torch.float32)
+    (ids, following), _ = setting.draw(2)
+    assert torch.equal(ids[:, 1:], following[:, :-1])
+    assert torch.equal(ids, setting.draw(1)[0][0])
+
+
+def test_every_build_has_the_same_weights() -> None:
+    setting = Setting(models.workload("tiny"), torch.device("cpu"), torch.float32)
+    for a, b in zip(setting.build().parameters(), setting.build().parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lora_trains_adapters_of_every_linear_and_nothing_else() -> None:
+    setting = Setting(models.workload("tiny", lora=2), torch.device("cpu"), torch.float32)
+    model = setting.build()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(name.endswith(("down.weight", "up.weight")) for name in trained)
+    linears = [m for m in model.modules() if isinstance(m, models.LoRALinear)]
+    assert len(linears) == 8  # q, k, v, out, gate, up, down, head
+    assert len(trained) == 2 * len(linears)
+
+
+def test_checkpointing_changes_nothing_but_memory() -> None:
+    device = torch.device("cpu")
+    plain = Setting(models.workload("tiny"), device, torch.float32)
+    recomputed = Setting(models.workload("tiny", checkpointing=True), device, torch.float32)
+    inputs, targets = plain.draw(1)[0]
+    gradients = []
+    for setting in (plain, recomputed):
+        model = setting.build()
+        models.loss(model(inputs), targets).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_overrides() -> None:
+    workload = models.workload("decoder-1", batch=2, seq=16, layers=1)
+    assert (workload.batch, workload.positions) == (2, 16)
+
+
+def test_unknown_names_and_overrides_say_what_to_give() -> None:
+    with pytest.raises(ValueError, match="unknown model 'gpt5': give one of decoder-1"):
+        models.workload("gpt5")
+    with pytest.raises(ValueError, match="'cnn-small' does not take all of .*'seq': 3"):
+        models.workload("cnn-small", seq=3)
+
+
+def own_factory(batch: int = 3) -> models.Workload:
+    """What a user would write."""
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(batch, 5, generator=generator)
+        return inputs, torch.randint(2, (batch,), generator=generator)
+
+    return models.Workload("own", lambda: nn.Linear(5, 2), draw, batch=batch)
+
+
+def test_a_factory_of_the_users_own() -> None:
+    workload = models.workload(f"{__name__}:own_factory", batch=7)
+    assert (workload.name, workload.batch) == ("own", 7)

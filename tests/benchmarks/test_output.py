@@ -1,0 +1,115 @@
+"""``memory``, ``plot`` and ``report``: from a run to JSON, PNG and README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.records import Record, Row
+from benchmarks.report import END, START
+from tests.benchmarks.conftest import Run
+
+METHODS = "nonprivate,flash,opacus-ghost"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, run: Run, quick: tuple[str, ...]) -> Path:
+    """A directory with one JSON file of each kind."""
+    tmp_path = tmp_path_factory.mktemp("results")
+    status, printed = run("step", *quick, "--methods", METHODS, "--json", tmp_path / "step.json")
+    assert status == 0, printed
+    status, printed = run(
+        *("memory", "--device", "cpu", "--model", "tiny", "--methods", METHODS),
+        *("--seqs", 8, 16, 32, "--batches", 2, 8, "--json", tmp_path / "memory.json"),
+    )
+    assert status == 0, printed
+    return tmp_path
+
+
+def test_memory_is_measured_against_length_and_batch(results: Path) -> None:
+    record = Record.read(results / "memory.json")
+    peaks = {
+        (row.batch, row.positions): row.peak_bytes for row in record.rows if row.method == "flash"
+    }
+    assert set(peaks) == {(4, 8), (4, 16), (4, 32), (2, 6), (8, 6)}
+    assert peaks[4, 8] < peaks[4, 16] < peaks[4, 32]
+    assert peaks[2, 6] < peaks[8, 6]
+
+
+def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
+    status, printed = run("plot", results / "step.json", results / "memory.json")
+    assert status == 0, printed
+    for name in ("step.png", "memory.png"):
+        assert (results / name).read_bytes().startswith(b"\x89PNG")
+    assert run("plot", results / "step.json", "--output", results / "other.png")[0] == 0
+    assert (results / "other.png").exists()
+    assert run("plot", results / "nothing.json")[0] == 2
+
+
+def test_plot_draws_rows_without_numbers(tmp_path: Path, run: Run) -> None:
+    rows = [Row("nonprivate", "m", 1, 1, milliseconds=[1.0], peak_bytes=1), Row("flash", "m", 1, 1)]
+    rows[1].status = "OOM"
+    environment: dict[str, str | None] = {"device": "d", "torch": "2", "revision": None}
+    Record("step", environment, "python", {}, rows).write(tmp_path / "step.json")
+    assert run("plot", tmp_path / "step.json")[0] == 0
+
+
+def test_report_writes_tables_that_name_the_machine(results: Path, run: Run) -> None:
+    readme = results / "README.md"
+    readme.write_text(f"# Before\n\n{START}\nold numbers\n{END}\n\nAfter\n")
+    arguments = ("report", "--results", results, "--readme", readme)
+    assert run(*arguments, "--check")[0] == 1
+    assert run(*arguments)[0] == 0
+    text = readme.read_text()
+    assert text.startswith("# Before\n\n") and text.endswith("\n\nAfter\n")
+    assert "old numbers" not in text
+    record = Record.read(results / "step.json")
+    for key in ("device", "torch", "revision"):
+        assert str(record.environment[key]) in text
+    assert f"`{record.command}`" in text
+    assert "| tiny; B 4, T 6 |" in text
+    assert run(*arguments, "--check")[0] == 0
+    assert run(*arguments)[0] == 0
+    assert readme.read_text() == text
+
+
+def test_report_says_oom(tmp_path: Path, run: Run) -> None:
+    rows = [
+        Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
+        Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
+        Row("opacus-hooks", "m", 2, 3, status="OOM"),
+    ]
+    environment: dict[str, str | None] = {
+        "device": "Some GPU",
+        "driver": "5",
+        "torch": "2",
+        "triton": "3",
+        "opacus": "1",
+        "revision": "abc",
+    }
+    Record("step", environment, "python -m benchmarks step", {}, rows).write(tmp_path / "a.json")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{START}\n{END}\n")
+    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
+    text = readme.read_text()
+    assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM |" in text
+    assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
+
+
+def test_report_needs_results_and_markers(tmp_path: Path, run: Run, results: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here")
+    assert run("report", "--results", empty, "--readme", readme)[0] == 2
+    status, printed = run("report", "--results", results, "--readme", readme)
+    assert status == 2
+    assert START in printed
+
+
+def test_a_file_that_is_not_a_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="not a benchmark record"):
+        Record.read(path)

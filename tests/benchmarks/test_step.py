@@ -1,0 +1,289 @@
+"""``step``: rows that are right, rows that say what went wrong, and a check that bites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import options, records
+from benchmarks.methods import METHODS, Flash, Method, NonPrivate, OpacusHooks
+from benchmarks.options import Shape, UsageError, stop_without_triton
+from benchmarks.records import Record, Row, Spread
+from benchmarks.session import Disagreement, Session
+from tests.benchmarks.conftest import Run
+
+OURS_AND_OPACUS = "nonprivate,flash,flash-two-pass,opacus-ghost,opacus-hooks"
+
+
+def replace_method(monkeypatch: pytest.MonkeyPatch, name: str, method: type[Method]) -> None:
+    monkeypatch.setitem(METHODS, name, method)
+
+
+def session_of(*methods: str, optimizer: bool = False) -> Session:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    options.add_setting_options(parser)
+    arguments = ["--device", "cpu"] + (["--optimizer"] if optimizer else [])
+    return Session(options.setting(parser.parse_args(arguments), "tiny", Shape()), methods)
+
+
+# ------------------------------------------------------------------------------------- right rows
+
+
+@pytest.mark.parametrize("extra", [(), ("--optimizer",), ("--checkpointing",), ("--lora", "2")])
+def test_every_method_has_a_row_with_all_its_samples(
+    run: Run, quick: tuple[str, ...], tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    path = tmp_path / "step.json"
+    methods = OURS_AND_OPACUS
+    if "--checkpointing" in extra:
+        methods = "nonprivate,flash,flash-two-pass"  # Opacus' hooks fire twice there
+    status, printed = run("step", *quick, "--methods", methods, "--json", path, *extra)
+    assert status == 0, printed
+    content = json.loads(path.read_text())
+    assert content["command"].startswith("python -m benchmarks step --device cpu --model tiny")
+    assert content["environment"]["torch"] == torch.__version__
+    assert set(content["environment"]) >= {"device", "driver", "triton", "opacus", "revision"}
+    assert content["settings"]["rounds"] == 2
+    for row in content["rows"]:
+        assert row["status"] == "ok", row
+        assert len(row["milliseconds"]) == 2
+        assert row["peak_bytes"] > 0
+        assert row["summary"]["samples_per_second"] > 0
+    assert content["rows"][0]["summary"]["ratio"]["median"] == 1.0
+    assert "Agreement on one batch" in printed
+
+
+def test_several_models_in_one_run(run: Run, quick: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    own = "tests.benchmarks.test_models:own_factory"
+    arguments = [*quick, "--model", "tiny", own, "--methods", "nonprivate,flash,opacus-ghost"]
+    status, printed = run("step", *arguments, "--json", path)
+    assert status == 0, printed
+    assert {row.model for row in Record.read(path).rows} == {"tiny", "own"}
+
+
+def test_bf16_is_compared_with_a_tolerance_that_is_stated(run: Run, quick: tuple[str, ...]) -> None:
+    status, printed = run("step", *quick, "--dtype", "bf16", "--methods", "nonprivate,flash")
+    assert status == 0, printed
+    assert "tolerance 3e-02" in printed
+    assert "compared with opacus-ghost, set up for this check only" in printed
+
+
+@pytest.mark.gpu
+def test_every_method_on_a_gpu(run: Run, quick: tuple[str, ...]) -> None:
+    for dtype in ("fp32", "bf16"):
+        arguments = [*quick, "--device", "cuda", "--dtype", dtype]
+        status, printed = run("step", *arguments, "--methods", OURS_AND_OPACUS, "--optimizer")
+        assert status == 0, printed
+
+
+def test_statistics() -> None:
+    slow = Row("flash", "m", batch=4, positions=10, milliseconds=[12.0, 24.0, 18.0], peak_bytes=30)
+    base = Row("nonprivate", "m", 4, 10, milliseconds=[10.0, 20.0, 10.0], peak_bytes=20)
+    other = Row("flash", "another", milliseconds=[5.0])
+    summary, _, alone = records.summaries([slow, base, other])
+    assert summary is not None and summary.ratio is not None
+    assert summary.ratio.median == pytest.approx(1.2)  # of 1.2, 1.2, 1.8: paired by round
+    assert summary.memory_ratio == 1.5
+    assert summary.samples_per_second == pytest.approx(4 / 0.018)
+    assert summary.tokens_per_second == pytest.approx(40 / 0.018)
+    assert alone is not None and alone.ratio is None
+    assert Spread.of([float(value) for value in range(11)]) == Spread(5.0, 1.0, 9.0)
+
+
+# ---------------------------------------------------------------------------- rows that say why not
+
+
+class OutOfMemory(OpacusHooks):
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+class Broken(OpacusHooks):
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        raise ZeroDivisionError("what a pity\nand more")
+
+
+class NotInstalled(OpacusHooks):
+    package = "no_such_package_anywhere"
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "note"),
+    [
+        (OutOfMemory, "OOM", ""),
+        (Broken, "failed", "ZeroDivisionError: what a pity"),
+        (NotInstalled, "missing", "the package no_such_package_anywhere cannot be imported"),
+    ],
+)
+def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
+    run: Run,
+    quick: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: type[Method],
+    status: str,
+    note: str,
+) -> None:
+    replace_method(monkeypatch, "opacus-hooks", method)
+    path = tmp_path / "step.json"
+    exit_status, printed = run("step", *quick, "--methods", OURS_AND_OPACUS, "--json", path)
+    assert exit_status == 0, printed
+    assert status in printed and note in printed
+    rows = {row.method: row for row in Record.read(path).rows}
+    assert (rows["opacus-hooks"].status, rows["opacus-hooks"].note) == (status, note)
+    assert not rows["opacus-hooks"].milliseconds
+    assert len(rows["flash"].milliseconds) == 2
+    assert rows["flash"].norm_error is not None  # the other Opacus method was the reference
+
+
+def test_what_does_not_fit_beside_the_others_gets_the_device_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = session_of("nonprivate", "opacus-hooks")
+
+    class Crowded(OpacusHooks):
+        def step(self, inputs: Tensor, targets: Tensor) -> None:
+            if set(session._built) - {"opacus-hooks"}:
+                raise torch.OutOfMemoryError
+            super().step(inputs, targets)
+
+    replace_method(monkeypatch, "opacus-hooks", Crowded)
+    session.measure_memory()
+    session.time(rounds=2, steps=1, warmup=1)
+    for row in session.rows.values():
+        assert row.status == "ok"
+        assert len(row.milliseconds) == 2
+
+
+def test_running_out_of_memory_while_timing_leaves_a_row_without_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Growing(NonPrivate):
+        steps = 0
+
+        def step(self, inputs: Tensor, targets: Tensor) -> None:
+            Growing.steps += 1
+            if Growing.steps > 4:
+                raise MemoryError
+            super().step(inputs, targets)
+
+    replace_method(monkeypatch, "nonprivate", Growing)
+    session = session_of("nonprivate", "opacus-ghost")
+    session.measure_memory()
+    session.time(rounds=3, steps=1, warmup=1)
+    assert session.rows["nonprivate"].status == "OOM"
+    assert session.rows["nonprivate"].milliseconds == []
+    assert len(session.rows["opacus-ghost"].milliseconds) == 3
+
+
+def test_flash_clipping_failing_is_an_error_exit(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Flash):
+        def backward(self, inputs: Tensor, targets: Tensor) -> None:
+            raise RuntimeError("no")
+
+    replace_method(monkeypatch, "flash", Failing)
+    status, _ = run("step", *quick, "--methods", "nonprivate,flash")
+    assert status == 1
+
+
+# -------------------------------------------------------------------------------- disagreement
+
+
+class WrongNorm(Flash):
+    def norms(self) -> Tensor:
+        return super().norms() * 1.001
+
+
+class WrongGradient(Flash):
+    def gradients(self) -> Iterator[Tensor]:
+        for number, gradient in enumerate(super().gradients()):
+            yield gradient if number else torch.zeros_like(gradient)
+
+
+class NotANumber(Flash):
+    def norms(self) -> Tensor:
+        return super().norms() * float("nan")
+
+
+@pytest.mark.parametrize("wrong", [WrongNorm, WrongGradient, NotANumber])
+@pytest.mark.parametrize("methods", [OURS_AND_OPACUS, "nonprivate,flash"])
+def test_disagreement_is_an_error_exit_and_nothing_is_timed(
+    run: Run,
+    quick: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wrong: type[Method],
+    methods: str,
+) -> None:
+    replace_method(monkeypatch, "flash", wrong)
+    path = tmp_path / "step.json"
+    status, printed = run("step", *quick, "--methods", methods, "--json", path)
+    assert status == 1
+    assert "flash disagrees with opacus-" in printed
+    assert "Nothing was timed" in printed
+    assert not path.exists()
+
+
+def test_the_check_sees_the_setting_that_is_timed_but_no_noise() -> None:
+    session = session_of("flash", "opacus-hooks", optimizer=True)
+    assert session.check() == "opacus-hooks"
+    assert session.rows["flash"].gradient_error is not None
+
+
+def test_two_passes_are_compared_where_opacus_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_method(monkeypatch, "opacus-ghost", Broken)  # as for a model that it refuses
+    replace_method(monkeypatch, "flash-two-pass", WrongNorm)
+    with pytest.raises(Disagreement, match="flash-two-pass disagrees with flash by"):
+        session_of("nonprivate", "flash", "flash-two-pass").check()
+
+
+# ------------------------------------------------------------------------------------- usage
+
+
+def test_without_triton_a_gpu_run_stops_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    quiet, gpu = Console(quiet=True), torch.device("cuda")
+    with pytest.raises(UsageError, match="--force"):
+        stop_without_triton(["nonprivate", "flash"], gpu, False, quiet)
+    stop_without_triton(["nonprivate", "flash"], gpu, True, quiet)
+    stop_without_triton(["nonprivate", "opacus-ghost"], gpu, False, quiet)
+    stop_without_triton(["nonprivate", "flash"], torch.device("cpu"), False, quiet)
+
+
+def test_usage_errors_say_what_to_give(run: Run) -> None:
+    assert run("step", "--device", "cpu", "--methods", "magic")[0] == 2
+    status, printed = run("step", "--device", "cpu", "--model", "nothing")
+    assert status == 2
+    assert "give one of decoder-1" in printed.replace("\n", " ")
+
+
+def test_kernels_are_another_files_business(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, printed = run("kernels", "--whatever")
+    assert status == 2
+    assert "benchmarks/kernels.py" in printed
+
+
+# ------------------------------------------------------------------------------------- peers
+
+
+@pytest.mark.parametrize("name", ["fastdp"])
+@pytest.mark.parametrize("model", ["tiny", "cnn-small"])
+def test_a_peer_that_is_installed_agrees(name: str, model: str, run: Run) -> None:
+    if reason := METHODS[name].missing():
+        pytest.skip(reason)
+    arguments = ["--device", "cpu", "--model", model, "--rounds", "1", "--steps", "1"]
+    status, printed = run("step", *arguments, "--methods", f"nonprivate,opacus-ghost,{name}")
+    assert status == 0, printed
+    assert "failed" not in printed
