@@ -195,6 +195,81 @@ class Lookup(Factor):
         )
 
 
+class Bag(Factor):
+    """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
+
+    All ids of one bag receive multiples of one vector, so that
+    ``||g_b||^2 = ||G_b||^2 sum_id (sum of the weights of id in bag b)^2``. ``N`` counts the ids of
+    all bags.
+    """
+
+    def __init__(
+        self, bags_N: Tensor, ids_N: Tensor, weights_N: Tensor, G_Bd: Tensor, num_embeddings: int
+    ):
+        self.bags_N = bags_N
+        self.ids_N = ids_N
+        self.weights_N = weights_N
+        self.G_Bd = G_Bd
+        self.num_embeddings = num_embeddings
+
+    @property
+    def batch_size(self) -> int:
+        return self.G_Bd.shape[0]
+
+    def sqnorms(self, backend: str) -> Tensor:
+        dtype = accumulation_dtype(self.G_Bd.dtype)
+        # Runs of equal (bag, id), added up in a fixed order.
+        keys_N, order_N = (self.bags_N * self.num_embeddings + self.ids_N).sort(stable=True)
+        run_N = torch.ones_like(keys_N).cumsum(0) - 1
+        if keys_N.numel():
+            run_N = torch.cat([run_N[:1], (keys_N[1:] != keys_N[:-1]).long().cumsum(0)])
+        zeros_N = torch.zeros_like(keys_N, dtype=dtype)
+        sums_N = zeros_N.index_put((run_N,), self.weights_N[order_N].to(dtype), accumulate=True)
+        bag_N = torch.zeros_like(keys_N).index_put((run_N,), self.bags_N[order_N])
+        multiplicity_B = zeros_N.new_zeros(self.batch_size).index_put(
+            (bag_N,), sums_N.square(), accumulate=True
+        )
+        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
+        return norm_B.square() * multiplicity_B
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        G_Bd = self.G_Bd
+        if coef_B is not None:
+            G_Bd = row_scale(G_Bd, coef_B, backend=backend)
+        G_Nd = G_Bd[self.bags_N] * self.weights_N[:, None]
+        return torch.ops.aten.embedding_dense_backward(
+            G_Nd, self.ids_N, self.num_embeddings, -1, False
+        )
+
+    def dense(self) -> Tensor:
+        G_Nd = self.G_Bd[self.bags_N] * self.weights_N[:, None]
+        grads = self.G_Bd.new_zeros(self.batch_size, self.num_embeddings, self.G_Bd.shape[1])
+        return grads.index_put((self.bags_N, self.ids_N), G_Nd, accumulate=True)
+
+
+class Stacked(Factor):
+    """A parameter whose leading axis is made of parts, each with a gradient of its own.
+
+    ``nn.MultiheadAttention`` keeps the projections of query, key and value in one matrix.
+    """
+
+    def __init__(self, parts: Sequence[Factor]):
+        self.parts = list(parts)
+
+    @property
+    def batch_size(self) -> int:
+        return self.parts[0].batch_size
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return torch.stack([part.sqnorms(backend) for part in self.parts]).sum(0)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return torch.cat([part.clipped_sum(coef_B, backend) for part in self.parts])
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts], dim=1)
+
+
 class TiedEmbedding(Factor):
     """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
 from flash_clipping.ops.backend import BACKENDS
-from flash_clipping.rules import find_rule
-from flash_clipping.tap import Tap
+from flash_clipping.rules import find_rule, find_scope
+from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.tape import FlashClippingError, Forward, Recorder
 from flash_clipping.two_pass import TwoPassForward
 
@@ -94,10 +95,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.backend = backend
         self.clipping = clipping
         self._taps: list[Tap] = []
-        self._norms_PB: Tensor | None = None
         self._recorder = Recorder(
             clip=self._clip,
             trainable=self._named_trainable,
+            state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
             backend=backend,
@@ -219,13 +220,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             (name, param) for name, param in self._module.named_parameters() if param.requires_grad
         )
 
+    def _state(self) -> Iterator[Tensor]:
+        return chain(self._module.parameters(), self._module.buffers())
+
     def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
         for param, norm_B in zip(params, norms_PB, strict=True):
-            param._norm_sample = (
-                norm_B if norm_B.device == param.device else norm_B.to(param.device)
-            )
-        self._norms_PB = norms_PB
+            # Where Opacus' users look for the norm of one parameter's gradients.
+            setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
 
@@ -253,13 +255,13 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _norms(self) -> Tensor:
         rows = [getattr(param, "_norm_sample", None) for param in self.trainable_parameters]
-        if not rows or any(row is None for row in rows):
+        found = [row for row in rows if row is not None]
+        if not found or len(found) < len(rows):
             raise FlashClippingError(
                 "There are no per-sample norms yet: they are taken during backward. Call the "
                 "model, then loss.backward(), with hooks enabled, and ask again."
             )
-        device = rows[0].device
-        return torch.stack([row.to(device) for row in rows])
+        return torch.stack([row.to(found[0].device) for row in found])
 
 
 class GradSampleModuleFlashClipping(
@@ -297,14 +299,16 @@ class _Guard:
 def plan_taps(root: nn.Module, recorder: Recorder, force_generic: bool = False) -> Iterator[Tap]:
     """A tap for every module that owns parameters directly.
 
-    A module that owns parameters and has children that do too is tapped like they are: while its
-    own parameters are trainable, its tap serves the whole subtree; while they are frozen, its
-    children's taps do.
+    A container of parameters (``nn.ParameterList``) has no forward: it belongs to its parent.
     """
     for path, module in root.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if isinstance(module, PARAMETER_CONTAINERS):
+            continue
+        if owned_parameters(module):
             rule = None if force_generic else find_rule(module)
-            yield Tap(module, path, rule, recorder)
+            yield Tap(module, path, rule, recorder, force_generic)
+        elif (scope := find_scope(module)) is not None:
+            yield ScopedForward(module, path, scope, recorder)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -62,7 +62,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """
         if grad_sample_mode != "flash":
             return super().make_private(grad_sample_mode=grad_sample_mode, **kwargs)
-        self._module_options = {"backend": backend, "mode": mode}
+        self._module_options: dict[str, Any] = {"backend": backend, "mode": mode}
         try:
             return super().make_private(grad_sample_mode=_FLASH, **kwargs)
         finally:

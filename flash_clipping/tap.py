@@ -3,7 +3,8 @@
 While a model is wrapped, the ``forward`` of every layer that owns parameters is replaced on the
 instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function`` whose backward
 computes the input gradient only: a weight gradient that would be thrown away is never computed.
-Any other module runs under ``vmap`` with one copy (a view) of its parameters per sample, so that
+Any other module runs its own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`),
+and where those do not serve, under ``vmap`` with one view of its parameters per sample, so that
 autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 """
 
@@ -19,9 +20,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.factors import Dense, Factor
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import Needs, Rule, Scope
 from flash_clipping.tape import FlashClippingError, Recorder, in_backward
+
+#: Modules that hold parameters for their parent and are never called.
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def owners(module: nn.Module) -> list[nn.Module]:
+    """The module and the containers below it whose parameters its forward uses."""
+    found = [module]
+    for child in module.children():
+        if isinstance(child, PARAMETER_CONTAINERS):
+            found += owners(child)
+    return found
+
+
+def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module's own forward uses directly."""
+    return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
 
 
 class Tap:
@@ -34,14 +53,22 @@ class Tap:
         recorder: what all taps of the model share.
     """
 
-    def __init__(self, layer: nn.Module, path: str, rule: Rule | None, recorder: Recorder):
+    def __init__(
+        self,
+        layer: nn.Module,
+        path: str,
+        rule: Rule | None,
+        recorder: Recorder,
+        generic: bool = False,
+    ):
         self.layer = layer
         self.path = f"{path or 'the model'} ({type(layer).__name__})"
         self.rule = rule
         self.recorder = recorder
         self.instance_forward = vars(layer).get("forward")
-        # A rule serves the layer's own parameters; the generic rule those of the whole subtree.
-        self.own_names = [name for name, _ in layer.named_parameters(recurse=False)]
+        self.owners = owners(layer)
+        # The generic rule serves the whole subtree; everything else the layer's own parameters.
+        self.generic = generic
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -62,22 +89,38 @@ class Tap:
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self.layer._parameters
         trainable = tuple(
             param
-            for name in self.own_names
-            if (param := own[name]) is not None and param.requires_grad
+            for owner in self.owners
+            for param in owner._parameters.values()
+            if param is not None and param.requires_grad
         )
-        if not trainable or not self.recorder.enabled or self.recorder.bypassed:
+        recorder = self.recorder
+        if not trainable or not recorder.enabled or recorder.bypassed:
             return self.original(*args, **kwargs)
-        if self.rule is None:
-            trainable = tuple(p for p in self.layer.parameters() if p.requires_grad)
-        self.recorder.count_use(trainable)
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        if self.rule is None:
-            return generic_forward(self, args, kwargs)
-        return self._tapped_forward(self.rule, trainable, args, kwargs)
+        if self.rule is not None:
+            recorder.count_use(trainable)
+            if torch.is_grad_enabled():
+                return self._tapped_forward(self.rule, trainable, args, kwargs)
+        elif not self.generic:
+            if torch.is_grad_enabled():
+                return self._bare_forward(args, kwargs)
+        else:
+            recorder.count_use(tuple(p for p in self.layer.parameters() if p.requires_grad))
+            if torch.is_grad_enabled():
+                return generic_forward(self, args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
+        try:
+            with bare_parameters(self, self.owners):
+                return self.original(*args, **kwargs)
+        except UnsupportedUse as unsupported:
+            if unsupported.tap is not self:
+                raise
+        self.generic = True  # from now on
+        return self(*args, **kwargs)
 
     def _tapped_forward(
         self,
@@ -85,28 +128,44 @@ class Tap:
         trainable: tuple[nn.Parameter, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Tensor:
+    ) -> Any:
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            return self._apply(rule, trainable, args, kwargs)
+
+        return rule.call(self.layer, tapped, args, kwargs)
+
+    def _apply(
+        self,
+        rule: Rule,
+        trainable: tuple[nn.Parameter, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if kwargs:
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
-            bound = self._signature.bind(self.layer, *args, **kwargs)
-            args = bound.args[1:]
-        x, *rest = args
-        self._check_input(x, trainable[0])
-        transposed = not (self.recorder.batch_first or rule.always_batch_first)
-        if transposed:
-            x = x.transpose(0, 1)
-        if rule.broadcasts_over_batch:
-            x = self._over_batch(x)
-        readers = None
+            args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
         forward = self.recorder.current_forward
+        if isinstance(args[0], BareParameter) and forward is not None:
+            args = (to_samples(args[0], forward.batch_size or 1, self.path), *args[1:])
+        axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
+        self._check_input(args[0], trainable[0], axis)
+        if axis:
+            args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
+        if rule.broadcasts_over_batch:
+            args = (self._over_batch(args[0]), *args[1:])
+        readers = None
         if forward is not None:
-            readers = (x.data_ptr(), x.shape)
+            readers = (args[0].data_ptr(), args[0].shape)
             forward.readers[readers] = forward.readers.get(readers, 0) + 1
-        output = TappedLayer.apply(self, rule, forward, readers, x, *rest, *trainable)
-        return output.transpose(0, 1) if transposed else output
+        output = TappedLayer.apply(self, rule, forward, readers, *args, *trainable)
+        if not axis:
+            return output
+        if isinstance(output, Tensor):
+            return output.transpose(0, axis)
+        return tuple(part.transpose(0, axis) for part in output)
 
-    def _check_input(self, x: Any, param: nn.Parameter) -> None:
+    def _check_input(self, x: Any, param: nn.Parameter, axis: int) -> None:
         if not isinstance(x, Tensor):
             raise FlashClippingError(
                 f"{self.path}: expected a tensor as first input, found {type(x).__name__}."
@@ -116,7 +175,7 @@ class Tap:
                 f"{self.path}: its parameters are on {param.device}, but its input is on "
                 f"{x.device}. Move the model or the batch: module.to({str(x.device)!r})."
             )
-        if x.dim() < 1 + (not self.recorder.batch_first):
+        if x.dim() <= axis:
             raise FlashClippingError(
                 f"{self.path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
                 "expected [batch, ...]. Add the axis with unsqueeze(0)."
@@ -131,6 +190,18 @@ class Tap:
         return x
 
 
+class ScopedForward(Tap):
+    """Stands in for the ``forward`` of a module with a registered scope; taps nothing itself."""
+
+    def __init__(self, module: nn.Module, path: str, scope: Scope, recorder: Recorder):
+        super().__init__(module, path, None, recorder)
+        self.scope = scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.scope(self.layer, *args, **kwargs):
+            return self.original(*args, **kwargs)
+
+
 class TappedLayer(torch.autograd.Function):
     """A layer with a rule. Its trainable parameters are inputs: its output then requires grad."""
 
@@ -142,12 +213,14 @@ class TappedLayer(torch.autograd.Function):
         forward: Any,
         readers: Any,
         *inputs_and_params: Any,
-    ) -> Tensor:
+    ) -> Any:
         own = [param for param in tap.layer._parameters.values() if param is not None]
         n_params = sum(param.requires_grad for param in own)
         inputs = inputs_and_params[: len(inputs_and_params) - n_params]
         output, saved = rule.forward(tap.layer, *inputs)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
+        ctx.saved_values = [None if isinstance(value, Tensor) else (value,) for value in saved]
         ctx.tap, ctx.rule = tap, rule
         ctx.call, ctx.readers = forward, readers
         ctx.n_inputs = len(inputs)
@@ -162,28 +235,34 @@ class TappedLayer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         tap: Tap = ctx.tap
         recorder = tap.recorder
+        n_inputs = ctx.n_inputs
         needs = Needs(
-            input=ctx.needs_input_grad[4],
+            inputs=ctx.needs_input_grad[4 : 4 + n_inputs],
             params=frozenset(ctx.params),
             backend=recorder.backend,
         )
-        grad_input, factors = ctx.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
+        tensors = iter(ctx.saved_tensors)
+        saved = tuple(next(tensors) if value is None else value[0] for value in ctx.saved_values)
+        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
+        grads, factors = ctx.rule.backward(tap.layer, saved, grad_output, needs)
+        grads = grads if isinstance(grads, tuple) else (grads,)
         by_param = {ctx.params[name]: factor for name, factor in factors.items()}
+        by_name = ctx.params.values()
         missing = [name for name in ctx.params if name not in factors]
         if missing:
             raise FlashClippingError(
                 f"{tap.path}: its rule {type(ctx.rule).__name__} returned no factor for "
                 f"{', '.join(missing)}; return one for every name in needs.params."
             )
-        head = (None, None, None, None, grad_input, *[None] * (ctx.n_inputs - 1))
+        head = (None, None, None, None, *grads, *[None] * (n_inputs - len(grads)))
         if not recorder.enabled:
             # An ordinary backward: ordinary gradients.
             return (
                 *head,
-                *(by_param[p].clipped_sum(None, recorder.backend).view_as(p) for p in by_param),
+                *(by_param[p].clipped_sum(None, recorder.backend).view_as(p) for p in by_name),
             )
         readers = ctx.call.readers.get(ctx.readers, 1) if ctx.call is not None else 1
         record(tap, by_param, ctx.recomputed, readers)
@@ -273,7 +352,7 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return pytree.tree_map_only(
                 Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
             )
-        if not tap._loop:
+        if not tap._loop and not _pads_embeddings(layer):
             in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
             try:
                 return torch.func.vmap(
@@ -295,6 +374,15 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
                 return outputs
         return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+
+
+def _pads_embeddings(layer: nn.Module) -> bool:
+    """Whether ``vmap`` would go wrong here: with a weight per sample it ignores ``padding_idx``."""
+    return any(
+        getattr(module, "padding_idx", None) is not None
+        for module in layer.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
+    )
 
 
 def _sample_by_sample(

@@ -63,6 +63,7 @@ class Recorder:
     Args:
         clip: from per-parameter norms to coefficients; also where norms are published.
         trainable: yields the trainable parameters (name, parameter), in order.
+        state: yields the model's parameters and buffers.
         loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
             ``"sum"``.
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
@@ -74,12 +75,14 @@ class Recorder:
         *,
         clip: ClipFunction,
         trainable: Callable[[], Iterator[tuple[str, nn.Parameter]]],
+        state: Callable[[], Iterator[Tensor]],
         loss_reduction: str,
         batch_first: bool,
         backend: str,
     ):
         self.clip = clip
         self.trainable = trainable
+        self.state = state
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self.backend = backend
@@ -132,6 +135,10 @@ class Recorder:
     def used_once(self, param: nn.Parameter) -> bool:
         """Whether no other use of this parameter can still arrive in the running backward."""
         return sum(f.uses.get(param, 0) for f in self._forwards if not f.spent) == 1
+
+    def model_storages(self) -> set[int]:
+        """Memory that belongs to the model, not to a batch."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
 
     def expected_batch_sizes(self) -> set[int]:
         return {size for f in self._forwards if not f.spent for size in f.batch_sizes}

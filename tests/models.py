@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -161,6 +163,61 @@ def mixed_batch(size: int = 5) -> tuple[Tensor, ...]:
     return torch.randint(0, 11, (size, 7)), torch.randn(size, 3, 6, 6)
 
 
+class Bags(nn.Module):
+    """Embedding bags of fixed length, with a head."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 6, mode=mode, padding_idx=2)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.bag(ids)))
+
+
+class TorchAttention(nn.Module):
+    """``nn.MultiheadAttention`` as it is, between tapped layers."""
+
+    def __init__(self, cross: bool = False, **options: Any):
+        super().__init__()
+        self.cross = cross
+        self.first = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.cross:
+            other = torch.tanh(x[:, :3])
+            return self.attention(x, other, other * 2, need_weights=False)[0]
+        output, weights = self.attention(x, x, x)
+        return torch.cat([output.flatten(1), weights.flatten(1)], dim=1)
+
+
+class OpacusAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = DPMultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class OpacusRecurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module], **options: Any):
+        super().__init__()
+        self.rnn = kind(4, 5, batch_first=True, **options)
+        self.head = nn.LazyLinear(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+def materialized(model: nn.Module, batch: Tensor) -> nn.Module:
+    with torch.no_grad():
+        model(batch)
+    return model
+
+
 CASES: dict[str, Case] = {
     "linear_2d": Case(lambda: Wrapped(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), floats(5, 4)),
     "linear_3d": Case(
@@ -236,6 +293,40 @@ CASES: dict[str, Case] = {
     ),
     "generic": Case(lambda: Wrapped(nn.Linear(4, 6), Scale(6), nn.Linear(6, 3)), floats(5, 7, 4)),
     "bare_parameters": Case(Tokens, floats(5, 4, 3)),
+    "instance_norm1d": Case(
+        lambda: Wrapped(
+            nn.Conv1d(2, 4, 3, bias=False), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 2, 1)
+        ),
+        floats(4, 2, 7),
+    ),
+    "instance_norm3d": Case(
+        lambda: Wrapped(
+            nn.Conv3d(2, 4, 1, bias=False), nn.InstanceNorm3d(4, affine=True), nn.Conv3d(4, 2, 1)
+        ),
+        floats(3, 2, 3, 4, 2),
+    ),
+    "embedding_bag_sum": Case(lambda: Bags("sum"), ids(5, 6)),
+    "embedding_bag_mean": Case(lambda: Bags("mean"), ids(5, 6)),
+    "torch_attention": Case(TorchAttention, floats(4, 6, 8)),
+    "torch_attention_cross": Case(lambda: TorchAttention(cross=True), floats(4, 6, 8)),
+    "torch_attention_options": Case(
+        lambda: TorchAttention(add_bias_kv=True, add_zero_attn=True), floats(4, 6, 8)
+    ),
+    "torch_attention_sizes": Case(
+        lambda: TorchAttention(cross=True, kdim=8, vdim=8, bias=False), floats(4, 6, 8)
+    ),
+    "opacus_attention": Case(OpacusAttention, floats(4, 6, 8)),
+    "opacus_rnn": Case(
+        lambda: materialized(OpacusRecurrent(DPRNN), torch.randn(1, 1, 4)), floats(3, 5, 4)
+    ),
+    "opacus_gru": Case(
+        lambda: materialized(OpacusRecurrent(DPGRU, num_layers=2), torch.randn(1, 1, 4)),
+        floats(3, 5, 4),
+    ),
+    "opacus_lstm": Case(
+        lambda: materialized(OpacusRecurrent(DPLSTM, bidirectional=True), torch.randn(1, 1, 4)),
+        floats(3, 5, 4),
+    ),
     "attention": Case(lambda: Attention(8, 2), floats(4, 6, 8)),
     "mixed": Case(Mixed, mixed_batch),
 }

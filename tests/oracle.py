@@ -54,7 +54,7 @@ def per_sample_truth(
         trainable, batch
     )
     wide = {n: g.double() for n, g in grads.items()}
-    param_norms = {n: g.flatten(1).norm(dim=1) for n, g in wide.items()}
+    param_norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in wide.items()}
     norms = torch.stack(list(param_norms.values())).norm(dim=0)
     return Truth(norms, param_norms, wide)
 

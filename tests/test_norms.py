@@ -126,7 +126,7 @@ def test_module_that_vmap_cannot_run() -> None:
     stacked = {n: torch.stack(g) for n, g in grads.items()}
     param_norms = {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()}
     truth = Truth(torch.stack(list(param_norms.values())).norm(dim=0), param_norms, stacked)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3, force_functorch=True)
     with pytest.warns(UserWarning, match=r"layers\.1 \(Branchy\): torch.func.vmap cannot run"):
         step(module, case, batch, "mean")
     check(module, truth, 0.3, 1e-10)

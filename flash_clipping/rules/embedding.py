@@ -1,14 +1,15 @@
-"""``nn.Embedding``: row ``id_t`` of the gradient receives ``G_t``."""
+"""``nn.Embedding`` and ``nn.EmbeddingBag``: row ``id_t`` of the gradient receives ``G_t``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor, Lookup
+from flash_clipping.factors import Bag, Factor, Lookup
 from flash_clipping.rules.registry import Needs, Rule, as_BTd, register_rule
 
 
@@ -39,3 +40,73 @@ class EmbeddingRule(Rule):
         ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
         lookup = Lookup(ids_BT, as_BTd(grad_output), layer.num_embeddings, layer.padding_idx)
         return None, {"weight": lookup}
+
+
+@register_rule(nn.EmbeddingBag)
+class EmbeddingBagRule(Rule):
+    """Modes ``"sum"`` (with ``per_sample_weights``) and ``"mean"``; one bag is one sample.
+
+    Raises:
+        ValueError: ``mode="max"``, or ``scale_grad_by_freq``, which mixes samples.
+    """
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        return 0  # of the output; the ids of all bags may lie end to end
+
+    def forward(
+        self,
+        layer: Any,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        if layer.mode == "max" or layer.scale_grad_by_freq:
+            raise ValueError(
+                f"nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
+                f"{layer.scale_grad_by_freq}) has no per-sample gradients here; expected mode "
+                "'sum' or 'mean' and scale_grad_by_freq=False."
+            )
+        if per_sample_weights is not None and per_sample_weights.requires_grad:
+            raise ValueError(
+                "nn.EmbeddingBag: per_sample_weights require grad, which is not supported. Use "
+                "nn.Embedding, multiply by the weights and sum."
+            )
+        output = F.embedding_bag(
+            ids,
+            layer.weight,
+            offsets,
+            max_norm=layer.max_norm,
+            norm_type=layer.norm_type,
+            mode=layer.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=layer.include_last_offset,
+            padding_idx=layer.padding_idx,
+        )
+        return output, (ids, offsets, per_sample_weights)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        ids, offsets, per_sample_weights = saved
+        B = grad_output.shape[0]
+        bags_N = self._bags(layer, ids, offsets)
+        ids_N = ids.reshape(-1)
+        weights_N = grad_output.new_ones(ids_N.shape)
+        if per_sample_weights is not None:
+            weights_N = per_sample_weights.reshape(-1).to(grad_output.dtype)
+        if layer.padding_idx is not None:
+            weights_N = weights_N * (ids_N != layer.padding_idx)
+        if layer.mode == "mean":
+            counts_B = weights_N.new_zeros(B).index_put((bags_N,), weights_N, accumulate=True)
+            weights_N = weights_N / counts_B.clamp(min=1)[bags_N]
+        return None, {"weight": Bag(bags_N, ids_N, weights_N, grad_output, layer.num_embeddings)}
+
+    @staticmethod
+    def _bags(layer: Any, ids: Tensor, offsets: Tensor | None) -> Tensor:
+        """Which bag every id belongs to, ``[N]``."""
+        if offsets is None:
+            bags = torch.arange(ids.shape[0], device=ids.device)
+            return bags[:, None].expand(ids.shape).reshape(-1)
+        starts = offsets[:-1] if layer.include_last_offset else offsets
+        position_N = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
+        return torch.searchsorted(starts.contiguous(), position_N, right=True) - 1

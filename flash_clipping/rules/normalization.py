@@ -1,4 +1,4 @@
-"""``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.GroupNorm``: per-sample gradients are vectors."""
+"""LayerNorm, RMSNorm, GroupNorm and InstanceNorm: per-sample gradients are vectors."""
 
 from __future__ import annotations
 
@@ -104,11 +104,14 @@ class RMSNormRule(Rule):
 class GroupNormRule(Rule):
     """As LayerNorm, with statistics per sample and group of channels."""
 
+    def groups(self, layer: Any) -> int:
+        return int(layer.num_groups)
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x).contiguous()
         B, C = x.shape[:2]
         output, mean, rstd = torch.native_group_norm(
-            x, layer.weight, layer.bias, B, C, x.shape[2:].numel(), layer.num_groups, layer.eps
+            x, layer.weight, layer.bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
         )
         return output, (x, mean, rstd, layer.weight)
 
@@ -122,7 +125,16 @@ class GroupNormRule(Rule):
         grad_input = None
         if needs.input:
             grad_input = torch.ops.aten.native_group_norm_backward(
-                grad_output, x, mean, rstd, weight, B, C, S, layer.num_groups, [True, False, False]
+                grad_output,
+                x,
+                mean,
+                rstd,
+                weight,
+                B,
+                C,
+                S,
+                self.groups(layer),
+                [True, False, False],
             )[0]
         factors: dict[str, Factor] = {}
         if needs.params:
@@ -131,3 +143,29 @@ class GroupNormRule(Rule):
             )
             factors = _vectors(layer, weight_BC, bias_BC, (C,))
         return grad_input, {name: factors[name] for name in needs.params}
+
+
+@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormRule(GroupNormRule):
+    """GroupNorm with one group per channel.
+
+    Raises:
+        ValueError: ``track_running_stats`` keeps statistics over samples that are not private.
+    """
+
+    def groups(self, layer: Any) -> int:
+        return int(layer.num_features)
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        if layer.track_running_stats:
+            raise ValueError(
+                f"{type(layer).__name__}(track_running_stats=True) keeps statistics of the "
+                "samples that are not private. Set track_running_stats=False."
+            )
+        layer._check_input_dim(x)
+        if x.dim() == layer._get_no_batch_dim():
+            raise ValueError(
+                f"{type(layer).__name__} without a batch axis has no samples: found shape "
+                f"{tuple(x.shape)}. Add the batch axis, x.unsqueeze(0)."
+            )
+        return super().forward(layer, x)

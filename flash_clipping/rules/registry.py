@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,14 +19,19 @@ class Needs:
     """What a backward is asked for.
 
     Attributes:
-        input: whether the gradient of the layer's first input is wanted.
+        inputs: for every input of the layer, whether its gradient is wanted.
         params: names of the layer's own parameters that are trainable.
         backend: backend for ops that run inside the backward.
     """
 
-    input: bool
+    inputs: tuple[bool, ...]
     params: frozenset[str]
     backend: str
+
+    @property
+    def input(self) -> bool:
+        """Whether the gradient of the first input is wanted."""
+        return self.inputs[0]
 
 
 class Rule(ABC):
@@ -41,24 +47,42 @@ class Rule(ABC):
     #: are read at fixed positions and added to the batch afterwards (a position embedding).
     broadcasts_over_batch: bool = False
 
-    #: Whether the batch is the first axis of this layer's input even with ``batch_first=False``.
-    always_batch_first: bool = False
+    #: Whether layers with children are served too; the children keep their own taps.
+    allows_children: bool = False
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What stands in for ``layer.forward``: ``tapped`` is :meth:`forward` under autograd.
+
+        For layers that do more with their parameters' results than return them.
+        """
+        return tapped(*args, **kwargs)
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        """Axis of the layer's input and output that holds the samples.
+
+        ``default`` is 0, or 1 for a model wrapped with ``batch_first=False``. The tap hands every
+        rule its tensors with that axis in front.
+        """
+        return default
 
     @abstractmethod
-    def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Compute the layer's output and the tensors that :meth:`backward` will need.
+    def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Compute the layer's output (or outputs) and what :meth:`backward` will need.
 
-        Runs without autograd. The output must be a fresh tensor; whatever backward reads, weights
-        included, belongs among the saved tensors, so that autograd notices a change in place.
+        Runs without autograd. Outputs must be fresh tensors; whatever backward reads, weights
+        included, belongs among the saved values, so that autograd notices a change in place.
         """
 
     @abstractmethod
     def backward(
-        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Any, needs: Needs
+    ) -> tuple[Any, Mapping[str, Factor]]:
         """Compute the gradient of the first input (or ``None``) and a factor per parameter name.
 
-        Only parameters in ``needs.params`` need a factor.
+        A layer with several differentiable inputs returns a tuple of their gradients; one with
+        several outputs gets a tuple of theirs. Only parameters in ``needs.params`` need a factor.
         """
 
 
@@ -106,14 +130,40 @@ def find_rule(layer: nn.Module) -> Rule | None:
     A subclass is served by its parent's rule only while it computes what the parent computes: it
     has the parent's ``forward`` (on the class and on the instance) and no children of its own.
     """
-    if "forward" in vars(layer) or any(True for _ in layer.children()):
+    if "forward" in vars(layer):
         return None
+    has_children = any(True for _ in layer.children())
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor)
         if rule is not None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
-            return rule if same else None
+            return rule if same and (rule.allows_children or not has_children) else None
     return None
+
+
+#: Module type -> what to enter while a module of that type runs its forward.
+Scope = Callable[..., AbstractContextManager[None]]
+_SCOPES: dict[type[nn.Module], Scope] = {}
+_S = TypeVar("_S", bound=Scope)
+
+
+def register_scope(*module_types: type[nn.Module]) -> Callable[[_S], _S]:
+    """Decorator: enter ``scope(module, *args, **kwargs)`` around the forward of such modules.
+
+    For modules without parameters of their own that know something their children's rules need.
+    """
+
+    def decorate(scope: _S) -> _S:
+        for module_type in module_types:
+            _SCOPES[module_type] = scope
+        return scope
+
+    return decorate
+
+
+def find_scope(module: nn.Module) -> Scope | None:
+    """The scope registered for this module's type, if any."""
+    return next((_SCOPES[kind] for kind in type(module).__mro__ if kind in _SCOPES), None)
 
 
 def positions(x: Tensor, features: int = 1) -> int:

@@ -1,0 +1,438 @@
+"""Bare parameters: used by a module's own forward, in whatever way it likes.
+
+While such a module runs, its parameters are stood in for by a tensor subclass. What is computed
+from parameters alone stays of that class (a slice, an ``exp``, a cast). Where it meets a tensor
+that carries samples - is added, multiplied, concatenated, multiplied as a matrix -, that one
+operation becomes an autograd function whose backward gives the operation's gradient per sample.
+Only the operation is looked at again in backward, never the module's forward.
+
+Shape suffixes: ``B`` samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.tape import FlashClippingError, in_backward
+
+if TYPE_CHECKING:
+    from flash_clipping.tap import Tap
+
+#: Functions that only look at the other tensor's shape, dtype or device.
+_METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
+_EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_ADDITION = {"add", "add_"}
+_MULTIPLICATION = {"mul", "multiply"}
+_DETACHING = {"detach", "__get__data"}
+#: ``x += p`` arrives under this name; what it changes in place is an ordinary tensor.
+_IN_PLACE = {"add_"}
+#: Functions that draw random numbers: one draw for all rows is not one draw per row.
+_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
+
+
+class UnsupportedUse(FlashClippingError):
+    """A use of a bare parameter that only the generic rule can serve."""
+
+    def __init__(self, tap: Tap, found: str):
+        self.tap = tap
+        super().__init__(
+            f"{tap.path}: a parameter of this module is used outside its own forward in a way "
+            f"that gives no per-sample gradient ({found}). Use it inside the module's forward, or "
+            "write a rule for the module (flash_clipping.register_rule)."
+        )
+
+
+class BareParameter(torch.Tensor):
+    """Something computed from parameters alone, the same for all samples.
+
+    Attributes:
+        value: the ordinary tensor, with autograd's graph back to ``leaves``.
+        leaves: a detached stand-in for each parameter -> the parameter.
+        row: for an expansion of leading dimension 1, the value before it.
+        tap: the module's tap.
+    """
+
+    value: Tensor
+    leaves: dict[Tensor, nn.Parameter]
+    row: Tensor | None
+    tap: Tap
+
+    @staticmethod
+    def wrap(
+        value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Tap, row: Tensor | None = None
+    ) -> BareParameter:
+        bare = value.detach().as_subclass(BareParameter)
+        bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        return bare
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _dispatch(func, args, dict(kwargs or {}))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":  # a property; its own name is on the descriptor
+        name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one torch function that got at least one bare parameter."""
+    name = _name(func)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    tap = bares[0].tap
+    others = [leaf for leaf in leaves if _is_plain(leaf)]
+    if name in _DETACHING:
+        return bares[0].value.detach()
+    if name == "__set__" or name == "__setitem__" or "out" in kwargs:
+        raise UnsupportedUse(tap, f"{name} writes into a tensor")
+    if name not in _METADATA_ONLY and any(_carries_samples(tap, other) for other in others):
+        in_place = name.endswith("_") and not name.startswith("__")
+        if in_place and (name not in _IN_PLACE or len(leaves) != 2 or not _is_plain(leaves[0])):
+            raise UnsupportedUse(tap, f"{name} changes a tensor in place")
+        return _meet(func, leaves, spec)
+    values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+    plain_args, plain_kwargs = pytree.tree_unflatten(values, spec)
+    with torch.enable_grad():
+        result = func(*plain_args, **plain_kwargs)
+    origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
+
+    rows = _rows(func, name, leaves, spec, result)
+
+    def derived(value: Tensor, row: Tensor | None) -> Tensor:
+        if not (value.is_floating_point() and value.requires_grad):
+            return value
+        return BareParameter.wrap(value, origin, tap, row)
+
+    if rows is None:
+        return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
+    return pytree.tree_map(
+        lambda value, row: derived(value, row) if isinstance(value, Tensor) else value, result, rows
+    )
+
+
+def _rows(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
+) -> Any | None:
+    """What one sample's row of ``result`` is, where its first axis may be the batch.
+
+    An expansion over a leading axis of 1 makes rows that are all the same; what is computed from
+    such rows alone is the same function of one row.
+    """
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
+        bare = bares[0]
+        if bare.dim() < result.dim() or bare.shape[0] == 1:
+            return result[:1]
+    if not any(bare.row is not None for bare in bares):
+        return None
+    if any(word in name for word in _RANDOM):
+        return None
+    sizes = {bare.shape[0] for bare in bares if bare.row is not None}
+    ones = [
+        (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, BareParameter) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(ones, spec)
+    try:
+        with torch.enable_grad():
+            rows = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
+        return None
+    values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
+    by_row = len(values) == len(found) and all(
+        not isinstance(value, Tensor)
+        or (value.dim() > 0 and value.shape[0] in sizes and row.shape == (1, *value.shape[1:]))
+        for value, row in zip(values, found, strict=True)
+    )
+    return rows if by_row else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, BareParameter)
+
+
+def _carries_samples(tap: Tap, tensor: Tensor) -> bool:
+    """Whether a tensor that meets a bare parameter belongs to the batch.
+
+    What requires grad came out of a tapped layer. What does not is taken for data when its first
+    axis has the batch's size and it is none of the model's own parameters and buffers.
+    """
+    if tensor.requires_grad:
+        return not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
+    forward = tap.recorder.current_forward
+    if tensor.dim() == 0 or forward is None or tensor.shape[0] not in forward.batch_sizes:
+        return False
+    return tensor.untyped_storage().data_ptr() not in tap.recorder.model_storages()
+
+
+@dataclass
+class _Meeting:
+    """One operation between bare parameters and tensors that carry samples."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    bares: list[BareParameter]
+    batched: list[bool]
+    autocast: tuple[str, bool, torch.dtype]
+    recomputed: bool
+
+    @property
+    def tap(self) -> Tap:
+        return self.bares[0].tap
+
+    def call(self, plain: list[Tensor], bare: list[Tensor]) -> Tensor:
+        """The operation with these tensors in the place of its own."""
+        plain_, bare_ = iter(plain), iter(bare)
+        leaves = [
+            next(bare_)
+            if isinstance(leaf, BareParameter)
+            else (next(plain_) if isinstance(leaf, Tensor) else leaf)
+            for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        device_type, enabled, dtype = self.autocast
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+            result: Tensor = self.func(*args, **kwargs)
+        return result
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list({param: None for bare in self.bares for param in bare.leaves.values()})
+
+    def happen(self, plain: list[Tensor]) -> Tensor:
+        """Run the operation; the parameters are inputs, so that its output requires grad."""
+        params = self.params
+        self.tap.recorder.count_use(tuple(params))
+        output: Tensor = _Meet.apply(self, len(plain), *plain, *params)
+        return output
+
+    def by_row(self, bare: BareParameter, rank: int) -> bool:
+        """Whether the first axis of this operand is the batch."""
+        return bare.row is not None and bare.dim() == rank and bare.shape[0] != 1
+
+
+def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    tap = bares[0].tap
+    plain = [leaf for leaf in leaves if _is_plain(leaf)]
+    device_type = plain[0].device.type
+    meeting = _Meeting(
+        func=func,
+        leaves=[torch.empty(0) if _is_plain(leaf) else leaf for leaf in leaves],
+        spec=spec,
+        bares=bares,
+        batched=[_carries_samples(tap, tensor) for tensor in plain],
+        autocast=(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        ),
+        recomputed=in_backward(),
+    )
+    return meeting.happen(plain)
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, meeting: _Meeting, n_plain: int, *tensors: Tensor) -> Tensor:
+        values = [bare.value.detach() for bare in meeting.bares]
+        output = meeting.call(list(tensors[:n_plain]), values)
+        sizes = {
+            tensor.shape[0]
+            for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
+            if batched and tensor.dim() == output.dim()
+        } or {
+            tensor.shape[0]
+            for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
+            if batched
+        }
+        if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] not in sizes:
+            raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} moves the batch axis")
+        ctx.meeting = meeting
+        if _name(meeting.func) in _IN_PLACE:
+            ctx.mark_dirty(tensors[0])
+            ctx.shape = tensors[0].shape
+        else:
+            ctx.save_for_backward(*tensors[:n_plain])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, G: Tensor) -> Any:
+        from flash_clipping.tap import record  # taps hold bare parameters
+
+        meeting: _Meeting = ctx.meeting
+        plain = list(ctx.saved_tensors)
+        if _name(meeting.func) in _IN_PLACE:  # an addition needs no more than the shape
+            plain = [G.new_empty(()).expand(ctx.shape)]
+        needs = ctx.needs_input_grad[2 : 2 + len(plain)]
+        grads = _input_grads(meeting, plain, needs, G)
+        recorder = meeting.tap.recorder
+        by_param: dict[nn.Parameter, Tensor] = {}
+        for param, grads_B in _per_sample_grads(meeting, plain, G):
+            by_param[param] = by_param[param] + grads_B if param in by_param else grads_B
+        if recorder.enabled:
+            factors: dict[nn.Parameter, Factor] = {
+                param: Dense(grads_B) for param, grads_B in by_param.items()
+            }
+            record(meeting.tap, factors, meeting.recomputed)
+            return None, None, *grads, *[None] * len(meeting.params)
+        # An ordinary backward: ordinary gradients.
+        ordinary = [
+            by_param[param].sum(0).to(param.dtype) if param in by_param else None
+            for param in meeting.params
+        ]
+        return None, None, *grads, *ordinary
+
+
+def _input_grads(
+    meeting: _Meeting, plain: list[Tensor], needs: tuple[bool, ...], G: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the tensors that carry samples: the operation's own backward."""
+    if not any(needs):
+        return [None] * len(plain)
+    if _name(meeting.func) in _ADDITION and len(plain) == 1 and plain[0].shape == G.shape:
+        return [G.to(plain[0].dtype)]
+    inputs = [tensor.detach().requires_grad_(n) for tensor, n in zip(plain, needs, strict=True)]
+    with torch.enable_grad():
+        output = meeting.call(inputs, [bare.value.detach() for bare in meeting.bares])
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(output, wanted, G))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _per_sample_grads(
+    meeting: _Meeting, plain: list[Tensor], G: Tensor
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
+    for bare, grads_B in zip(meeting.bares, _operand_grads(meeting, plain, G), strict=True):
+        origin = bare.row if meeting.by_row(bare, G.dim()) else bare.value
+        assert origin is not None
+        for leaf, param in bare.leaves.items():
+            if origin is leaf:
+                yield param, grads_B
+                continue
+            (found,) = torch.autograd.grad(
+                origin,
+                leaf,
+                grads_B.to(origin.dtype),
+                is_grads_batched=True,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            if found is not None:
+                yield param, found
+
+
+def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``."""
+    name = _name(meeting.func)
+    bares = meeting.bares
+    if len(bares) == 1 and len(plain) == 1 and plain[0].is_floating_point():
+        by_row = meeting.by_row(bares[0], G.dim())
+        shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
+        if name in _ADDITION:
+            return [_reduce_to(G, shape)]
+        if name in _MULTIPLICATION:
+            return [_reduce_to(G * plain[0], shape)]
+
+    def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
+        rows = [
+            x.unsqueeze(0) if batched else x
+            for x, batched in zip(samples, meeting.batched, strict=True)
+        ]
+
+        def run(*values: Tensor) -> Tensor:
+            return meeting.call(rows, list(values))
+
+        _, vjp = torch.func.vjp(run, *operands)
+        return vjp(G_1.unsqueeze(0))
+
+    rowwise = [meeting.by_row(bare, G.dim()) for bare in bares]
+    operands = [
+        bare.value.detach().unsqueeze(1) if row else bare.value.detach()
+        for bare, row in zip(bares, rowwise, strict=True)
+    ]
+    in_dims = (
+        0,
+        [0 if row else None for row in rowwise],
+        [0 if batched else None for batched in meeting.batched],
+    )
+    return list(torch.func.vmap(one_sample, in_dims=in_dims)(G, operands, plain))
+
+
+def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
+    """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
+    aligned = [1] * (G.dim() - len(shape)) + list(shape)
+    axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
+    if axes:
+        G = G.sum(axes, keepdim=True, dtype=accumulation_dtype(G.dtype))
+    return G.reshape(G.shape[0], *shape)
+
+
+@contextlib.contextmanager
+def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
+    """Stand in for the trainable parameters of these modules while the body runs."""
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in owners:
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    leaf = param.detach().requires_grad_()
+                    swapped.append((module, name, param))
+                    module._parameters[name] = BareParameter.wrap(leaf, {leaf: param}, tap)  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, param in swapped:
+            module._parameters[name] = param
+
+
+def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
+    """A bare parameter that is handed to a layer: one row per sample."""
+    if x.dim() and x.shape[0] == 1:
+        x = x.expand(batch_size, *x.shape[1:])  # type: ignore[assignment]
+    if x.row is None or x.shape[0] != batch_size:
+        raise FlashClippingError(
+            f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
+            "the same for all samples; the layer's own parameters then have no per-sample "
+            "gradients. Expand it over the batch first: x.expand(batch_size, ...)."
+        )
+    row = BareParameter.wrap(x.row, x.leaves, x.tap)
+    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
+    leaves, spec = pytree.tree_flatten(((like, row), {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _meet_rows(leaves, spec)
+
+
+def _meet_rows(leaves: list[Any], spec: Any) -> Tensor:
+    like, row = leaves
+    meeting = _Meeting(
+        func=torch.add,
+        leaves=[torch.empty(0), row],
+        spec=spec,
+        bares=[row],
+        batched=[True],
+        autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
+        recomputed=in_backward(),
+    )
+    return meeting.happen([like])

@@ -1,0 +1,163 @@
+"""``nn.MultiheadAttention`` as it is: its projections are tapped, its attention is ordinary.
+
+Shape suffixes: ``B`` samples, ``L`` queries, ``S`` keys, ``E`` features, ``H`` heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping.factors import Dense, Factor, Outer, Stacked
+from flash_clipping.rules.linear import bias_factor
+from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
+
+
+@register_rule(nn.MultiheadAttention)
+class MultiheadAttentionRule(Rule):
+    """``forward`` and ``backward`` are those of the input projections; ``out_proj`` has its tap."""
+
+    allows_children = True
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        return 0 if layer.batch_first else 1
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._attend(layer, tapped, *args, **kwargs)
+
+    def _attend(
+        self,
+        layer: Any,
+        tapped: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.dim() != 3:
+            raise ValueError(
+                "nn.MultiheadAttention without a batch axis has no samples: expected a query of 3 "
+                f"dimensions, found shape {tuple(query.shape)}. Add the axis with unsqueeze."
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("nn.MultiheadAttention: is_causal=True needs attn_mask as well.")
+        projected = tapped(query, key, value)
+        if not layer.batch_first:
+            projected = tuple(x.transpose(0, 1) for x in projected)
+        q, k, v = (x.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for x in projected)
+        extra = int(layer.bias_k is not None)
+        if layer.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            extra += 1
+        mask = _additive_mask(attn_mask, key_padding_mask, q, extra)
+        dropout = layer.dropout if layer.training else 0.0
+        if need_weights:
+            scores_BHLS = (q * q.shape[-1] ** -0.5) @ k.mT
+            weights = torch.softmax(scores_BHLS if mask is None else scores_BHLS + mask, dim=-1)
+            weights = F.dropout(weights, dropout)
+            heads = weights @ v
+        else:
+            weights = None
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        output = layer.out_proj(self._like_query(layer, heads.transpose(1, 2).flatten(2)))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        return output, weights
+
+    @staticmethod
+    def _like_query(layer: Any, x_BLE: Tensor) -> Tensor:
+        return x_BLE if layer.batch_first else x_BLE.transpose(0, 1)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        same = query is key and key is value
+        casted = autocast_operands(query, key, value, *self._weights(layer))
+        inputs, weights = casted[:3], casted[3:]
+        if same:
+            inputs = (inputs[0],) * 3
+        biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+        outputs = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            assert x is not None and weight is not None
+            outputs.append(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
+        for position, extra in ((1, layer.bias_k), (2, layer.bias_v)):
+            if extra is not None:
+                row = extra.to(outputs[position].dtype).expand(outputs[position].shape[0], 1, -1)
+                outputs[position] = torch.cat([outputs[position], row], dim=1)
+        return tuple(outputs), (*inputs, *weights)
+
+    @staticmethod
+    def _weights(layer: Any) -> tuple[Tensor, ...]:
+        if layer.in_proj_weight is not None:
+            return tuple(layer.in_proj_weight.chunk(3))
+        return layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+        inputs, weights = saved[:3], saved[3:]
+        factors: dict[str, Factor] = {}
+        grads = list(grad_output)
+        for position, name in ((1, "bias_k"), (2, "bias_v")):
+            if getattr(layer, name) is not None:
+                rows = grads[position]
+                grads[position] = rows[:, :-1]
+                if name in needs.params:
+                    factors[name] = Dense(rows[:, -1:].unsqueeze(1).clone())
+        outers: list[Factor] = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
+        if "in_proj_weight" in needs.params:
+            one_input = inputs[0] is inputs[1] is inputs[2] or (
+                inputs[0].data_ptr() == inputs[1].data_ptr() == inputs[2].data_ptr()
+                and inputs[0].stride() == inputs[1].stride() == inputs[2].stride()
+                and inputs[0].shape == inputs[1].shape == inputs[2].shape
+            )
+            factors["in_proj_weight"] = (
+                Outer(inputs[0], torch.cat(grads, dim=-1)) if one_input else Stacked(outers)
+            )
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        for name, outer in zip(names, outers, strict=True):
+            if name in needs.params:
+                factors[name] = outer
+        if "in_proj_bias" in needs.params:
+            factors["in_proj_bias"] = Dense(torch.cat([bias_factor(G).grads for G in grads], 1))
+        grad_inputs = tuple(
+            G @ weight if wanted else None
+            for G, weight, wanted in zip(grads, weights, needs.inputs, strict=True)
+        )
+        return grad_inputs, factors
+
+
+def _additive_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q_BHLE: Tensor, extra: int
+) -> Tensor | None:
+    """Both masks as one that is added to scores ``[B, H, L, S]``; ``True`` meant "not allowed".
+
+    ``extra`` keys at the end (``bias_k``, ``add_zero_attn``) may always be attended to.
+    """
+    B, H, L, _ = q_BHLE.shape
+
+    def additive(mask: Tensor) -> Tensor:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q_BHLE.dtype).masked_fill_(mask, float("-inf"))
+        return F.pad(mask.to(q_BHLE.dtype), (0, extra))
+
+    masks = []
+    if attn_mask is not None:
+        attn_mask = additive(attn_mask)
+        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.view(B, H, L, -1))
+    if key_padding_mask is not None:
+        masks.append(additive(key_padding_mask)[:, None, None, :])
+    if not masks:
+        return None
+    return masks[0] if len(masks) == 1 else masks[0] + masks[1]

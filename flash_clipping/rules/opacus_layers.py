@@ -1,0 +1,97 @@
+"""Layers that Opacus brings: ``DPRNN/DPGRU/DPLSTM`` and ``SequenceBias``.
+
+``RNNLinear`` is a linear layer that is used at every time step.
+
+The uses of one weight are laid end to end along ``T`` by the tape. With packed sequences a step
+holds only the first rows of the batch, and the rows may be sorted by length; factors put them back
+where the samples are in the user's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from opacus.layers.dp_multihead_attention import SequenceBias
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, RNNLinear
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from flash_clipping.factors import Dense, Factor, Outer
+from flash_clipping.rules.linear import LinearRule
+from flash_clipping.rules.registry import Needs, Rule, register_rule, register_scope
+
+#: (samples in the batch, where sorted row i belongs) while a packed sequence is processed.
+_PACKED: ContextVar[tuple[int, Tensor | None] | None] = ContextVar("_PACKED", default=None)
+
+
+@register_scope(DPRNN, DPGRU, DPLSTM)
+@contextmanager
+def packed_rows(layer: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Tell the layers inside a recurrent network which samples their rows belong to."""
+    sequence = args[0] if args else kwargs.get("input")
+    if not isinstance(sequence, PackedSequence):
+        yield
+        return
+    token = _PACKED.set((int(sequence.batch_sizes[0]), sequence.sorted_indices))
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+@register_rule(RNNLinear)
+class RNNLinearRule(LinearRule):
+    """Rows are samples: one time step at a time, whatever the model's ``batch_first``."""
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        return 0
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        output, saved = super().forward(layer, x)
+        packed = _PACKED.get()
+        batch_size, order_B = packed if packed is not None else (x.shape[0], None)
+        return output, (*saved, order_B, batch_size)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        *saved_linear, order_B, batch_size = saved
+        grad_input, factors = super().backward(layer, tuple(saved_linear), grad_output, needs)
+        if order_B is None and batch_size == grad_output.shape[0]:
+            return grad_input, factors
+
+        def place(rows: Tensor) -> Tensor:
+            full = rows.new_zeros(batch_size, *rows.shape[1:])
+            if order_B is None:
+                full[: rows.shape[0]] = rows
+            else:
+                full[order_B[: rows.shape[0]]] = rows
+            return full
+
+        placed: dict[str, Factor] = {}
+        for name, factor in factors.items():
+            if isinstance(factor, Outer):
+                placed[name] = Outer(place(factor.A_BTd), place(factor.G_BTp))
+            else:
+                placed[name] = Dense(place(factor.dense()))
+        return grad_input, placed
+
+
+@register_rule(SequenceBias)
+class SequenceBiasRule(Rule):
+    """One learned position behind the sequence (``add_bias_kv``): ``g_b = G_b,T``."""
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        return 0 if layer.batch_first else 1
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        return torch.cat([x, layer.bias.expand(x.shape[0], 1, -1)], dim=1), ()
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        return grad_output[:, :-1], {"bias": Dense(grad_output[:, -1].clone())}
