@@ -16,7 +16,8 @@ from torch import Tensor
 from flash_clipping.ops import tiles_triton as tiles
 
 CHUNK = 32
-BLOCK_D = 128
+BLOCK_BYTES = 256
+"""Of a row that one step reads."""
 SLICE_D = 512
 """Features that one program walks over."""
 
@@ -127,12 +128,11 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     # Stable, so that equal ids keep one order and the sums one rounding.
     sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
     chunks, slices = triton.cdiv(T, CHUNK), triton.cdiv(d, SLICE_D)
-    float32 = {"dtype": torch.float32, "device": G_BTd.device}
     blocks = triton.cdiv(d, SLICE_D)
-    partial = torch.empty(B * (chunks * slices + blocks), **float32)
+    partial = G_BTd.new_empty(B * (chunks * slices + blocks), dtype=torch.float32)
     within, crossing = partial[: B * chunks * slices], partial[B * chunks * slices :]
     # Written, and read, only where a run crosses a boundary.
-    ends = torch.empty((2, B * chunks, d), **float32)
+    ends = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32)
     _runs_kernel[(B * chunks * slices,)](
         G_BTd,
         sorted_BT,
@@ -148,7 +148,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         0 if padding_idx is None else padding_idx,
         HAS_PADDING=padding_idx is not None,
         CHUNK=CHUNK,
-        BLOCK_D=BLOCK_D,
+        BLOCK_D=BLOCK_BYTES // G_BTd.element_size(),
         SLICE_D=SLICE_D,
         PRECISION=tiles.dot_precision(G_BTd.dtype),
         num_warps=4,
@@ -246,7 +246,7 @@ def tied_cross_term(
     S, V = Ghead_BSV.shape[1:]
     if S == 0:
         return torch.zeros(B, dtype=torch.float32, device=Gemb_BTd.device)
-    block, block_d = (64, 32) if Gemb_BTd.element_size() == 4 else (128, 64)
+    block, block_d = 64, 32 if Gemb_BTd.element_size() == 4 else 64
     t_blocks, s_blocks = triton.cdiv(T, block), triton.cdiv(S, block)
     partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
     _tied_kernel[(partial.numel(),)](
@@ -270,7 +270,7 @@ def tied_cross_term(
         BLOCK_S=block,
         BLOCK_D=block_d,
         PRECISION=tiles.dot_precision(Gemb_BTd.dtype),
-        num_warps=8,
+        num_warps=4,
         num_stages=3,
     )
     return partial.sum(1)

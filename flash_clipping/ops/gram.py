@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import gram_torch
-from flash_clipping.ops.shapes import as_rows, check_same_rows
+from flash_clipping.ops.shapes import Group, GroupSqnorms, accumulator, as_rows, check_same_rows
 
 
 def gram_sqnorms(
     A_BTd: Tensor, Gs: Sequence[Tensor], *, bias: bool = False, backend: str = "auto"
-) -> tuple[Tensor, Tensor | None]:
+) -> GroupSqnorms:
     """Squared norms of ``G_l,bᵀ A_b`` for every sample ``b`` and layer ``l`` reading ``A``.
 
     ``‖G_bᵀ A_b‖² = Σ_{t,t'} (A_b A_bᵀ)_{tt'} (G_b G_bᵀ)_{tt'}``. The tiles of ``A Aᵀ`` are computed
@@ -37,4 +37,27 @@ def gram_sqnorms(
     Gs = [as_rows(G, "G") for G in Gs]
     for G in Gs:
         check_same_rows(A_BTd, G, "A", "G")
+    if not Gs:
+        none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
+        return none_LB, none_LB if bias else None
     return backends.run(gram_torch.gram_sqnorms, backend, A_BTd, A_BTd, Gs, bias)
+
+
+def gram_sqnorms_many(
+    groups: Sequence[Group], *, bias: bool = False, backend: str = "auto"
+) -> list[GroupSqnorms]:
+    """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch.
+
+    Groups whose B, T or dtypes differ take a launch for each kind.
+    """
+    ready = []
+    for A, Gs in groups:
+        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
+        for G in Gs_BTp:
+            check_same_rows(A_BTd, G, "A", "G")
+        ready.append((A_BTd, Gs_BTp))
+    if any(A.numel() == 0 or not Gs for A, Gs in ready):  # no kernel has rows to walk over
+        return [gram_sqnorms(A, Gs, bias=bias, backend=backend) for A, Gs in ready]
+    if not ready:
+        return []
+    return backends.run(gram_torch.gram_sqnorms_many, backend, ready[0][0], ready, bias)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import accumulator
+from flash_clipping.ops.shapes import Group, GroupSqnorms, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
 
 
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> tuple[Tensor, Tensor | None]:
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorms:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
     B, T, _ = A_BTd.shape
     dtype = accumulator(A_BTd, *Gs)
@@ -33,6 +33,11 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> tuple[Tenso
                     weight_sq_LB[layer, chunk] += twice * GG.mul_(AA).sum((1, 2))
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     return weight_sq_LB.clamp_(min=0), None if bias_sq_LB is None else bias_sq_LB.clamp_(min=0)
+
+
+def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
+    """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
+    return [gram_sqnorms(A_BTd, Gs, bias) for A_BTd, Gs in groups]
 
 
 def _gram_tile(X_BTf: Tensor, i: int, j: int, dtype: torch.dtype) -> Tensor:

@@ -135,8 +135,8 @@ def launch_outer(
 
 def _blocks(A_BTd: Tensor, d: int, p: int) -> tuple[int, int, int]:
     """Tile of ``[p, d]`` and step along T, by rule: few kernels, quick to compile."""
-    if A_BTd.element_size() == 4:
-        return 64, 64 if d <= 64 else 128, 32
+    if A_BTd.element_size() == 4 or not tiles.has_tma(A_BTd.device):
+        return 64 if p <= 64 else 128, 64 if d <= 64 else 128, 32
     if d <= 128 or p <= 64:
         return 64 if p <= 64 else 128, 64 if d <= 64 else 128, 64
     return 128, 256, 64

@@ -115,7 +115,7 @@ class _Layout:
             self.strides = (x.stride(0), 0, self.out.stride(0), 0)
         else:
             self.T, self.F = x.shape[1:]
-            self.strides = (*x.stride()[:2], *self.out.stride()[:2])
+            self.strides = (x.stride(0), x.stride(1), self.out.stride(0), self.out.stride(1))
         self.columns = min(BLOCK, triton.next_power_of_2(self.F))
         self.rows = min(BLOCK // self.columns, triton.next_power_of_2(self.T))
         self.blocks = (

@@ -5,8 +5,17 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
+
+Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
+"""One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
+
+GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
+"""``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ SHAPES = [
     (2, 1, 5, (3,)),
     (1, 150, 16, (48, 20, 20)),  # several tiles of T, several layers of different width
     (2, 130, 65, (33,)),
+    (1, 700, 8, (16,)),  # several rows of wide tiles
     (0, 4, 8, (8,)),
     (2, 0, 8, (8, 8)),
 ]
