@@ -9,6 +9,7 @@ from flash_clipping.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.ops.backend import is_triton_available
+from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.privacy_engine import FlashPrivacyEngine
 from flash_clipping.rules import Needs, Rule, register_rule
 from flash_clipping.tape import FlashClippingError
@@ -18,8 +19,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Convolution",
     "Dense",
+    "DistributedFlashDPOptimizer",
     "Factor",
     "FlashClippingError",
+    "FlashDPOptimizer",
     "FlashLoss",
     "FlashPrivacyEngine",
     "GradSampleHooksFlashClipping",

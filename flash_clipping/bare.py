@@ -365,7 +365,7 @@ def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Te
         def run(*values: Tensor) -> Tensor:
             return meeting.call(rows, list(values))
 
-        _, vjp = torch.func.vjp(run, *operands)
+        vjp: Any = torch.func.vjp(run, *operands)[1]
         return vjp(G_1.unsqueeze(0))
 
     rowwise = [meeting.by_row(bare, G.dim()) for bare in bares]
@@ -373,7 +373,7 @@ def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Te
         bare.value.detach().unsqueeze(1) if row else bare.value.detach()
         for bare, row in zip(bares, rowwise, strict=True)
     ]
-    in_dims = (
+    in_dims: tuple[Any, ...] = (
         0,
         [0 if row else None for row in rowwise],
         [0 if batched else None for batched in meeting.batched],

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
+    DPLossFastGradientAdaptiveClipping,
+    DPTensorFastGradientAdaptiveClipping,
+)
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
@@ -63,3 +67,62 @@ class FlashLoss(DPLossFastGradientClipping):
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
         return FlashTensor.of(super().__call__(*args, **kwargs))
+
+
+class FlashAdaptiveTensor(DPTensorFastGradientAdaptiveClipping):
+    """A loss whose one backward moves the bound between taking the norms and clipping.
+
+    The bound and the noise that pays for it are Opacus' (Andrew, Thakkar, McMahan and Ramaswamy
+    2021, Theorem 1).
+    """
+
+    def backward(self) -> None:
+        """Leave norms, clipped sums by the new bound, and the new bound on module and optimizer."""
+
+        def move_bound(norm_B: torch.Tensor) -> None:
+            bound, multiplier = self._update_clip_and_noise(norm_B)
+            self.module.max_grad_norm = bound
+            self.optimizer.max_grad_norm = bound
+            self.optimizer._adjusted_noise_multiplier = multiplier
+
+        self.module.before_clipping = move_bound
+        try:
+            reduce = torch.mean if self.loss_reduction == "mean" else torch.sum
+            reduce(self.loss_per_sample).backward()
+        finally:
+            self.module.before_clipping = None
+
+
+class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
+    """Opacus' adaptive clipping criterion with one backward pass.
+
+    Args:
+        **kwargs: ``target_unclipped_quantile``, ``min_clipbound``, ``max_clipbound``,
+            ``clipbound_learning_rate``, as in Opacus.
+    """
+
+    def __init__(
+        self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **kwargs: Any
+    ):
+        super().__init__(
+            module,
+            optimizer,
+            criterion,
+            loss_reduction,
+            initial_noise_multiplier=optimizer.noise_multiplier,
+            **kwargs,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> FlashAdaptiveTensor:
+        loss = DPLossFastGradientClipping.__call__(self, *args, **kwargs)
+        return FlashAdaptiveTensor(
+            self.module,
+            self.optimizer,
+            loss.loss_per_sample,
+            self.loss_reduction,
+            self.target_unclipped_quantile,
+            self.min_clipbound,
+            self.max_clipbound,
+            self.clipbound_learning_rate,
+            self.initial_noise_multiplier,
+        )

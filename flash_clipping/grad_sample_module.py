@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -94,6 +94,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
+        #: Called with the norms [B] before coefficients are taken: adaptive clipping.
+        self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
         self._recorder = Recorder(
             clip=self._clip,
@@ -229,6 +231,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)
+        if self.before_clipping is not None:
+            self.before_clipping(self.per_sample_gradient_norms)
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
 
     def get_norm_sample(self) -> Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from flash_clipping.criterion import FlashLoss
+from flash_clipping.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     Mode,
 )
+from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
@@ -40,6 +42,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         self,
         *,
         grad_sample_mode: str = "flash",
+        clipping: str = "flat",
         backend: str = "auto",
         mode: Mode = "one_pass",
         **kwargs: Any,
@@ -52,6 +55,10 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Args:
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
+            clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
+                parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the returned criterion
+                moves the bound as Opacus' ``PrivacyEngineAdaptiveClipping`` does and takes its
+                arguments.
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
             **kwargs: as in Opacus.
@@ -61,12 +68,24 @@ class FlashPrivacyEngine(PrivacyEngine):
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
         if grad_sample_mode != "flash":
-            return super().make_private(grad_sample_mode=grad_sample_mode, **kwargs)
-        self._module_options: dict[str, Any] = {"backend": backend, "mode": mode}
+            return super().make_private(
+                grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
+            )
+        self._adaptive = clipping == "adaptive"
+        self._module_options: dict[str, Any] = {
+            "backend": backend,
+            "mode": mode,
+            "clipping": "flat" if clipping == "adaptive" else clipping,
+        }
         try:
-            return super().make_private(grad_sample_mode=_FLASH, **kwargs)
+            module, optimizer, criterion, data_loader = super().make_private(
+                grad_sample_mode=_FLASH, clipping=clipping, **kwargs
+            )
         finally:
             del self._module_options
+        if optimizer.max_grad_norms is None:
+            optimizer.follow(lambda bound: setattr(module, "max_grad_norm", bound))
+        return module, optimizer, criterion, data_loader
 
     def make_private_with_epsilon(
         self,
@@ -105,10 +124,25 @@ class FlashPrivacyEngine(PrivacyEngine):
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
         return cls(module, **kwargs, **self._module_options)
 
-    def _prepare_optimizer(self, *, grad_sample_mode: str = "hooks", **kwargs: Any) -> Any:
-        if grad_sample_mode == _FLASH:
-            grad_sample_mode = "ghost"
-        return super()._prepare_optimizer(grad_sample_mode=grad_sample_mode, **kwargs)
+    def _prepare_optimizer(
+        self, *, optimizer: Any, grad_sample_mode: str = "hooks", **kwargs: Any
+    ) -> Any:
+        if grad_sample_mode != _FLASH:
+            return super()._prepare_optimizer(
+                optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs
+            )
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        kwargs.pop("clipping", None)
+        generator = kwargs.pop("noise_generator", None)
+        distributed = kwargs.pop("distributed", False)
+        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        return cls(
+            optimizer,
+            generator=self.secure_rng if self.secure_mode else generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
 
     def _prepare_criterion(
         self,
@@ -120,6 +154,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         **kwargs: Any,
     ) -> Any:
         if isinstance(module, GradSampleHooksFlashClipping):
+            if self._adaptive:
+                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **kwargs)
             return FlashLoss(module, optimizer, criterion, loss_reduction)
         return super()._prepare_criterion(
             module=module,

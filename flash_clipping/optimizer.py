@@ -1,0 +1,122 @@
+"""Opacus' optimizers for clipped sums, with noise, accumulation and scaling in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from opacus.optimizers import (
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizerFastGradientClipping,
+)
+from opacus.optimizers.optimizer import (
+    _check_processed_flag,
+    _generate_noise,
+    _mark_as_processed,
+)
+
+from flash_clipping.ops.noise import noisy_mean
+
+
+class FlashDPOptimizer(DPOptimizerFastGradientClipping):
+    """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
+
+    ``p.grad`` becomes ``(p.summed_grad + N(0, (noise_multiplier * max_grad_norm)^2)) /
+    expected_batch_size``, drawn from ``generator`` if one is given, in Opacus' way in secure mode.
+
+    Args:
+        max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
+            where the sensitivity is the norm of the list.
+        **kwargs: as in Opacus.
+    """
+
+    _bound: float
+    _on_bound: Callable[[float], None] | None = None
+
+    def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
+        self.max_grad_norms: list[float] | None = None
+        if isinstance(max_grad_norm, Sequence):
+            self.max_grad_norms = list(max_grad_norm)
+            max_grad_norm = sum(bound**2 for bound in self.max_grad_norms) ** 0.5
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)
+
+    def follow(self, on_bound: Callable[[float], None]) -> None:
+        """Have ``on_bound(max_grad_norm)`` called whenever the bound changes.
+
+        Noise and clipping must use the same bound; a scheduler changes the optimizer's only.
+        """
+        self._on_bound = on_bound
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Sensitivity of the sum: what the noise multiplier is multiplied by."""
+        return self._bound
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        changed = getattr(self, "_bound", value) != value
+        self._bound = value
+        if changed and self._on_bound is not None:
+            self._on_bound(value)
+
+    def accumulate(self) -> None:
+        """Take ``p.grad`` over into ``p.summed_grad``, without a copy."""
+        for p in self.params:
+            if p.grad is None:
+                raise ValueError(
+                    "A parameter has no clipped sum: its p.grad is None. Call loss.backward() on "
+                    "the wrapped model's output before optimizer.step()."
+                )
+            if p.summed_grad is None:
+                p.summed_grad = p.grad
+            else:
+                _check_processed_flag(p.summed_grad)
+                p.summed_grad = p.summed_grad.add_(p.grad)
+            p.grad = None
+
+    def _noise_std(self) -> float:
+        # Opacus keeps the noise that pays for a moving bound beside the accounted one.
+        multiplier = getattr(self, "_adjusted_noise_multiplier", None)
+        return (self.noise_multiplier if multiplier is None else multiplier) * self._bound
+
+    def _divisor(self) -> float:
+        if self.loss_reduction == "mean":
+            assert self.expected_batch_size is not None  # Opacus refuses "mean" without it
+            return float(self.expected_batch_size * self.accumulated_iterations)
+        return 1.0
+
+    def add_noise(self) -> None:
+        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
+        std, divisor = self._noise_std(), self._divisor()
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            if self.secure_mode:
+                noise = _generate_noise(
+                    std=std, reference=p.summed_grad, generator=self.generator, secure_mode=True
+                )
+                p.grad = ((p.summed_grad + noise) / divisor).view_as(p)
+            else:
+                noisy = noisy_mean(p.summed_grad, std, divisor, generator=self.generator)
+                p.grad = noisy.view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+    def scale_grad(self) -> None:
+        """Nothing: :meth:`add_noise` divides in the same pass."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; to ``None`` unless told otherwise, as PyTorch's optimizers do."""
+        super().zero_grad(set_to_none)
+
+
+class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
+    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed."""
+
+    def add_noise(self) -> None:
+        if self.rank == 0:
+            FlashDPOptimizer.add_noise(self)
+            return
+        divisor = self._divisor()
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            p.grad = (p.summed_grad / divisor).view_as(p)
+            _mark_as_processed(p.summed_grad)
