@@ -1,0 +1,262 @@
+"""The command ``flash-clipping`` (also ``python -m flash_clipping``).
+
+flash-clipping check my_project.train:factory
+flash-clipping env
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flash_clipping import diagnostics
+from flash_clipping.diagnostics import report as reports
+from flash_clipping.ops.backend import BACKENDS
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+_CHECK_DESCRIPTION = """\
+Compare flash clipping on one batch with per-sample gradients taken in float64, parameter by
+parameter, and see whether samples are independent of each other. Exit status: 0 when everything
+agrees, 1 when anything fails, 2 when the factory cannot be used.
+
+The factory is a function without arguments that returns (model, batch) or (model, batch, loss):
+
+  model  a plain nn.Module, on its device, not wrapped
+  batch  a tensor, or tensors in a tuple, list or dict; axis 0 counts the samples. Without a loss
+         it is the model's input: a tuple or list positionally, a dict by keyword
+  loss   loss(model, batch) returns one loss per sample, [B], or a scalar reduced over the samples
+         by --loss-reduction; it sees the whole batch, labels included
+
+The current directory is importable. A few samples of a real batch are enough: the oracle runs one
+sample at a time.
+"""
+
+
+class FactoryError(Exception):
+    """A factory that gives nothing to check; the message says what to change."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = _parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flash-clipping", description="Flash Clipping's tools.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser(
+        "check",
+        help="compare a model's norms and clipped sums with a float64 oracle",
+        description=_CHECK_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("factory", metavar="MODULE:FACTORY", help="e.g. my_project.train:factory")
+    check.add_argument("--loss-reduction", choices=("mean", "sum"), default="mean")
+    check.add_argument("--mode", choices=("one_pass", "two_pass"), default="one_pass")
+    check.add_argument("--backend", choices=BACKENDS, default="auto")
+    check.add_argument(
+        "--batch-second", action="store_true", help="samples are axis 1 of the layers' inputs"
+    )
+    check.add_argument("--dtype", choices=_DTYPES, help="cast model and batch before the check")
+    check.add_argument("--device", help="move model and batch there before the check")
+    check.add_argument("--tolerance", type=float, help="relative error allowed")
+    check.add_argument("--max-grad-norm", type=float, help="C; default: the median norm")
+    check.add_argument(
+        "--removals", type=int, default=16, help="how many samples to remove, one at a time"
+    )
+    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.set_defaults(run=_check)
+    env = commands.add_parser(
+        "env",
+        help="describe the installation, for a bug report",
+        description="Print versions, devices, Triton's state and settings, for a bug report.",
+    )
+    env.add_argument("--json", action="store_true", help="print the report as JSON")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _env(args: argparse.Namespace) -> int:
+    report = diagnostics.environment()
+    print(json.dumps(report, indent=2) if args.json else diagnostics.environment_text(report))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    # Expected of a model whose first layer takes integers; nothing a reader can act on.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    try:
+        torch.manual_seed(args.seed)
+        model, batch, loss = load_factory(args.factory)
+        if args.device is not None:
+            model, batch = model.to(args.device), _to_device(batch, args.device)
+        report = diagnostics.check(
+            model,
+            batch,
+            loss,
+            loss_reduction=args.loss_reduction,
+            batch_first=not args.batch_second,
+            max_grad_norm=args.max_grad_norm,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            tolerance=args.tolerance,
+            removals=args.removals,
+            seed=args.seed,
+            mode=args.mode,
+            backend=args.backend,
+        )
+    except (FactoryError, diagnostics.BadBatchError) as error:
+        print(f"flash-clipping check: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    elif not (sys.stdout.isatty() and _print_rich(report)):
+        print(report)
+    return 0 if report.passed else 1
+
+
+def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    """Import ``module:factory``, call it, and look at what it returns.
+
+    Raises:
+        FactoryError: anything about it that is not as documented.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and module_name and attribute):
+        raise FactoryError(
+            f"expected MODULE:FACTORY, found {name!r}; e.g. my_project.train:factory for the "
+            "function factory in my_project/train.py."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise FactoryError(f"cannot import {module_name!r}: {_where(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found))
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise FactoryError(f"{module_name!r} has no {attribute!r}.{hint}")
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise FactoryError(
+            f"{name} is a {type(found).__name__}; expected a function without arguments that "
+            "returns (model, batch) or (model, batch, loss)."
+        )
+    required = _required_arguments(found)
+    if required:
+        raise FactoryError(
+            f"{name} must be callable without arguments, but it takes {', '.join(required)}. Wrap "
+            "it in a function that passes them."
+        )
+    try:
+        made = found()
+    except Exception as error:
+        raise FactoryError(f"{name}() failed: {_where(error)}") from error
+    return _checked(name, made)
+
+
+def _checked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise FactoryError(
+            f"{name}() returned a {type(made).__name__}{size}; expected the tuple (model, batch) "
+            "or (model, batch, loss)."
+        )
+    model, batch, loss = (*made, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise FactoryError(
+            f"{name}() returned a {type(model).__name__} as model; expected an nn.Module first, "
+            "then the batch."
+        )
+    if hasattr(model, "autograd_grad_sample_hooks"):
+        raise FactoryError(
+            f"{name}() returned a model that is wrapped for per-sample gradients already; return "
+            "the plain nn.Module, before make_private."
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise FactoryError(f"{name}() returned a model without a trainable parameter.")
+    if loss is not None and not callable(loss):
+        raise FactoryError(
+            f"{name}() returned a {type(loss).__name__} as loss; expected a function "
+            "loss(model, batch)."
+        )
+    return model, batch, loss
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # not all callables have one
+        return []
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _where(error: BaseException) -> str:
+    """The error and the line of the user's own file that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
+    own = [f for f in own if f"{os.sep}importlib{os.sep}" not in f.filename] or own
+    text = f"{type(error).__name__}: {error}"
+    return f"{text} (line {own[-1].lineno} of {own[-1].filename})" if own else text
+
+
+def _to_device(batch: Any, device: str) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
+
+
+def _print_rich(report: diagnostics.CheckReport) -> bool:
+    """Print in colour, if rich (which is optional) is installed."""
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        return False
+    colours = {reports.PASS: "green", reports.FAIL: "bold red"}
+    header, *rows = diagnostics.table(report)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in header:
+        table.add_column(title, justify="right" if "error" in title else "left", no_wrap=True)
+    for row in rows:
+        colour = colours.get(row[-1], "yellow" if row[-1] else "cyan")
+        if not any(row[1:]):
+            table.add_row(f"[{colour}]{escape(row[0])}[/]")
+        else:
+            table.add_row(*map(escape, row[:-1]), f"[{colour}]{escape(row[-1])}[/]")
+    console = Console()
+    console.print(table)
+    console.print()
+    for line in diagnostics.summary(report):
+        colour = "green" if line == "PASS" else "bold red" if line.startswith("FAIL") else "default"
+        console.print(f"[{colour}]{escape(line)}[/]")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

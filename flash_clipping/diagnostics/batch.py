@@ -1,0 +1,152 @@
+"""A user's batch and loss: the whole batch, single samples, all samples but one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+#: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
+Loss = Callable[[Any, Any], Tensor]
+
+
+class BadBatchError(ValueError):
+    """A batch or a loss that no check can be made with; the message says what to change."""
+
+
+class Samples:
+    """A batch, and parts of it."""
+
+    def __init__(self, batch: Any, batch_first: bool):
+        self._leaves, self._spec = pytree.tree_flatten(_plain_mapping(batch))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        axis = 0 if batch_first else 1
+        sizes = [leaf.shape[axis] for leaf in tensors if leaf.dim() > axis]
+        if not sizes:
+            raise BadBatchError(
+                f"The batch ({type(batch).__name__}) holds no tensor with a batch axis "
+                f"(axis {axis}). Return tensors, or tuples, lists or dicts of tensors."
+            )
+        self.size = sizes[0]
+        if self.size == 0:
+            raise BadBatchError("The batch is empty: there is no sample to check.")
+        self._axes = [self._axis(leaf, axis) for leaf in self._leaves]
+        self.notes = [
+            f"A tensor of shape {tuple(leaf.shape)} in the batch has no axis of {self.size} "
+            "samples: every sample sees all of it."
+            for leaf, found in zip(self._leaves, self._axes, strict=True)
+            if isinstance(leaf, Tensor) and leaf.dim() and found is None
+        ]
+
+    def _axis(self, leaf: Any, axis: int) -> int | None:
+        if not isinstance(leaf, Tensor):
+            return None
+        # With batch_first=False, labels are still one per sample.
+        for candidate in (axis, 0) if leaf.dim() == 1 else (axis,):
+            if leaf.dim() > candidate and leaf.shape[candidate] == self.size:
+                return candidate
+        return None
+
+    @property
+    def all(self) -> Any:
+        return pytree.tree_unflatten(list(self._leaves), self._spec)
+
+    def take(self, samples: Sequence[int]) -> Any:
+        leaves = [
+            leaf
+            if axis is None
+            else leaf.index_select(axis, torch.tensor(samples, device=leaf.device))
+            for leaf, axis in zip(self._leaves, self._axes, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def without(self, sample: int) -> Any:
+        return self.take([b for b in range(self.size) if b != sample])
+
+
+@dataclass
+class Task:
+    """The loss, and how to call it."""
+
+    loss: Loss
+    reduction: str
+    batch_size: int
+    seed: int
+
+    def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
+        """The loss of the batch as a scalar; the generators are left as they were."""
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed + seed)
+            losses = self.loss(model, batch)
+        if not isinstance(losses, Tensor) or losses.dim() > 1:
+            found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+            raise BadBatchError(
+                "loss(model, batch) must return one loss per sample, [B], or a scalar tensor; "
+                f"found {found[:200]}."
+            )
+        if losses.dim() == 1:
+            return losses.mean() if self.reduction == "mean" else losses.sum()
+        return losses
+
+    def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
+        with torch.no_grad():
+            return float(self(model, batch, seed))
+
+
+def squared_outputs(batch_first: bool) -> Loss:
+    """The loss when the user gives none: a weighted square, so that no gradient is constant."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        parts = []
+        for leaf in _output_tensors(output):
+            if leaf.is_floating_point() and leaf.dim() > 1:
+                values = (leaf if batch_first else leaf.transpose(0, 1)).flatten(1)
+                weight = torch.linspace(0.5, 1.5, values.shape[1], device=values.device)
+                parts.append((values.square() * weight.to(values.dtype)).mean(1))
+        if not parts:
+            raise BadBatchError(
+                f"The model's output ({type(output).__name__}) holds no floating-point tensor "
+                "[B, ...] to make a loss of. Give a loss: return (model, batch, loss)."
+            )
+        return torch.stack(parts).sum(0)
+
+    return loss
+
+
+def _output_tensors(output: Any) -> list[Tensor]:
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        output = [getattr(output, f.name) for f in dataclasses.fields(output)]
+    leaves = pytree.tree_leaves(_plain_mapping(output))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _plain_mapping(tree: Any) -> Any:
+    # A user's own mapping (Hugging Face's BatchEncoding) is a leaf to pytree.
+    return dict(tree) if isinstance(tree, Mapping) else tree
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, _plain_mapping(tree)
+    )
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            vars(module)["dropout"] = 0.0  # nn.MultiheadAttention and recurrent layers
+    return model
