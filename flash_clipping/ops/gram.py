@@ -56,8 +56,12 @@ def gram_sqnorms_many(
         for G in Gs_BTp:
             check_same_rows(A_BTd, G, "A", "G")
         ready.append((A_BTd, Gs_BTp))
-    if any(A.numel() == 0 or not Gs for A, Gs in ready):  # no kernel has rows to walk over
-        return [gram_sqnorms(A, Gs, bias=bias, backend=backend) for A, Gs in ready]
-    if not ready:
-        return []
-    return backends.run(gram_torch.gram_sqnorms_many, backend, ready[0][0], ready, bias)
+    # No kernel walks over a group without layers or rows.
+    busy = [group for group in ready if group[1] and group[0].numel()]
+    norms = iter(
+        backends.run(gram_torch.gram_sqnorms_many, backend, busy[0][0], busy, bias) if busy else []
+    )
+    return [
+        next(norms) if Gs and A.numel() else gram_sqnorms(A, Gs, bias=bias, backend=backend)
+        for A, Gs in ready
+    ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops import cost
-from flash_clipping.ops.gram import gram_sqnorms
+from flash_clipping.ops.gram import gram_sqnorms_many
 from flash_clipping.ops.outer import outer_sqnorms
 from flash_clipping.ops.shapes import accumulator, as_rows, check_same_rows
 
@@ -29,44 +29,49 @@ def linear_sqnorms(
     Returns:
         ``[L, B]`` for each group, fp32 (float64 for float64).
     """
-    results = []
+    ready = []
+    rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet (gram)
     for A, Gs in groups:
-        A_BTd = as_rows(A, "A")
-        Gs_BTp = [as_rows(G, "G") for G in Gs]
-        for G in Gs_BTp:
+        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
+        ready.append((A_BTd, Gs_BTp))
+        done = {}
+        for layer, G in enumerate(Gs_BTp):
             check_same_rows(A_BTd, G, "A", "G")
-        results.append(_group_sqnorms(A_BTd, Gs_BTp, backend))
+            algorithm = _choose(A_BTd, G, len(Gs))
+            if algorithm == "rank_one":
+                done[layer] = rank_one_sqnorms(A_BTd, G)
+            elif algorithm != "gram":
+                done[layer] = outer_sqnorms(A_BTd, G, backend=backend)[0]
+        rows.append(done)
+    # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
+    gram = [
+        (A, [G for layer, G in enumerate(Gs) if layer not in done])
+        for (A, Gs), done in zip(ready, rows, strict=True)
+    ]
+    norms = gram_sqnorms_many(gram, backend=backend)
+    results = []
+    for (_, Gs), done, (gram_LB, _) in zip(ready, rows, norms, strict=True):
+        if done:
+            left = iter(gram_LB)
+            gram_LB = torch.stack(
+                [done[layer] if layer in done else next(left) for layer in range(len(Gs))]
+            )
+        results.append(gram_LB)
     return results
 
 
-def _group_sqnorms(A_BTd: Tensor, Gs: list[Tensor], backend: str) -> Tensor:
-    """Each layer by its own cheapest algorithm; those that take gram share ``A Aᵀ``."""
+def _choose(A_BTd: Tensor, G_BTp: Tensor, shared: int) -> str:
     B, T, d = A_BTd.shape
-    sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=accumulator(A_BTd, *Gs))
-    machine = cost.machine_for(A_BTd.device.type, A_BTd.element_size())
-    by_gram = []
-    for layer, G in enumerate(Gs):
-        algorithm = cost.choose(
-            B=B,
-            T=T,
-            d=d,
-            p=G.shape[-1],
-            itemsize=A_BTd.element_size(),
-            may_store=False,
-            shared=len(Gs),
-            machine=machine,
-        )
-        if algorithm == "gram":
-            by_gram.append(layer)
-        elif algorithm == "rank_one":
-            sq_LB[layer] = rank_one_sqnorms(A_BTd, G)
-        else:
-            sq_LB[layer] = outer_sqnorms(A_BTd, G, backend=backend)[0]
-    if by_gram:
-        weight_sq, _ = gram_sqnorms(A_BTd, [Gs[layer] for layer in by_gram], backend=backend)
-        for layer, sq_B in zip(by_gram, weight_sq, strict=True):
-            sq_LB[layer] = sq_B
-    return sq_LB
+    return cost.choose(
+        B=B,
+        T=T,
+        d=d,
+        p=G_BTp.shape[-1],
+        itemsize=A_BTd.element_size(),
+        may_store=False,
+        shared=shared,
+        machine=cost.machine_for(A_BTd.device.type, A_BTd.element_size()),
+    )
 
 
 def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
