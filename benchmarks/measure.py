@@ -1,6 +1,8 @@
 """Clocks and peak memory: the same calls on CUDA and on a CPU.
 
-Time. On CUDA, events around the steps of one turn; on a CPU, the host's monotonic clock.
+Time. On CUDA, events around the steps of one turn; on a CPU, the host's monotonic clock, or, where
+asked for, this process's own CPU time: with one thread that is what a machine shared with other
+work leaves comparable.
 
 Memory. The peak is counted from the bytes that PyTorch's allocator has handed out and not got
 back, from the moment a method begins to exist: its parameters, optimizer state, activations,
@@ -21,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -32,7 +34,10 @@ _MARK = "benchmarks: the measured step"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def milliseconds(device: torch.device, run: Callable[[], None]) -> float:
+Clock = Literal["wall", "cpu"]
+
+
+def milliseconds(device: torch.device, run: Callable[[], None], clock: Clock = "wall") -> float:
     """Time of one call of ``run``, work queued on the device included."""
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)
@@ -43,9 +48,10 @@ def milliseconds(device: torch.device, run: Callable[[], None]) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
-    begin = time.perf_counter()
+    now = time.perf_counter if clock == "wall" else time.process_time
+    begin = now()
     run()
-    return (time.perf_counter() - begin) * 1e3
+    return (now() - begin) * 1e3
 
 
 def settle(device: torch.device) -> None:

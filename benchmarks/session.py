@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import agreement
 from benchmarks.agreement import TOLERANCE, Fingerprint, fingerprint
-from benchmarks.measure import PeakMemory, milliseconds, settle
+from benchmarks.measure import Clock, PeakMemory, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
 
@@ -51,6 +51,7 @@ class Session:
                 row.status, row.note = "missing", reason
         self._batches = setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
+        self._warm: set[str] = set()  # methods past their warm-up
         self._one_at_a_time = False
 
     def running(self) -> list[str]:
@@ -132,26 +133,32 @@ class Session:
     # --------------------------------------------------------------------------------------- time
 
     def time(
-        self, *, rounds: int, steps: int, warmup: int, done: Progress = lambda line: None
+        self,
+        *,
+        rounds: int,
+        steps: int,
+        warmup: int,
+        clock: Clock = "wall",
+        done: Progress = lambda line: None,
     ) -> None:
         """Methods in turn, ``steps`` steps each, for ``rounds`` rounds: one sample a turn."""
-        warm: set[str] = set()
         for number in range(rounds):
             for name in self.running():
                 row = self.rows[name]
-                elapsed = self._attempt(row, partial(self._turn, name, number, steps, warmup, warm))
+                turn = partial(self._turn, name, number, steps, warmup, clock)
+                elapsed = self._attempt(row, turn)
                 if elapsed is None:
                     row.milliseconds.clear()
                 else:
                     row.milliseconds.append(elapsed / steps)
                 done(f"{name}, round {number + 1}")
 
-    def _turn(self, name: str, number: int, steps: int, warmup: int, warm: set[str]) -> float:
+    def _turn(self, name: str, number: int, steps: int, warmup: int, clock: Clock) -> float:
         if name not in self._built:  # it did not fit beside the others
             self._built.clear()
             settle(self.setting.device)
             self._built[name] = METHODS[name](self.setting)
-            warm.discard(name)
+            self._warm.discard(name)
         method = self._built[name]
         batches = [self._batches[(number * steps + i) % DISTINCT_BATCHES] for i in range(steps)]
 
@@ -159,10 +166,10 @@ class Session:
             for inputs, targets in batches:
                 method.step(inputs, targets)
 
-        for _ in range(0 if name in warm else warmup):
+        for _ in range(0 if name in self._warm else warmup):
             method.step(*batches[0])
-        warm.add(name)
-        elapsed = milliseconds(self.setting.device, take)
+        self._warm.add(name)
+        elapsed = milliseconds(self.setting.device, take, clock)
         method.zero_grad()  # outside its turn a method holds parameters and optimizer state only
         return elapsed
 

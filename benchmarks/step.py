@@ -43,6 +43,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--rounds", type=int, default=15, help="samples per method")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn, timed together")
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="on a CPU, time that passes or the process's CPU time; the latter with --threads 1 "
+        "on a machine that is shared",
+    )
     parser.set_defaults(run=run)
 
 
@@ -89,7 +96,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
             progress.reset(task, total=turns)
             session.measure_memory(done)
             session.time(
-                rounds=options.rounds, steps=options.steps, warmup=options.warmup, done=done
+                rounds=options.rounds,
+                steps=options.steps,
+                warmup=options.warmup,
+                clock=options.clock,
+                done=done,
             )
         rows = list(session.rows.values())
         console.print(step_table(rows))
