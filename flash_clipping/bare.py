@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.factors import Dense, accumulation_dtype
 from flash_clipping.tape import FlashClippingError, in_backward
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class _Meeting:
     def happen(self, plain: list[Tensor]) -> Tensor:
         """Run the operation; the parameters are inputs, so that its output requires grad."""
         params = self.params
-        self.tap.recorder.count_use(tuple(params))
+        self.tap.recorder.count_use(params)
         output: Tensor = _Meet.apply(self, len(plain), *plain, *params)
         return output
 
@@ -292,9 +292,7 @@ class _Meet(torch.autograd.Function):
         for param, grads_B in _per_sample_grads(meeting, plain, G):
             by_param[param] = by_param[param] + grads_B if param in by_param else grads_B
         if recorder.enabled:
-            factors: dict[nn.Parameter, Factor] = {
-                param: Dense(grads_B) for param, grads_B in by_param.items()
-            }
+            factors = [(param, Dense(grads_B)) for param, grads_B in by_param.items()]
             record(meeting.tap, factors, meeting.recomputed)
             return None, None, *grads, *[None] * len(meeting.params)
         # An ordinary backward: ordinary gradients.

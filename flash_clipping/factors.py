@@ -73,6 +73,17 @@ class Dense(Factor):
     def batch_size(self) -> int:
         return self.grads.shape[0]
 
+    #: Per-sample gradients of up to this many elements are handled many at a time.
+    SMALL = 1 << 16
+
+    @property
+    def is_small(self) -> bool:
+        return self.grads.numel() <= self.SMALL * max(1, self.batch_size)
+
+    @property
+    def has_sqnorms(self) -> bool:
+        return self._sqnorm_B is not None
+
     def sqnorms(self, backend: str) -> Tensor:
         if self._sqnorm_B is None:
             flat = self.grads.reshape(self.batch_size, self.grads[:1].numel() or 1)
@@ -95,6 +106,33 @@ class Dense(Factor):
     def sum_of(cls, factors: Sequence[Factor]) -> Dense:
         """Any factors of one parameter, formed and added."""
         return cls(torch.stack([factor.dense() for factor in factors]).sum(0))
+
+
+class VectorStack:
+    """Small per-sample gradients of one shape, ``[B, *parameter]`` each, side by side.
+
+    Shape suffix ``P``: parameters; ``n``: elements of one parameter.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]):
+        self.shape = grads[0].shape[1:]
+        B = grads[0].shape[0]
+        self.stack_BPn = torch.stack([grad.reshape(B, self.shape.numel()) for grad in grads], dim=1)
+
+    def sqnorms_PB(self) -> Tensor:
+        dtype = accumulation_dtype(self.stack_BPn.dtype)
+        return torch.linalg.vector_norm(self.stack_BPn, dim=2, dtype=dtype).square_().T
+
+    def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> list[Tensor]:
+        """One clipped sum per parameter, in order."""
+        if all(coef is coefs[0] for coef in coefs):
+            sums_Pn = weighted_sum(self.stack_BPn, coefs[0], backend=backend)
+        else:
+            columns = zip(self.stack_BPn.unbind(1), coefs, strict=True)
+            sums_Pn = torch.stack(
+                [weighted_sum(grads_Bn, coef, backend=backend) for grads_Bn, coef in columns]
+            )
+        return [row.view(self.shape) for row in sums_Pn.unbind(0)]
 
 
 class Outer(Factor):

@@ -97,9 +97,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: Called with the norms [B] before coefficients are taken: adaptive clipping.
         self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
+        #: Modules that hold parameters, in the model's order.
+        self._owners = [module for module in m.modules() if module._parameters]
         self._recorder = Recorder(
             clip=self._clip,
-            trainable=self._named_trainable,
+            trainable=self._trainable,
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
@@ -148,7 +150,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles = self.autograd_grad_sample_hooks
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward))
-        self._guarded: set[nn.Parameter] = set()
+        self._guarded: dict[int, nn.Parameter] = {}
         self._guard_parameters()
         self.enable_hooks()
 
@@ -156,7 +158,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Take off all taps and hooks; the model is as it was."""
         while self._taps:
             self._taps.pop().remove()
-        self._guarded = set()
+        self._guarded = {}
         super().remove_hooks()
 
     def enable_hooks(self) -> None:
@@ -171,11 +173,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _guard_parameters(self) -> None:
         """Refuse gradients that reach a parameter past its tap: they would not be clipped."""
-        for name, param in self._module.named_parameters():
-            if param.requires_grad and param not in self._guarded:
-                self._guarded.add(param)
-                handle = param.register_hook(_Guard(name, self._recorder))
-                self.autograd_grad_sample_hooks.append(handle)
+        new = [param for param in self.trainable_parameters if id(param) not in self._guarded]
+        if not new:
+            return
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        for param in new:
+            self._guarded[id(param)] = param
+            handle = param.register_hook(_Guard(names[id(param)], self._recorder))
+            self.autograd_grad_sample_hooks.append(handle)
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -211,23 +216,27 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trainable now, in the model's order."""
-        return [param for _, param in self._named_trainable()]
+        # Not named_parameters(): walking the module tree takes milliseconds in every step.
+        found: dict[int, nn.Parameter] = {}
+        for owner in self._owners:
+            for param in owner._parameters.values():
+                if param is not None and param.requires_grad:
+                    found[id(param)] = param
+        return list(found.values())
 
     @trainable_parameters.setter
     def trainable_parameters(self, value: Any) -> None:
         """Opacus assigns the list once; ours follows ``requires_grad``."""
 
-    def _named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return (
-            (name, param) for name, param in self._module.named_parameters() if param.requires_grad
-        )
+    def _trainable(self) -> list[nn.Parameter]:
+        return self.trainable_parameters
 
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())
 
     def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
-        for param, norm_B in zip(params, norms_PB, strict=True):
+        for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,14 +89,11 @@ class Tap:
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trainable = tuple(
-            param
-            for owner in self.owners
-            for param in owner._parameters.values()
-            if param is not None and param.requires_grad
-        )
         recorder = self.recorder
-        if not trainable or not recorder.enabled or recorder.bypassed:
+        if not recorder.enabled or recorder.bypassed:
+            return self.original(*args, **kwargs)
+        trainable = [param for _, param in self.trainable()]
+        if not trainable:
             return self.original(*args, **kwargs)
         if self.rule is not None:
             recorder.count_use(trainable)
@@ -106,10 +103,19 @@ class Tap:
             if torch.is_grad_enabled():
                 return self._bare_forward(args, kwargs)
         else:
-            recorder.count_use(tuple(p for p in self.layer.parameters() if p.requires_grad))
+            recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if torch.is_grad_enabled():
                 return generic_forward(self, args, kwargs)
         return self.original(*args, **kwargs)
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are the layer's own and trainable now, by name."""
+        return [
+            (name, param)
+            for owner in self.owners
+            for name, param in owner._parameters.items()
+            if param is not None and param.requires_grad
+        ]
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
@@ -125,10 +131,13 @@ class Tap:
     def _tapped_forward(
         self,
         rule: Rule,
-        trainable: tuple[nn.Parameter, ...],
+        trainable: list[nn.Parameter],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if type(rule).call is Rule.call:
+            return self._apply(rule, trainable, args, kwargs)
+
         def tapped(*args: Any, **kwargs: Any) -> Any:
             return self._apply(rule, trainable, args, kwargs)
 
@@ -137,7 +146,7 @@ class Tap:
     def _apply(
         self,
         rule: Rule,
-        trainable: tuple[nn.Parameter, ...],
+        trainable: list[nn.Parameter],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -145,20 +154,16 @@ class Tap:
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
             args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
-        forward = self.recorder.current_forward
-        if isinstance(args[0], BareParameter) and forward is not None:
-            args = (to_samples(args[0], forward.batch_size or 1, self.path), *args[1:])
+        call = self.recorder.current_forward
+        if isinstance(args[0], BareParameter) and call is not None:
+            args = (to_samples(args[0], call.batch_size or 1, self.path), *args[1:])
         axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
         self._check_input(args[0], trainable[0], axis)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        readers = None
-        if forward is not None:
-            readers = (args[0].data_ptr(), args[0].shape)
-            forward.readers[readers] = forward.readers.get(readers, 0) + 1
-        output = TappedLayer.apply(self, rule, forward, readers, *args, *trainable)
+        output = TappedLayer.apply(self, rule, call, len(args), *args, *trainable)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -207,29 +212,19 @@ class TappedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tap: Tap,
-        rule: Rule,
-        forward: Any,
-        readers: Any,
-        *inputs_and_params: Any,
+        ctx: Any, tap: Tap, rule: Rule, call: Any, n_inputs: int, *inputs_and_params: Any
     ) -> Any:
-        own = [param for param in tap.layer._parameters.values() if param is not None]
-        n_params = sum(param.requires_grad for param in own)
-        inputs = inputs_and_params[: len(inputs_and_params) - n_params]
+        inputs = inputs_and_params[:n_inputs]
         output, saved = rule.forward(tap.layer, *inputs)
-        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.saved_values = [None if isinstance(value, Tensor) else (value,) for value in saved]
-        ctx.tap, ctx.rule = tap, rule
-        ctx.call, ctx.readers = forward, readers
-        ctx.n_inputs = len(inputs)
+        ctx.save_for_backward(*[value for value in saved if isinstance(value, Tensor)])
+        ctx.others = [(i, v) for i, v in enumerate(saved) if not isinstance(v, Tensor)]
+        ctx.tap, ctx.rule, ctx.call, ctx.n_inputs = tap, rule, call, n_inputs
+        ctx.readers = (inputs[0].data_ptr(), inputs[0].shape)
+        if call is not None:
+            call.readers[ctx.readers] += 1
         # The parameters themselves, as p.grad belongs to them; not saved: they are not read.
-        ctx.params = {
-            name: param
-            for name, param in tap.layer._parameters.items()
-            if param is not None and param.requires_grad
-        }
+        ctx.params = tap.trainable()
         ctx.recomputed = in_backward()
         return output
 
@@ -237,40 +232,42 @@ class TappedLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         tap: Tap = ctx.tap
-        recorder = tap.recorder
-        n_inputs = ctx.n_inputs
+        recorder, n_inputs, params = tap.recorder, ctx.n_inputs, ctx.params
         needs = Needs(
-            inputs=ctx.needs_input_grad[4 : 4 + n_inputs],
-            params=frozenset(ctx.params),
-            backend=recorder.backend,
+            ctx.needs_input_grad[4 : 4 + n_inputs],
+            frozenset([name for name, _ in params]),
+            recorder.backend,
         )
-        tensors = iter(ctx.saved_tensors)
-        saved = tuple(next(tensors) if value is None else value[0] for value in ctx.saved_values)
+        saved = list(ctx.saved_tensors)
+        for i, value in ctx.others:
+            saved.insert(i, value)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        grads, factors = ctx.rule.backward(tap.layer, saved, grad_output, needs)
-        grads = grads if isinstance(grads, tuple) else (grads,)
-        by_param = {ctx.params[name]: factor for name, factor in factors.items()}
-        by_name = ctx.params.values()
-        missing = [name for name in ctx.params if name not in factors]
-        if missing:
-            raise FlashClippingError(
-                f"{tap.path}: its rule {type(ctx.rule).__name__} returned no factor for "
-                f"{', '.join(missing)}; return one for every name in needs.params."
-            )
+        grads, factors = ctx.rule.backward(tap.layer, tuple(saved), grad_output, needs)
+        if not isinstance(grads, tuple):
+            grads = (grads,)
+        for name, _ in params:
+            if name not in factors:
+                raise FlashClippingError(
+                    f"{tap.path}: its rule {type(ctx.rule).__name__} returned no factor for "
+                    f"{name}; return one for every name in needs.params."
+                )
         head = (None, None, None, None, *grads, *[None] * (n_inputs - len(grads)))
         if not recorder.enabled:
             # An ordinary backward: ordinary gradients.
-            return (
-                *head,
-                *(by_param[p].clipped_sum(None, recorder.backend).view_as(p) for p in by_name),
-            )
-        readers = ctx.call.readers.get(ctx.readers, 1) if ctx.call is not None else 1
-        record(tap, by_param, ctx.recomputed, readers)
-        return (*head, *[None] * len(ctx.params))
+            ordinary = [
+                factors[name].clipped_sum(None, recorder.backend).view_as(p) for name, p in params
+            ]
+            return (*head, *ordinary)
+        readers = ctx.call.readers[ctx.readers] if ctx.call is not None else 1
+        record(tap, [(p, factors[name]) for name, p in params], ctx.recomputed, readers)
+        return (*head, *[None] * len(params))
 
 
 def record(
-    tap: Tap, factors: dict[nn.Parameter, Factor], recomputed: bool, readers: int = 1
+    tap: Tap,
+    factors: Iterable[tuple[nn.Parameter, Factor]],
+    recomputed: bool,
+    readers: int = 1,
 ) -> None:
     """Hand a layer's factors to the tape of the running backward."""
     recorder = tap.recorder
@@ -298,7 +295,7 @@ class PerSampleView(torch.autograd.Function):
         tap: Tap = ctx.tap
         if not tap.recorder.enabled:
             return None, grads.sum(0), None
-        record(tap, {ctx.param: Dense(grads)}, ctx.recomputed)
+        record(tap, [(ctx.param, Dense(grads))], ctx.recomputed)
         return None, None, None
 
 

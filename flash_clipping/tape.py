@@ -9,9 +9,11 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from flash_clipping.factors import Factor, Outer, merge
+from flash_clipping.factors import Dense, Factor, Outer, VectorStack, merge
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
@@ -44,10 +46,10 @@ class Forward:
 
     #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
     batch_sizes: tuple[int, ...] = ()
-    #: How often each parameter was used by a tapped layer (a checkpointed layer counts once).
-    uses: dict[nn.Parameter, int] = field(default_factory=dict)
+    #: How often each parameter, by ``id``, was used by a tapped layer (checkpointed: once).
+    uses: Counter[int] = field(default_factory=Counter)
     #: How many tapped layers read the same input, by its key.
-    readers: dict[Any, int] = field(default_factory=dict)
+    readers: Counter[Any] = field(default_factory=Counter)
     #: Whether the norms of this call have been taken.
     spent: bool = False
 
@@ -62,7 +64,7 @@ class Recorder:
 
     Args:
         clip: from per-parameter norms to coefficients; also where norms are published.
-        trainable: yields the trainable parameters (name, parameter), in order.
+        trainable: the trainable parameters, in order.
         state: yields the model's parameters and buffers.
         loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
             ``"sum"``.
@@ -74,7 +76,7 @@ class Recorder:
         self,
         *,
         clip: ClipFunction,
-        trainable: Callable[[], Iterator[tuple[str, nn.Parameter]]],
+        trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
         loss_reduction: str,
         batch_first: bool,
@@ -125,16 +127,21 @@ class Recorder:
         self._current_forward = weakref.ref(forward)
         return forward
 
-    def count_use(self, params: tuple[nn.Parameter, ...]) -> None:
+    def count_use(self, params: Sequence[nn.Parameter]) -> None:
         """Note that a tapped layer reads these parameters, unless this is a recomputation."""
         forward = self.current_forward
         if forward is not None and not in_backward():
+            uses = forward.uses
             for param in params:
-                forward.uses[param] = forward.uses.get(param, 0) + 1
+                uses[id(param)] += 1
 
-    def used_once(self, param: nn.Parameter) -> bool:
-        """Whether no other use of this parameter can still arrive in the running backward."""
-        return sum(f.uses.get(param, 0) for f in self._forwards if not f.spent) == 1
+    def uses(self) -> Counter[int]:
+        """Uses of every parameter that a backward may still ask about, by ``id``."""
+        counts: Counter[int] = Counter()
+        for forward in self._forwards:
+            if not forward.spent:
+                counts.update(forward.uses)
+        return counts
 
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""
@@ -213,37 +220,46 @@ class Tape:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self.factors: dict[nn.Parameter, list[Factor]] = {}
-        self.sqnorms_B: dict[nn.Parameter, Tensor] = {}
+        # By id: hashing a parameter costs more than the rest of recording it.
+        self.params: dict[int, nn.Parameter] = {}
+        self.factors: dict[int, list[Factor]] = {}
+        self.sqnorms_B: dict[int, Tensor] = {}
+        self.vectors: list[tuple[list[int], VectorStack]] = []
+        self.uses = recorder.uses()
         self.batch_size: int | None = None
         self.first_path = ""
         #: Set while the second pass of ``mode="two_pass"`` adds clipped gradients.
-        self.coef: dict[nn.Parameter, Tensor] | None = None
+        self.coef: dict[int, Tensor] | None = None
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
 
     # -- recording ----------------------------------------------------------------------------
 
-    def record(self, path: str, factors: Mapping[nn.Parameter, Factor], readers: int = 1) -> None:
+    def record(
+        self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 1
+    ) -> None:
         """Take the factors of one layer call. ``readers`` layers read the same input."""
-        for param, factor in factors.items():
-            self._check_batch_size(path, factor.batch_size)
+        for param, factor in factors:
+            key = id(param)
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
             if self.coef is not None:
-                add_into_grad(param, factor.clipped_sum(self.coef[param], self.backend))
+                add_into_grad(param, factor.clipped_sum(self.coef[key], self.backend))
                 continue
-            if param in self.sqnorms_B:
+            if key in self.sqnorms_B:
                 raise FlashClippingError(
                     f"{path}: a parameter that was used once in forward received a second "
                     "gradient. Call backward() once over everything that was computed from the "
                     "model, before the next forward()."
                 )
-            once = self.recorder.used_once(param)
-            if self.norms_only and once:
-                self.sqnorms_B[param] = factor.sqnorms(self.backend)
-                continue
-            if once and isinstance(factor, Outer) and _worth_storing(factor, readers):
-                factor = factor.stored(self.backend)
-            self.factors.setdefault(param, []).append(factor)
+            self.params[key] = param
+            if self.uses[key] == 1:
+                if self.norms_only:
+                    self.sqnorms_B[key] = factor.sqnorms(self.backend)
+                    continue
+                if type(factor) is Outer and _worth_storing(factor, readers):
+                    factor = factor.stored(self.backend)
+            self.factors.setdefault(key, []).append(factor)
 
     @property
     def backend(self) -> str:
@@ -280,35 +296,49 @@ class Tape:
                 self.take_norms()
                 self.add_clipped_sums()
             finally:
-                self.factors.clear()
+                self.forget()
                 self.recorder.end_backward()
+
+    def forget(self) -> None:
+        """Let go of all factors."""
+        self.factors.clear()
+        self.vectors.clear()
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
-        merged = {param: merge(factors) for param, factors in self.factors.items()}
-        self.factors = {param: [factor] for param, factor in merged.items()}
+        merged = {key: merge(factors) for key, factors in self.factors.items()}
+        self.factors = {key: [factor] for key, factor in merged.items()}
         self._outer_sqnorms(merged)
-        for param, factor in merged.items():
-            if param not in self.sqnorms_B:
-                self.sqnorms_B[param] = factor.sqnorms(self.backend)
-        params = [param for _, param in self.recorder.trainable()]
+        self._stack_vectors(merged)
+        for key, factor in merged.items():
+            if key not in self.sqnorms_B:
+                self.sqnorms_B[key] = factor.sqnorms(self.backend)
+        params = self.recorder.trainable()
         norms_PB = self._norms(params)
         coef = self.recorder.clip(params, norms_PB)
         self.recorder.note_non_finite(coef == 0)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scaled = coef * self._own_gradient_scale()
-        rows = scaled if scaled.dim() == 2 else [scaled] * len(params)
-        self.coef = {
-            param: row.to(param.device, non_blocking=True)
-            for param, row in zip(params, rows, strict=True)
-        }
+        if scaled.dim() == 2:
+            rows = scaled.unbind(0)
+            self.coef = {
+                id(param): row.to(param.device, non_blocking=True)
+                for param, row in zip(params, rows, strict=True)
+            }
+        else:
+            on_device = {scaled.device: scaled}
+            for param in params:
+                if param.device not in on_device:
+                    on_device[param.device] = scaled.to(param.device, non_blocking=True)
+            self.coef = {id(param): on_device[param.device] for param in params}
+        self.params.update((id(param), param) for param in params)
         self.sqnorms_B.clear()
 
     def _own_gradient_scale(self) -> float:
         mean = self.recorder.loss_reduction == "mean"
         return float(self.batch_size or 0) if mean else 1.0
 
-    def _outer_sqnorms(self, merged: Mapping[nn.Parameter, Factor]) -> None:
+    def _outer_sqnorms(self, merged: Mapping[int, Factor]) -> None:
         """Norms of all linear maps; those that read one input share the work on it."""
         groups = group_by_input(merged)
         if not groups:
@@ -317,36 +347,52 @@ class Tape:
         for group, sq_LB in zip(
             groups, linear_sqnorms(operands, backend=self.backend), strict=True
         ):
-            for (param, _), sq_B in zip(group, sq_LB, strict=True):
-                self.sqnorms_B[param] = sq_B
+            for (key, _), sq_B in zip(group, sq_LB.unbind(0), strict=True):
+                self.sqnorms_B[key] = sq_B
+
+    def _stack_vectors(self, merged: Mapping[int, Factor]) -> None:
+        """Lay small per-sample gradients of one shape side by side, and take their norms at once.
+
+        A model has a bias and a norm layer for every few matrices; one by one, their launches
+        take longer than their arithmetic.
+        """
+        by_shape: dict[Any, list[int]] = {}
+        for key, factor in merged.items():
+            if type(factor) is Dense and factor.is_small and not factor.has_sqnorms:
+                grads = factor.grads
+                by_shape.setdefault((grads.shape, grads.dtype, grads.device), []).append(key)
+        for keys in by_shape.values():
+            if len(keys) < 2:
+                continue
+            vectors = VectorStack([self.factors.pop(key)[0].dense() for key in keys])
+            self.vectors.append((keys, vectors))
+            self.sqnorms_B.update(zip(keys, vectors.sqnorms_PB().unbind(0), strict=True))
 
     def _norms(self, params: list[nn.Parameter]) -> Tensor:
         found = list(self.sqnorms_B.values())
         device = found[0].device if found else params[0].device
-        dtype = torch.float64 if any(sq.dtype == torch.float64 for sq in found) else torch.float32
+        wide = any(sq.dtype == torch.float64 for sq in found)
+        dtype = torch.float64 if wide else torch.float32
         zero_B = torch.zeros(self.batch_size or 0, dtype=dtype, device=device)
-        rows = [
-            self.sqnorms_B[param].to(device=device, dtype=dtype, non_blocking=True)
-            if param in self.sqnorms_B
-            else zero_B
-            for param in params
-        ]
-        return torch.stack(rows).sqrt() * self._own_gradient_scale()
+        rows = [self.sqnorms_B.get(id(param), zero_B) for param in params]
+        if wide or any(row.device != device for row in rows):
+            rows = [row.to(device=device, dtype=dtype, non_blocking=True) for row in rows]
+        return torch.stack(rows).sqrt_().mul_(self._own_gradient_scale())
 
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
         assert self.coef is not None
-        merged = {param: factors[0] for param, factors in self.factors.items()}
+        merged = {key: factors[0] for key, factors in self.factors.items()}
         self.factors.clear()
         groups = group_by_input(merged)
         for group in groups:
-            for param, _ in group:
-                del merged[param]
+            for key, _ in group:
+                del merged[key]
         while groups:
             # Per-layer clipping scales a shared input differently for every reader.
-            by_coef: dict[int, list[tuple[nn.Parameter, Outer]]] = {}
-            for param, outer in groups.pop():
-                by_coef.setdefault(id(self.coef[param]), []).append((param, outer))
+            by_coef: dict[int, list[tuple[int, Outer]]] = {}
+            for key, outer in groups.pop():
+                by_coef.setdefault(id(self.coef[key]), []).append((key, outer))
             while by_coef:
                 _, part = by_coef.popitem()
                 grads = clipped_sums(
@@ -355,15 +401,21 @@ class Tape:
                     self.coef[part[0][0]],
                     backend=self.backend,
                 )
-                for (param, _), grad in zip(part, grads, strict=True):
-                    add_into_grad(param, grad)
+                for (key, _), grad in zip(part, grads, strict=True):
+                    add_into_grad(self.params[key], grad)
             del part, outer, grads, grad
+        while self.vectors:
+            keys, vectors = self.vectors.pop()
+            rows = vectors.clipped_sums([self.coef[key] for key in keys], self.backend)
+            for key, row in zip(keys, rows, strict=True):
+                add_into_grad(self.params[key], row)
         while merged:
-            param, factor = merged.popitem()
-            add_into_grad(param, factor.clipped_sum(self.coef[param], self.backend))
+            key, factor = merged.popitem()
+            add_into_grad(self.params[key], factor.clipped_sum(self.coef[key], self.backend))
             del factor
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
-        for param in self.coef:
+        for key in self.coef:
+            param = self.params[key]
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
@@ -371,27 +423,24 @@ class Tape:
 def _worth_storing(factor: Outer, readers: int) -> bool:
     """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
     B, T, d = factor.A_BTd.shape
-    choice = cost.choose(
-        B=B,
-        T=T,
-        d=d,
-        p=factor.G_BTp.shape[-1],
-        itemsize=factor.G_BTp.element_size(),
-        may_store=True,
-        shared=readers,
-        machine=cost.machine_for(factor.G_BTp.device.type, factor.G_BTp.element_size()),
+    G = factor.G_BTp
+    return _choice(B, T, d, G.shape[-1], G.element_size(), readers, G.device.type) == "outer_store"
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(B: int, T: int, d: int, p: int, itemsize: int, shared: int, device_type: str) -> str:
+    machine = cost.machine_for(device_type, itemsize)
+    return cost.choose(
+        B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=True, shared=shared, machine=machine
     )
-    return choice == "outer_store"
 
 
-def group_by_input(
-    merged: Mapping[nn.Parameter, Factor],
-) -> list[list[tuple[nn.Parameter, Outer]]]:
+def group_by_input(merged: Mapping[int, Factor]) -> list[list[tuple[int, Outer]]]:
     """Linear maps that read the same input together, in the order in which they were recorded."""
-    groups: dict[Any, list[tuple[nn.Parameter, Outer]]] = {}
-    for param, factor in merged.items():
+    groups: dict[Any, list[tuple[int, Outer]]] = {}
+    for key, factor in merged.items():
         if type(factor) is Outer:
-            groups.setdefault(factor.shares_input_with(), []).append((param, factor))
+            groups.setdefault(factor.shares_input_with(), []).append((key, factor))
     return list(groups.values())
 
 

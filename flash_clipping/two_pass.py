@@ -125,7 +125,7 @@ class _TwoPass(torch.autograd.Function):
             try:
                 call.walk(grads, retain_graph=True)
                 tape.take_norms()
-                tape.factors.clear()
+                tape.forget()
                 tape.norms_only = False
                 call.walk(grads, retain_graph=False)
                 tape.add_clipped_sums()

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,16 +118,16 @@ class Flash:
             scale = len(dense) if self.task.reduction == "mean" else 1
             seen.dense = dense * scale + (0 if seen.dense is None else seen.dense)
 
-    def merged(self, factors: Mapping[nn.Parameter, Factor]) -> None:
+    def merged(self, factors: Mapping[int, Factor], params: Mapping[int, nn.Parameter]) -> None:
         """All uses are in: linear maps that read one input share the work, which may decide."""
         for group in group_by_input(factors):
-            for param, outer in group:
-                seen = self.seen[self.names[param]]
+            for key, outer in group:
+                seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = [], []
                 self._note(seen, _algorithm(outer, shared=len(group)), outer)
-        for param, factor in factors.items():
+        for key, factor in factors.items():
             if isinstance(factor, TiedEmbedding):
-                seen = self.seen[self.names[param]]
+                seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = [], []
                 self._note(seen, _algorithm(factor), factor)
 
@@ -145,21 +145,22 @@ def _watched(flash: Flash) -> Iterator[None]:
 
     class WatchedTape(Tape):
         def record(
-            self, path: str, factors: Mapping[nn.Parameter, Factor], *args: Any, **kwargs: Any
+            self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 1
         ) -> None:
+            factors = list(factors)
             first_pass = self.coef is None
-            super().record(path, factors, *args, **kwargs)
+            super().record(path, factors, readers)
             if not first_pass:
                 return
             with torch.no_grad():
-                for param, factor in factors.items():
-                    kept = self.factors.get(param, [factor])[-1]
+                for param, factor in factors:
+                    kept = self.factors.get(id(param), [factor])[-1]
                     stored = isinstance(factor, Outer) and isinstance(kept, Dense)
                     flash.recorded(path, param, factor, stored)
 
         def take_norms(self) -> None:
             super().take_norms()
-            flash.merged({param: factors[0] for param, factors in self.factors.items()})
+            flash.merged({key: factors[0] for key, factors in self.factors.items()}, self.params)
 
     recorder = flash.module._recorder
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flash_clipping.factors import Factor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Needs:
     """What a backward is asked for.
 
