@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+import flash_clipping
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -26,7 +28,7 @@ def describe(device: torch.device, revision: str | None = None) -> dict[str, str
         "torch": torch.__version__,
         "triton": _version("triton"),
         "opacus": _version("opacus"),
-        "flash_clipping": _version("flash-clipping"),
+        "flash_clipping": flash_clipping.__version__,
         "revision": revision or _revision(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

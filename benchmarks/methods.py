@@ -31,11 +31,16 @@ from benchmarks.models import Workload, add_lora, loss
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of one comparison have in common."""
+    """What all methods of one comparison have in common.
+
+    ``plain`` is the same model and data without activation checkpointing, where ``workload`` has
+    it: what a method that cannot run under checkpointing can still be a reference on.
+    """
 
     workload: Workload
     device: torch.device
     dtype: torch.dtype
+    plain: Workload | None = None
     optimizer: bool = False
     compile: bool = False
     max_grad_norm: float = 1.0

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,19 +85,21 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    make = partial(
+        models.workload,
+        model,
+        batch=shape.batch,
+        seq=shape.seq,
+        layers=options.layers,
+        lora=options.lora,
+    )
     try:
-        workload = models.workload(
-            model,
-            batch=shape.batch,
-            seq=shape.seq,
-            layers=options.layers,
-            checkpointing=options.checkpointing,
-            lora=options.lora,
-        )
+        workload = make(checkpointing=options.checkpointing)
     except (ValueError, ImportError, AttributeError) as error:
         raise UsageError(str(error)) from error
     return Setting(
         workload=workload,
+        plain=make() if options.checkpointing else None,
         device=device,
         dtype=DTYPES[dtype],
         optimizer=options.optimizer,

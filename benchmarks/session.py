@@ -13,9 +13,10 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks import agreement
-from benchmarks.agreement import TOLERANCE, Fingerprint, fingerprint
+from benchmarks.agreement import REFERENCES, TOLERANCE, Fingerprint
 from benchmarks.measure import Clock, PeakMemory, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
@@ -49,6 +50,7 @@ class Session:
         for name, row in self.rows.items():
             if reason := METHODS[name].missing():
                 row.status, row.note = "missing", reason
+        self.reference: str | None = None
         self._batches = setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
         self._warm: set[str] = set()  # methods past their warm-up
@@ -59,55 +61,65 @@ class Session:
 
     # ---------------------------------------------------------------------------------- agreement
 
-    def check(self, done: Progress = lambda line: None) -> str | None:
-        """Compare every method with a reference; return the reference's name, or None.
+    def check(self, done: Progress = lambda line: None) -> None:
+        """Compare every method with a reference; ``reference`` then names it.
 
-        Opacus' ghost clipping is set up for this alone where neither of its methods was asked for.
+        Where none of Opacus' methods was asked for, or none can run, its ghost clipping is set up
+        for this alone, on the same model without compilation and checkpointing.
 
         Raises:
             Disagreement: with a line for each method that is further off than its tolerance.
         """
+        setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
+        plain = dataclasses.replace(
+            setting, workload=setting.plain or setting.workload, compile=False
+        )
         candidates = [name for name in self.running() if METHODS[name].flat]
-        order = sorted(candidates, key=_reference_rank)
-        if not any(name.startswith("opacus") for name in order):
-            order.insert(0, "opacus-ghost")
+        opacus = [name for name in REFERENCES if name in candidates]
         reference: tuple[str, Fingerprint] | None = None
         wrong: list[str] = []
-        for name in order:
-            row = self.rows.get(name, Row(method=name))  # a stand-in for a method not asked for
-            taken = self._attempt(row, partial(self._fingerprint, name))
-            settle(self.setting.device)
+
+        def take(name: str, row: Row, setting: Setting) -> Fingerprint | None:
+            taken = self._attempt(row, partial(_fingerprint, name, setting, self._batches[0]))
+            settle(setting.device)
             done(f"checked {name}")
-            if taken is None:
-                continue
-            if reference is None:
-                reference = (name, taken) if taken.norms_B is not None else None
-                continue
+            return taken
+
+        def compare(row: Row, taken: Fingerprint) -> None:
+            assert reference is not None
             row.norm_error = agreement.norm_error(taken, reference[1])
             row.gradient_error = agreement.gradient_error(taken, reference[1])
             errors = [e for e in (row.norm_error, row.gradient_error) if e is not None]
             if errors and max(errors) > self.tolerance:
                 wrong.append(
-                    f"{name} disagrees with {reference[0]} by {max(errors):.1e}, "
+                    f"{row.method} disagrees with {reference[0]} by {max(errors):.1e}, "
                     f"more than {self.tolerance:.0e}"
                 )
+
+        for name in opacus:
+            if taken := take(name, self.rows[name], setting):
+                if reference is None:
+                    reference = name, taken
+                else:
+                    compare(self.rows[name], taken)
+        if reference is None:
+            stand_in = REFERENCES[-1]
+            if taken := take(stand_in, Row(stand_in), plain):
+                reference = f"{stand_in}, set up for this alone", taken
+        for name in candidates:
+            if name in opacus or (taken := take(name, self.rows[name], setting)) is None:
+                continue
+            if reference is not None:
+                compare(self.rows[name], taken)
+            elif taken.norms_B is not None:
+                reference = name, taken
+        self.reference = reference[0] if reference else None
         if wrong:
             raise Disagreement("; ".join(wrong))
-        return reference[0] if reference else None
 
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.setting.dtype]
-
-    def _fingerprint(self, name: str) -> Fingerprint:
-        tf32 = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False  # convolutions to fp32's own precision
-        try:
-            # Without an optimizer, so that the peers' gradients hold no noise.
-            setting = dataclasses.replace(self.setting, optimizer=False)
-            return fingerprint(METHODS[name](setting), *self._batches[0])
-        finally:
-            torch.backends.cudnn.allow_tf32 = tf32
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -197,9 +209,13 @@ class Session:
         return None
 
 
-def _reference_rank(name: str) -> int:
-    ranks = {reference: rank for rank, reference in enumerate(agreement.REFERENCES)}
-    return ranks.get(name, len(ranks))
+def _fingerprint(name: str, setting: Setting, batch: tuple[Tensor, Tensor]) -> Fingerprint:
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False  # convolutions to fp32's own precision
+    try:
+        return agreement.fingerprint(METHODS[name](setting), *batch)
+    finally:
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _verdict(error: Exception) -> tuple[Status, str]:

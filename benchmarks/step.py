@@ -82,15 +82,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 progress.update(task, description=line, advance=1)
 
             try:
-                reference = session.check(done)
+                session.check(done)
             except Disagreement as error:
                 progress.stop()
-                _print_agreement(session, None, console)
+                _print_agreement(session, console)
                 console.print(f"[bold red]Nothing was timed: {error}[/]")
                 status = 1
                 continue
             progress.stop()
-            _print_agreement(session, reference, console)
+            _print_agreement(session, console)
             progress.start()
             turns = len(session.running()) * (options.rounds + 1)
             progress.reset(task, total=turns)
@@ -146,23 +146,22 @@ def _range(spread: Spread, digits: int) -> str:
     return f"{spread.p10:.{digits}f} – {spread.p90:.{digits}f}"
 
 
-def _print_agreement(session: Session, reference: str | None, console: Console) -> None:
+def _print_agreement(session: Session, console: Console) -> None:
     table = Table()
     for heading in ("method", "norms", "clipped sums"):
         table.add_column(heading)
     notes: list[str] = []
     for name, row in session.rows.items():
-        if name == reference:
+        if name == session.reference:
             table.add_row(name, "reference", "reference")
         elif row.status != "ok":
             table.add_row(name, f"[bold]{row.status}[/]", "")
             notes += [f"{name}: {row.note}"] if row.note else []
         elif METHODS[name].flat:
             table.add_row(name, _error(row.norm_error), _error(row.gradient_error))
-    if reference is not None and reference not in session.rows:
-        notes.append(f"compared with {reference}, set up for this check only")
-    elif reference is None:
-        notes.append("no method to compare with")
+    if session.reference not in session.rows:
+        reference = session.reference or "nothing: no method could be a reference"
+        notes.append(f"compared with {reference}")
     title = f"Agreement on one batch (tolerance {session.tolerance:.0e})"
     console.print(title, table, *notes, sep="\n")
 
