@@ -24,7 +24,7 @@ from torch.autograd import Variable
 
 from flash_clipping.factors import Dense, Factor, Outer, VectorStack, merge
 from flash_clipping.ops import cost
-from flash_clipping.ops.clipped_sum import clipped_sums
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorms
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
@@ -388,6 +388,7 @@ class Tape:
         for group in groups:
             for key, _ in group:
                 del merged[key]
+        self._add_small_products(groups)
         while groups:
             # Per-layer clipping scales a shared input differently for every reader.
             by_coef: dict[int, list[tuple[int, Outer]]] = {}
@@ -418,6 +419,28 @@ class Tape:
             param = self.params[key]
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+    def _add_small_products(self, groups: list[list[tuple[int, Outer]]]) -> None:
+        """Take out of ``groups`` those that are bound by launches, and launch them together."""
+        assert self.coef is not None
+        small: list[list[tuple[int, Outer]]] = []
+        large: list[list[tuple[int, Outer]]] = []
+        for group in groups:
+            Gs = [outer.G_BTp for _, outer in group]
+            (small if is_small(group[0][1].A_BTd, Gs) else large).append(group)
+        groups[:] = large
+        by_coef: dict[int, list[tuple[int, Outer]]] = {}
+        for group in small:
+            for key, outer in group:
+                by_coef.setdefault(id(self.coef[key]), []).append((key, outer))
+        for members in by_coef.values():
+            grads = clipped_sums_many(
+                [(outer.A_BTd, outer.G_BTp) for _, outer in members],
+                self.coef[members[0][0]],
+                backend=self.backend,
+            )
+            for (key, _), grad in zip(members, grads, strict=True):
+                add_into_grad(self.params[key], grad)
 
 
 def _worth_storing(factor: Outer, readers: int) -> bool:

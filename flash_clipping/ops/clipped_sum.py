@@ -35,3 +35,32 @@ def clipped_sums(
         check_same_rows(A_BTd, G, "A", "G")
     check_coefficients(coef_B, A_BTd, "A")
     return backends.run(clipped_sum_torch.clipped_sums, backend, A_BTd, A_BTd, Gs, coef_B)
+
+
+#: A product of fewer FLOP takes the host longer to launch than the device to compute.
+SMALL_FLOP = 10e9
+
+
+def is_small(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:
+    """Whether these products are worth handing to :func:`clipped_sums_many` together."""
+    rows = A_BTd.shape[:-1].numel()
+    return all(2 * rows * A_BTd.shape[-1] * G.shape[-1] <= SMALL_FLOP for G in Gs)
+
+
+def clipped_sums_many(
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, *, backend: str = "auto"
+) -> list[Tensor]:
+    """:func:`clipped_sums` for many small layers ``(A, G)`` at once: one launch on a GPU.
+
+    Returns:
+        ``[p, d]`` for each pair, in its operands' dtype (the wider if they differ).
+    """
+    ready = []
+    for A, G in pairs:
+        A_BTd, G_BTp = as_rows(A, "A"), as_rows(G, "G")
+        check_same_rows(A_BTd, G_BTp, "A", "G")
+        check_coefficients(coef_B, A_BTd, "A")
+        ready.append((A_BTd, G_BTp))
+    if not ready:
+        return []
+    return backends.run(clipped_sum_torch.clipped_sums_many, backend, ready[0][0], ready, coef_B)

@@ -28,6 +28,11 @@ def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Te
     return sums
 
 
+def clipped_sums_many(pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
+    return [clipped_sums(A, [G], coef_B)[0] for A, G in pairs]
+
+
 def scales_input(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:
     """Whether to scale ``A`` (shared by several layers, or narrower) rather than ``G``."""
     return len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.clipped_sum_torch import rows_for_matmul, scales_input
+from flash_clipping.ops.grouped_product_triton import grouped_products
 from flash_clipping.ops.row_scale_triton import row_scale, scale_and_clean
 
 SMALL_BYTES = 4 * 2**20
@@ -33,6 +34,20 @@ def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Te
         return [_scaled_and_other(G_BTp, A_BTd, coef_B, swap=True)]
     scaled = row_scale(A_BTd, coef_B)
     return [_repaired_product(scaled, G_BTp, coef_B, swap=False) for G_BTp in Gs]
+
+
+def clipped_sums_many(pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
+    # One launch for all pairs of one kind.
+    by_kind: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[int]] = {}
+    for i, (A, G) in enumerate(pairs):
+        by_kind.setdefault((A.shape[:2], A.dtype, G.dtype), []).append(i)
+    sums: dict[int, Tensor] = {}
+    for (_, A_dtype, G_dtype), members in by_kind.items():
+        dtype = torch.promote_types(A_dtype, G_dtype)
+        alike = [(pairs[i][0].to(dtype), pairs[i][1].to(dtype)) for i in members]
+        sums.update(zip(members, grouped_products(alike, coef_B), strict=True))
+    return [sums[i] for i in range(len(pairs))]
 
 
 def _scaled_and_other(x: Tensor, other: Tensor, coef_B: Tensor, *, swap: bool) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.clipped_sum import clipped_sums
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
 from tests.ops.cases import Case, every_case, per_sample_gradients, relative_error
 
 SHAPES = [
@@ -41,7 +41,13 @@ def test_sums_match_the_oracle(case: Case, shape: tuple) -> None:
 @every_case
 @pytest.mark.parametrize("widths", [(24, (40,)), (40, (24,)), (40, (24, 16))], ids=str)
 @pytest.mark.parametrize("where", ["A", "G", "both"])
-def test_a_dropped_sample_adds_nothing(case: Case, widths: tuple, where: str) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_dropped_sample_adds_nothing(
+    case: Case, widths: tuple, where: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large and case.backend == "triton":  # too large to copy: the repair kernel's case
+        kernels = pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+        monkeypatch.setattr(kernels, "SMALL_BYTES", 0)
     d, ps = widths
     A = case.randn(4, 9, d)
     Gs = [case.randn(4, 9, p, seed=i + 1) for i, p in enumerate(ps)]
@@ -79,3 +85,24 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     first = clipped_sums(A, [G], coef, backend=case.backend)
     again = clipped_sums(A, [G], coef, backend=case.backend)
     assert torch.equal(first[0], again[0])
+
+
+@every_case
+def test_many_layers_at_once(case: Case) -> None:
+    """Layers of several shapes and strides, a dropped sample that is not finite among them."""
+    pairs = [
+        (case.randn(3, 9, 8), case.randn(3, 9, 130)),
+        (case.randn(9, 3, 33).transpose(0, 1), case.randn(3, 9, 5)),
+        (case.randn(3, 9, 8)[..., ::2], case.randn(3, 9, 16)),
+        (case.randn(3, 1, 24), case.randn(3, 1, 40)),
+    ]
+    coef = torch.tensor([0.25, 0.0, 2.0], device=case.device)
+    for A, G in pairs:
+        A[1], G[1] = float("inf"), float("nan")
+    sums = clipped_sums_many(pairs, coef, backend=case.backend)
+    for total, (A, G) in zip(sums, pairs, strict=True):
+        keep = [0, 2]
+        oracle = oracle_of(A[keep], G[keep], coef[keep])
+        assert relative_error(total, oracle) <= max(2 * case.rounding, 1e-5)
+    again = clipped_sums_many(pairs, coef, backend=case.backend)
+    assert all(torch.equal(x, y) for x, y in zip(sums, again, strict=True))

@@ -1,0 +1,155 @@
+"""Kernel for the clipped sums of many small layers in one launch.
+
+B samples, T positions, d input features, p output features.
+
+A product that takes the device ten microseconds takes the host longer than that to scale, launch
+and repair. Here a table names the operands of all such layers and every program computes one tile
+of one of them. The coefficient is applied to the fp32 product of each sample, so nothing is scaled
+in memory, nothing is rounded twice, and the rows of a dropped sample are never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops import tiles_triton as tiles
+
+_COLUMNS = 10  # of the table
+_TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _operand(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.cast(address, tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _width(value, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    # The compiler vectorizes loads only where it knows that rows are multiples of 16 bytes.
+    if ALIGNED:
+        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        value = tl.multiple_of(value, EACH)
+    return value
+
+
+@triton.jit
+def _grouped_product_kernel(
+    table_ptr,
+    coef_ptr,
+    layers,
+    B,
+    T,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LAYERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    # The layer whose range of tiles holds this one.
+    index = tl.arange(0, LAYERS)
+    first = tl.load(table_ptr + index * COLUMNS + 9, mask=index < layers, other=1 << 40)
+    layer = tl.sum(tl.where(first <= tile, 1, 0), 0) - 1
+    row = table_ptr + layer * COLUMNS
+    G_ptr = _operand(tl.load(row), DTYPE, ALIGNED)
+    G_stride_b = _width(tl.load(row + 1), DTYPE, ALIGNED)
+    G_stride_t = _width(tl.load(row + 2), DTYPE, ALIGNED)
+    A_ptr = _operand(tl.load(row + 3), DTYPE, ALIGNED)
+    A_stride_b = _width(tl.load(row + 4), DTYPE, ALIGNED)
+    A_stride_t = _width(tl.load(row + 5), DTYPE, ALIGNED)
+    out_ptr = _operand(tl.load(row + 6), DTYPE, ALIGNED)
+    p = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
+    d = _width(tl.load(row + 8), DTYPE, ALIGNED).to(tl.int32)
+    tile -= tl.load(row + 9).to(tl.int32)
+    tiles_d = tl.cdiv(d, BLOCK)
+    p0 = (tile // tiles_d) * BLOCK
+    d0 = (tile % tiles_d) * BLOCK
+    rows = p0 + tl.arange(0, BLOCK)
+    columns = d0 + tl.arange(0, BLOCK)
+    steps = tl.cdiv(T, BLOCK_T)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(0, B * steps):
+        b = step // steps
+        coef = tl.load(coef_ptr + b)
+        t = (step % steps) * BLOCK_T + tl.arange(0, BLOCK_T)
+        read = t < tl.where(coef == 0, 0, T)
+        G = tl.load(
+            G_ptr + b * G_stride_b + t[None, :] * G_stride_t + rows[:, None],
+            mask=read[None, :] & (rows[:, None] < p),
+            other=0.0,
+        )
+        A = tl.load(
+            A_ptr + b * A_stride_b + t[:, None] * A_stride_t + columns[None, :],
+            mask=read[:, None] & (columns[None, :] < d),
+            other=0.0,
+        )
+        product = tl.dot(G, A, product, input_precision=PRECISION)
+        if step % steps == steps - 1:
+            total += coef * product
+            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    tl.store(
+        out_ptr + rows[:, None].to(tl.int64) * d + columns[None, :],
+        total.to(DTYPE),
+        mask=(rows[:, None] < p) & (columns[None, :] < d),
+    )
+
+
+def grouped_products(
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, *, block: int = 128
+) -> list[Tensor]:
+    """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
+    pairs = [(tiles.with_unit_stride(A), tiles.with_unit_stride(G)) for A, G in pairs]
+    A_BTd, _ = pairs[0]
+    B, T, _ = A_BTd.shape
+    device, dtype = A_BTd.device, A_BTd.dtype
+    sizes = [G.shape[-1] * A.shape[-1] for A, G in pairs]
+    # One buffer for all results, each on a 16-byte boundary.
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += triton.cdiv(size, 8) * 8
+    buffer = torch.empty(end, dtype=dtype, device=device)
+    outs = [
+        buffer[start : start + size].view(G.shape[-1], A.shape[-1])
+        for start, size, (A, G) in zip(starts, sizes, pairs, strict=True)
+    ]
+    table: list[int] = []
+    aligned = True
+    count = 0
+    for (A, G), out in zip(pairs, outs, strict=True):
+        p, d = out.shape
+        table += [G.data_ptr(), G.stride(0), G.stride(1), A.data_ptr(), A.stride(0), A.stride(1)]
+        table += [out.data_ptr(), p, d, count]
+        count += triton.cdiv(p, block) * triton.cdiv(d, block)
+        aligned = aligned and tiles.fits_tma(A, G) and p % 8 == 0 and d % 8 == 0
+    on_host = torch.tensor(table, dtype=torch.int64)
+    if device.type != "cpu":
+        on_host = on_host.pin_memory()
+    _grouped_product_kernel[(count,)](
+        on_host.to(device, non_blocking=True),
+        coef_B.contiguous(),
+        len(pairs),
+        B,
+        T,
+        DTYPE=_TL_DTYPE[dtype],
+        ALIGNED=aligned,
+        LAYERS=triton.next_power_of_2(len(pairs)),
+        COLUMNS=_COLUMNS,
+        BLOCK=block,
+        BLOCK_T=32 if dtype == torch.float32 else 64,
+        PRECISION=tiles.dot_precision(dtype),
+        num_warps=8,
+        num_stages=3,
+    )
+    return outs
