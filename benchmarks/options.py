@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+import flash_clipping
 from benchmarks import models
 from benchmarks.methods import METHODS, Setting
 
@@ -111,9 +112,10 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
 
 
 def recorded(options: argparse.Namespace) -> dict[str, object]:
-    """The options that decide what was measured, for the JSON file."""
+    """What decides what was measured, for the JSON file."""
     left_out = {"command", "run", "json", "force", "revision"}
-    return {key: value for key, value in vars(options).items() if key not in left_out}
+    settings = {key: value for key, value in vars(options).items() if key not in left_out}
+    return settings | {"backend": os.environ.get("FLASH_CLIPPING_BACKEND", "auto")}
 
 
 def stop_without_triton(
@@ -122,10 +124,10 @@ def stop_without_triton(
     """On a GPU, flash clipping without Triton is not what anyone wants to have measured."""
     if device.type != "cuda" or not any(name.startswith("flash") for name in methods):
         return
-    if importlib.util.find_spec("triton") is not None:
+    if flash_clipping.is_triton_available():
         return
     console.print(
-        "[bold yellow]Triton is not installed: flash clipping will fall back to PyTorch.[/]"
+        "[bold yellow]Triton cannot be used here: flash clipping will fall back to PyTorch.[/]"
     )
     if not force:
         raise UsageError("install triton, or pass --force to measure the fallback")

@@ -253,7 +253,7 @@ def test_two_passes_are_compared_where_opacus_cannot_run(monkeypatch: pytest.Mon
 
 
 def test_without_triton_a_gpu_run_stops_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flash_clipping.is_triton_available", lambda: False)
     quiet, gpu = Console(quiet=True), torch.device("cuda")
     with pytest.raises(UsageError, match="--force"):
         stop_without_triton(["nonprivate", "flash"], gpu, False, quiet)
