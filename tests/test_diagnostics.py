@@ -543,7 +543,7 @@ def test_a_model_that_fails_by_itself_says_so() -> None:
     assert report.failures[0].startswith("The plain model fails on this batch")
 
 
-def test_a_model_that_cannot_run_in_float64_says_so() -> None:
+def test_a_model_that_cannot_run_in_float64_is_checked_in_its_own_dtype() -> None:
     class Single(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -553,7 +553,60 @@ def test_a_model_that_cannot_run_in_float64_says_so() -> None:
             return self.linear(x.float())
 
     report = check(Single(), torch.randn(5, 4))
-    assert not report.passed and "float64 oracle" in report.failures[0]
+    assert report.passed, str(report)
+    assert any("does not run in float64" in note for note in report.notes)
+
+
+def test_a_model_that_needs_two_samples_has_no_oracle() -> None:
+    class Squeezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).squeeze(0).flatten(1)
+
+    report = check(Squeezing(), torch.randn(5, 4))
+    assert not report.passed and "one sample at a time" in report.failures[0]
+
+
+class RunningMean(nn.Module):
+    """No parameter, so nothing that validates layers looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.steps.add_(1)
+        return x * self.constant
+
+
+def test_buffers_that_remember_samples_are_caught() -> None:
+    model = nn.Sequential(RunningMean(), nn.Linear(4, 2))
+    report = check(model, torch.randn(5, 4))
+    assert len(report.failures) == 1 and "buffers: 0.mean." in report.failures[0]
+    assert model[0].steps == 0  # the copies were fed, not the model
+    assert check(model.eval(), torch.randn(5, 4)).passed
+
+
+def test_a_loss_weighted_by_the_batch_is_caught() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    batch = (torch.randn(5, 4), torch.tensor([0, 0, 1, 2, 2]))
+
+    def over_all_weights(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight)
+
+    def own_weight(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="none")
+
+    report = check(nn.Linear(4, 3), batch, over_all_weights)
+    assert not report.passed and any("its samples' own losses" in f for f in report.failures)
+    assert check(nn.Linear(4, 3), batch, own_weight).passed
 
 
 def test_one_sample_cannot_show_independence() -> None:

@@ -67,7 +67,8 @@ def check(
 
     The oracle is a plain deep copy of the model in float64 that sees one sample at a time; nothing
     of this library takes part in it. The norm of every sample for every parameter, the clipped
-    sums, and the norms of all other samples when one is removed must agree.
+    sums, and the norms of all other samples when one is removed must agree. No buffer may depend
+    on a sample.
 
     ``model`` and ``batch`` are not changed. Dropout is switched off in the copies. Memory: the
     oracle holds one sample's gradients and one sum in float64.
@@ -145,14 +146,29 @@ class _Check:
                 flash.step(self.samples.all, self.max_grad_norm)
         except Exception as error:  # whatever the user's model raises is the finding
             return self._uncovered(_described(error))
-        try:
-            oracle = Oracle(self.plain, self.task, self.samples, flash.bound, self.sections)
-        except Exception as error:
+        oracle, reason = self._oracle(flash.bound)
+        if oracle is None:
             return self._uncovered(
-                f"The float64 oracle could not run the plain model on one sample at a time: "
-                f"{_described(error)}"
+                f"The plain model fails on one sample at a time, so there is no oracle: {reason}"
             )
         return self._compared(flash, oracle)
+
+    def _oracle(self, bound: float) -> tuple[Oracle | None, str]:
+        """In float64, or in the model's own dtype where code insists on that; else why not."""
+        reason = ""
+        for dtype in (torch.float64, None):
+            try:
+                oracle = Oracle(self.plain, self.task, self.samples, bound, self.sections, dtype)
+            except Exception as error:
+                reason = reason or _described(error)
+                continue
+            if dtype is None:
+                self.notes.append(
+                    f"The model or the loss does not run in float64 ({reason}); the oracle ran in "
+                    "the model's own dtype, so rounding is on both sides."
+                )
+            return oracle, ""
+        return None, reason
 
     def _refused_before_start(self) -> str:
         """Why no comparison would mean anything, found with the plain model alone."""
@@ -169,7 +185,29 @@ class _Check:
                 "(model.eval()), or set its remaining dropout rates to 0."
             )
         self.plain_loss = losses[0]
+        self._check_buffers()
         return ""
+
+    def _check_buffers(self) -> None:
+        """What a forward leaves in buffers is released with the model, without noise."""
+        if self.samples.size < 2:
+            return
+        state = [
+            self._buffers_after(batch) for batch in (self.samples.all, self.samples.without(0))
+        ]
+        changed = [name for name, value in state[0].items() if not _same(value, state[1].get(name))]
+        if changed:
+            self.failures.append(
+                f"The forward writes what it sees of the samples into buffers: "
+                f"{', '.join(changed)}. They are part of the state dict and get no noise. Use a "
+                "layer without running statistics, or do not train or release in this mode."
+            )
+
+    def _buffers_after(self, batch: Any) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(self.plain)
+        self.task.value(model, batch)
+        parameters = dict(model.named_parameters())
+        return {name: v for name, v in model.state_dict().items() if name not in parameters}
 
     # -- parts of the report ------------------------------------------------------------------
 
@@ -211,7 +249,7 @@ class _Check:
                 status, reason = UNCHECKED, "the check stopped before this parameter"
             parameters.append(_parameter(name, param, path, owner, status, reason=reason))
         return CheckReport(
-            failures=(error,),
+            failures=(*self.failures, error),
             notes=tuple(self.notes),
             batch_size=self.samples.size,
             parameters=tuple(parameters),
@@ -423,6 +461,12 @@ def _parameter(
         status=status,
         **more,
     )
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True  # extra state, which need not be comparable
+    return torch.equal(one, other)
 
 
 def _described(error: BaseException) -> str:

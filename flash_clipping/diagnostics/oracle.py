@@ -30,7 +30,10 @@ _TINY = 1e-300
 
 
 class Oracle:
-    """Per-sample gradients by plain autograd, one sample at a time, in float64."""
+    """Per-sample gradients by plain autograd, one sample at a time, in float64.
+
+    With ``dtype=None`` the model keeps its own dtype; norms and sums are float64 all the same.
+    """
 
     def __init__(
         self,
@@ -39,12 +42,18 @@ class Oracle:
         samples: Samples,
         max_grad_norm: float,
         sections: Mapping[str, Sequence[str]],
+        dtype: torch.dtype | None = torch.float64,
     ):
-        model = copy.deepcopy(plain).double()
+        model = copy.deepcopy(plain)
+        if dtype is not None:
+            model = model.to(dtype)
         params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         norms: list[float] = []
         param_norms: dict[str, list[float]] = {name: [] for name in params}
-        self.sums = {n: torch.zeros_like(p, requires_grad=False) for n, p in params.items()}
+        self.sums = {
+            n: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+            for n, p in params.items()
+        }
         self.reached = dict.fromkeys(params, False)
         section_norms: dict[str, list[list[float]]] = {
             n: [[] for _ in s] for n, s in sections.items()
@@ -52,7 +61,8 @@ class Oracle:
         losses = []
         for b in range(samples.size):
             model.zero_grad(set_to_none=True)
-            loss = task(model, cast(samples.take([b]), torch.float64))
+            sample = samples.take([b])
+            loss = task(model, sample if dtype is None else cast(sample, dtype))
             losses.append(float(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
@@ -61,7 +71,8 @@ class Oracle:
                 grad = grads.get(name)
                 self.reached[name] |= grad is not None
                 grad = torch.zeros_like(param) if grad is None else grad
-                grads[name] = grad.to_dense() if grad.layout != torch.strided else grad
+                grad = grad.to_dense() if grad.layout != torch.strided else grad
+                grads[name] = grad.double()
                 param_norms[name].append(float(torch.linalg.vector_norm(grads[name])))
             norms.append(math.hypot(*(param_norms[name][b] for name in params)))
             for name in sections.keys() & params.keys():
