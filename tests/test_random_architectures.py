@@ -1,0 +1,282 @@
+"""Random models of every supported layer against ``torch.func``, in float64.
+
+Deterministic as it stands; with ``FLASH_CLIPPING_PROFILE=long`` in the environment it draws anew,
+twenty times as many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+)
+from tests.models import Scale
+from tests.oracle import Truth, assert_close
+from tests.strategies import (
+    PROFILE,
+    Plan,
+    RandomModel,
+    SelfAttention,
+    batch_of,
+    losses,
+    plans,
+    profile,
+)
+
+TOLERANCE = 1e-9
+
+#: Floor below it, as a part of the whole gradient's square and as it is: a gradient that is zero
+#: in exact arithmetic (a bias before a normalization) is the difference of terms that are not.
+FLOOR = 1e-13
+ZERO = 1e-20
+
+#: Layout of the input -> examples in CI.
+EXAMPLES = {
+    "ids": 150,
+    "vector": 100,
+    "sequence": 200,
+    "grid": 80,
+    "signal": 100,
+    "image": 120,
+    "volume": 80,
+}
+
+
+def truth_of(model: nn.Module, plan: Plan) -> Truth:
+    plain = copy.deepcopy(model)
+    plain.checkpointing = "none"
+    batch = batch_of(plan)
+    trainable = {n: p.detach() for n, p in plain.named_parameters() if p.requires_grad}
+
+    def loss(params: dict[str, Tensor], sample: Tensor) -> Tensor:
+        def functional(x: Tensor) -> Any:
+            return torch.func.functional_call(plain, params, (x,))
+
+        return losses(functional, (sample.unsqueeze(0),), plan)[0]
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(trainable, *batch)
+    norms = {n: g.reshape(plan.batch_size, -1).norm(dim=1) for n, g in grads.items()}
+    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads)
+
+
+def check_squares(found: Tensor, expected: Tensor, total: Tensor, what: str) -> None:
+    """Norms of every sample: relative error, with :data:`FLOOR` below it."""
+    assert found.shape == expected.shape, what
+    assert torch.isfinite(found).all(), f"{what}: {found}"
+    error = (found.square() - expected.square()).abs()
+    allowed = 2 * TOLERANCE * expected.square() + FLOOR * total.square() + ZERO
+    assert (error <= allowed).all(), f"{what}: found {found}, expected {expected}"
+
+
+def check_plan(plan: Plan) -> None:
+    model = RandomModel(plan).double()
+    truth = truth_of(model, plan)
+    bound = max(truth.norms.median().item(), 1e-3)  # clips some samples and not others
+    wrap = GradSampleModuleFlashClipping if plan.wrap else GradSampleHooksFlashClipping
+    flash = wrap(
+        model,
+        max_grad_norm=bound,
+        loss_reduction=plan.reduction,
+        mode=plan.mode,
+        batch_first=not plan.time_first,
+    )
+    loss = losses(flash if plan.wrap else model, batch_of(plan), plan)
+    (loss.mean() if plan.reduction == "mean" else loss.sum()).backward()
+
+    check_squares(flash.get_norm_sample(), truth.norms, truth.norms, "norms")
+    coef = flash.get_clipping_coef()
+    assert (coef <= 1).all() and (coef * truth.norms <= bound * (1 + TOLERANCE)).all()
+    clipped = truth.clipped(bound)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None, name
+            continue
+        check_squares(param._norm_sample, truth.param_norms[name], truth.norms, name)
+        assert param.grad is not None and param.grad.shape == param.shape, name
+        error = (param.grad - clipped[name]).abs().max()
+        allowed = TOLERANCE * (clipped[name].abs().max() + 1e-3 * max(bound, 0.1))
+        assert error <= allowed, f"{name}: clipped sum off by {error:.2e}, {allowed:.2e} allowed"
+    flash.remove_hooks()
+
+
+@pytest.mark.timeout(300 if PROFILE == "default" else 7200)
+@pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:There is a performance drop")
+@pytest.mark.parametrize("layout", EXAMPLES)
+def test_random_architecture(layout: str) -> None:
+    """Norms, norms of each parameter and clipped sums of any model are those of ``torch.func``."""
+
+    @profile(EXAMPLES[layout])
+    @given(plan=plans(layout))
+    def holds(plan: Plan) -> None:
+        check_plan(plan)
+
+    holds()
+
+
+@pytest.mark.timeout(300 if PROFILE == "default" else 7200)
+@pytest.mark.parametrize("layout", ["ids", "sequence"])
+def test_random_architecture_time_first(layout: str) -> None:
+    """The same with ``batch_first=False``: every layer sees ``[T, B, ...]``."""
+
+    @profile(40)
+    @given(plan=plans(layout, time_first=True))
+    def holds(plan: Plan) -> None:
+        check_plan(plan)
+
+    holds()
+
+
+# -- found by the above, or beyond what it can draw -----------------------------------------------
+
+
+def norms_of_own_gradients(
+    model: nn.Module, batch: tuple[Tensor, ...], shared: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Norms by flash clipping and by one backward per sample; ``shared`` inputs have no batch."""
+    expected = []
+    for b in range(len(batch[0])):
+        model.zero_grad(set_to_none=True)
+        model(*(x[b : b + 1] for x in batch), *shared).square().sum().backward()
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        expected.append(torch.cat(grads).norm())
+    model.zero_grad(set_to_none=True)
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    flash(*batch, *shared).square().sum().backward()
+    return flash.get_norm_sample(), torch.stack(expected)
+
+
+def check_norms(
+    model: nn.Module, batch: tuple[Tensor, ...], shared: tuple[Tensor, ...] = ()
+) -> None:
+    found, expected = norms_of_own_gradients(model, batch, shared)
+    assert_close(found, expected, TOLERANCE, "norms")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="F.linear with a bias returns a view for inputs of 3 dimensions, and TappedLayer hands "
+    "it on; the output of a tapped layer must be fresh",
+)
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+def test_in_place_activation_after_linear(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 6) if kind == "Linear" else Conv1D(6, 4)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True), nn.Linear(6, 3)).double()
+    check_norms(model, (torch.randn(3, 5, 4).double(),))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=FlashClippingError,
+    reason="with its own parameters frozen the attention's forward is left as it is, and that "
+    "reads out_proj.weight past out_proj's tap",
+)
+def test_multihead_attention_with_frozen_projections() -> None:
+    torch.manual_seed(0)
+    model = SelfAttention(lambda: nn.MultiheadAttention(4, 2, batch_first=True)).double()
+    model.attention.in_proj_weight.requires_grad_(False)
+    model.attention.in_proj_bias.requires_grad_(False)
+    check_norms(model, (torch.randn(3, 5, 4).double(),))
+
+
+class PositionsFromRange(nn.Module):
+    """Positions as ``arange(T)``, without a batch axis; added to ``[B, T, d]`` by broadcasting."""
+
+    def __init__(self, length: int, width: int):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, width), nn.Embedding(length, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = self.positions(torch.arange(ids.shape[1]))
+        return self.head(torch.tanh(self.tokens(ids) + positions))
+
+
+class BiasFromTable(nn.Module):
+    """A small network over a buffer of coordinates, one row per position."""
+
+    def __init__(self, length: int, width: int):
+        super().__init__()
+        self.register_buffer("table", torch.linspace(-1, 1, length)[:, None])
+        self.network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, width))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x + self.network(self.table)))
+
+
+def positions_case(kind: str, batch_size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    if kind == "range":
+        return PositionsFromRange(5, 4).double(), (torch.randint(0, 9, (batch_size, 5)),)
+    return BiasFromTable(5, 4).double(), (torch.randn(batch_size, 5, 4).double(),)
+
+
+@pytest.mark.parametrize("kind", ["range", "table"])
+def test_positions_that_are_not_samples_are_refused(kind: str) -> None:
+    """A leading axis that is not the sample count is an error that names the module."""
+    model, batch = positions_case(kind, batch_size=4)
+    with pytest.raises(FlashClippingError, match="positions|network"):
+        norms_of_own_gradients(model, batch)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="as many positions as samples: T = B makes a [T, d] input pass for a batch, and the "
+    "norms are wrong without a word",
+)
+@pytest.mark.parametrize("kind", ["range", "table"])
+def test_as_many_positions_as_samples(kind: str) -> None:
+    """Exact or refused, but never a wrong norm."""
+    model, batch = positions_case(kind, batch_size=5)
+    with contextlib.suppress(FlashClippingError):
+        check_norms(model, batch)
+
+
+class SecondInput(nn.Module):
+    """Only a table that is read through an input without a batch axis is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
+        self.tokens.requires_grad_(False)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return torch.tanh(self.tokens(ids) + self.positions(positions))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the leading axis of any input passes for the batch: 5 norms for a batch of 3",
+)
+def test_batch_size_is_that_of_the_first_input() -> None:
+    """Exact or refused: an input of another leading size does not redefine the batch."""
+    torch.manual_seed(0)
+    model = SecondInput().double()
+    with contextlib.suppress(FlashClippingError):
+        check_norms(model, (torch.randint(0, 9, (3, 5)),), (torch.arange(5),))
+
+
+@pytest.mark.xfail(strict=True, reason="a layer that is tapped already is tapped once more")
+def test_part_of_a_wrapped_model_in_another_model() -> None:
+    """Exact or refused: a deep copy of a wrapped model's layer brings its tap along."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 4), Scale(4)).double()
+    GradSampleModuleFlashClipping(first)
+    model = nn.Sequential(nn.Linear(4, 4).double(), copy.deepcopy(first[1]))
+    with contextlib.suppress(FlashClippingError, ValueError):
+        check_norms(model, (torch.randn(5, 5, 4).double(),))
