@@ -70,7 +70,9 @@ def _runs_kernel(
             mask=valid[:, None] & (columns < d)[None, :],
             other=0.0,
         )
-        gram = tl.dot(G, tl.trans(G), gram, input_precision=PRECISION)
+        # See gram_triton: the accumulator of the tensor cores truncates, so it starts afresh.
+        product = tl.dot(G, tl.trans(G), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
+        gram += product
         if before == head_id:
             head = tl.sum(tl.where((ids == head_id)[:, None], G.to(tl.float32), 0.0), 0)
             tl.store(heads_ptr + chunk_of_all * d + columns, head, mask=columns < d)
@@ -95,29 +97,34 @@ def _boundaries_kernel(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What runs that cross boundaries add: ``2 ⟨rows before the boundary, rows after it⟩``."""
+    """What runs that cross boundaries add: ``2 ⟨rows before a boundary, rows of the chunk after⟩``.
+
+    A program belongs to one boundary and has work if a run crosses it there for the first time: it
+    then follows that run over all boundaries that it crosses.
+    """
     pid = tl.program_id(0)
-    b = (pid // blocks).to(tl.int64)
-    columns = (pid % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
-    carried = tl.zeros((BLOCK_D,), tl.float32)  # the run that reaches the boundary, so far
+    b = (pid // (blocks * (chunks - 1))).to(tl.int64)
+    rest = pid % (blocks * (chunks - 1))
+    boundary = rest // blocks + 1
+    columns = (rest % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    ids = ids_ptr + b * T
+    run = tl.load(ids + boundary * CHUNK - 1)
+    right = tl.load(ids + boundary * CHUNK)
+    before = tl.load(ids + (boundary - 1) * CHUNK - 1, mask=boundary > 1, other=-1)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for boundary in range(1, chunks):
-        position = boundary * CHUNK
-        left = tl.load(ids_ptr + b * T + position - 1)
-        right = tl.load(ids_ptr + b * T + position)
-        left_start = tl.load(ids_ptr + b * T + position - CHUNK)
-        # Of a boundary that no run crosses, no columns are read.
-        width = tl.where(left == right, d, 0)
-        through = left_start == left  # the chunk before is one single run
-        tail = tl.load(
-            tails_ptr + (b * chunks + boundary - 1) * d + columns, mask=columns < width, other=0.0
-        )
-        head = tl.load(
-            heads_ptr + (b * chunks + boundary) * d + columns, mask=columns < width, other=0.0
-        )
-        carried = tl.where(through, carried, 0.0) + tail
-        carried = tl.where(left == right, carried, 0.0)
-        total += 2.0 * carried * head
+    if (run == right) & (run != before):
+        inside = columns < d
+        row = b * chunks + boundary
+        carried = tl.load(tails_ptr + (row - 1) * d + columns, mask=inside, other=0.0)
+        end = tl.cdiv(T, CHUNK)
+        while boundary < end:
+            head = tl.load(heads_ptr + row * d + columns, mask=inside, other=0.0)
+            total += 2.0 * carried * head
+            carried += head
+            boundary += 1
+            row += 1
+            following = tl.load(ids + boundary * CHUNK, mask=boundary < end, other=-1)
+            end = tl.where(following == run, end, 0)
     tl.store(partial_ptr + pid, tl.sum(total, 0))
 
 
@@ -128,8 +135,8 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     # Stable, so that equal ids keep one order and the sums one rounding.
     sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
     chunks, slices = triton.cdiv(T, CHUNK), triton.cdiv(d, SLICE_D)
-    blocks = triton.cdiv(d, SLICE_D)
-    partial = G_BTd.new_empty(B * (chunks * slices + blocks), dtype=torch.float32)
+    # One program for each slice of a chunk, and one for each slice of a boundary between two.
+    partial = G_BTd.new_empty(B * (2 * chunks - 1) * slices, dtype=torch.float32)
     within, crossing = partial[: B * chunks * slices], partial[B * chunks * slices :]
     # Written, and read, only where a run crosses a boundary.
     ends = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32)
@@ -153,20 +160,22 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         PRECISION=tiles.dot_precision(G_BTd.dtype),
         num_warps=4,
     )
-    _boundaries_kernel[(B * blocks,)](
-        sorted_BT,
-        ends[0],
-        ends[1],
-        crossing,
-        T,
-        d,
-        chunks,
-        blocks,
-        CHUNK=CHUNK,
-        BLOCK_D=SLICE_D,
-        num_warps=4,
-    )
-    sq_B = within.view(B, -1).sum(1).add_(crossing.view(B, -1).sum(1))
+    sq_B = within.view(B, -1).sum(1)
+    if chunks > 1:
+        _boundaries_kernel[(crossing.numel(),)](
+            sorted_BT,
+            ends[0],
+            ends[1],
+            crossing,
+            T,
+            d,
+            chunks,
+            slices,
+            CHUNK=CHUNK,
+            BLOCK_D=SLICE_D,
+            num_warps=4,
+        )
+        sq_B += crossing.view(B, -1).sum(1)
     return sq_B.clamp_(min=0)
 
 
@@ -209,7 +218,8 @@ def _tied_kernel(
         g = tiles.load_tile(
             Gemb_ptr, b, t0, k, T, d, Gemb_stride_b, Gemb_stride_t, BLOCK_T, BLOCK_D, False
         )
-        products = tl.dot(a, tl.trans(g), products, input_precision=PRECISION)
+        # See gram_triton: the accumulator of the tensor cores truncates, so it starts afresh.
+        products += tl.dot(a, tl.trans(g), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
     t = t0 + tl.arange(0, BLOCK_T)
     s = s0 + tl.arange(0, BLOCK_S)
     wide_b = b.to(tl.int64)

@@ -2,19 +2,13 @@
 
 B samples, T positions, d input features, p output features, L layers that read one input.
 
-A tile of ``A Aᵀ`` is multiplied with the same tile of ``G Gᵀ`` and summed. The lower triangle of
-``[T, T]`` is covered by *wide* tiles of 128 rows and 256 columns (twice the columns need 3/4 of
-the traffic per product, and traffic between the L2 cache and shared memory is what bounds this
-kernel) and by *diagonal* tiles of 128 by 128, which read their rows only once:
+A tile of ``A Aᵀ`` and the same tile of ``G Gᵀ`` are held in registers, multiplied and summed; only
+tiles on and below the diagonal are computed, and those on it read their rows once.
 
-    row 0   D
-    row 1   W W
-    row 2   W W D
-    row 3   W W W W
-
-Two wide tiles do not fit in the registers, so that of ``A Aᵀ`` waits in a scratch tile of its
-program, which never leaves the L2 cache. Where the grid is only as wide as high (``WIDTH`` 1) both
-stay in registers.
+Tensor cores truncate their fp32 accumulator: it loses up to 1e-7 of its value with every
+instruction, always towards zero. Over a feature dimension of 4096 the norm would be 1e-5 too small,
+and with it the guarantee; so after every ``PROMOTE`` steps the accumulator is added to one that
+rounds, and starts again at zero.
 
 Layers differ in their addresses and widths only, so a table in device memory names them and one
 persistent grid walks over the tiles of all: no partly filled last wave for each layer, and one
@@ -49,41 +43,41 @@ def _operand_tile(
     F,
     i0,
     j0,
-    DIAGONAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
     TMA: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows ``i0..`` against rows ``j0..`` of one sample's ``X Xᵀ``; rows beyond T are zero."""
-    product = tl.zeros((ROWS, COLUMNS), tl.float32)
     if TMA:
-        rows = tl.make_tensor_descriptor(X_ptr, [T, F], [stride_t, 1], [ROWS, BLOCK_F])
-        if DIAGONAL:
-            for f in range(0, F, BLOCK_F):
-                x = rows.load([i0, f])
-                product = tl.dot(x, tl.trans(x), product, input_precision=PRECISION)
-        else:
-            columns = tl.make_tensor_descriptor(X_ptr, [T, F], [stride_t, 1], [COLUMNS, BLOCK_F])
-            for f in range(0, F, BLOCK_F):
-                x = rows.load([i0, f])
-                y = columns.load([j0, f])
-                product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
+        rows = tl.make_tensor_descriptor(X_ptr, [T, F], [stride_t, 1], [BLOCK, BLOCK_F])
     else:
-        i = i0 + tl.arange(0, ROWS)
-        j = j0 + tl.arange(0, COLUMNS)
+        i = i0 + tl.arange(0, BLOCK)
+        j = j0 + tl.arange(0, BLOCK)
         i_ptr = X_ptr + i.to(tl.int64)[:, None] * stride_t
         j_ptr = X_ptr + j.to(tl.int64)[:, None] * stride_t
-        for f in range(0, F, BLOCK_F):
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(0, tl.cdiv(F, BLOCK_F)):
+        f = step * BLOCK_F
+        if TMA:
+            x = rows.load([i0, f])
+        else:
             k = (f + tl.arange(0, BLOCK_F))[None, :]
             x = tl.load(i_ptr + k, mask=(i < T)[:, None] & (k < F), other=0.0)
-            if DIAGONAL:
-                product = tl.dot(x, tl.trans(x), product, input_precision=PRECISION)
-            else:
-                y = tl.load(j_ptr + k, mask=(j < T)[:, None] & (k < F), other=0.0)
-                product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
-    return product
+        if DIAGONAL:
+            y = x
+        elif TMA:
+            y = rows.load([j0, f])
+        else:
+            y = tl.load(j_ptr + k, mask=(j < T)[:, None] & (k < F), other=0.0)
+        product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
+        if step % PROMOTE == PROMOTE - 1:
+            total += product
+            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    return total + product
 
 
 @triton.jit
@@ -103,17 +97,30 @@ def _sample(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns, without moving data between threads."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def _triangle(index):
+    """Row and column of an entry of a triangle whose rows have 1, 2, 3, ... entries."""
+    row = ((tl.sqrt(1.0 + 8.0 * index.to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    row -= (row * (row + 1) // 2 > index).to(tl.int32)  # the root is rounded
+    row += ((row + 1) * (row + 2) // 2 <= index).to(tl.int32)
+    return row, index - row * (row + 1) // 2
 
 
 @triton.jit
-def _quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    left, right = _halves(x, ROWS, COLUMNS)
-    first, second = _halves(left, ROWS, COLUMNS // 2)
-    third, fourth = _halves(right, ROWS, COLUMNS // 2)
-    return first, second, third, fourth
+def _tile(slot, rows, GROUP: tl.constexpr):
+    """Row and column of a tile. ``GROUP`` rows are walked together, column by column, so that
+    the programs at work at one time share what they read."""
+    row, _ = _triangle(slot)
+    first = row // GROUP * GROUP
+    height = min(GROUP, rows - first)
+    within = slot - first * (first + 1) // 2
+    if within < first * height:  # left of the group's own triangle
+        i = first + within % height
+        j = within // height
+    else:
+        i, j = _triangle(within - first * height)
+        i += first
+        j += first
+    return i, j
 
 
 @triton.jit
@@ -122,23 +129,22 @@ def _group_tile(
     layers_ptr,
     weight_ptr,
     bias_ptr,
-    scratch_ptr,
     group,
     b,
     slot,
+    slots,
     B,
     T,
-    slots,
     i0,
     j0,
-    DIAGONAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
     A_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     BIAS: tl.constexpr,
     A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
@@ -149,73 +155,20 @@ def _group_tile(
     layers = tl.load(row + 5)
     A_ptr, A_stride, d = _sample(row, b, A_DTYPE, ALIGNED)
     AA = _operand_tile(
-        A_ptr,
-        A_stride,
-        T,
-        d,
-        i0,
-        j0,
-        DIAGONAL,
-        ROWS,
-        COLUMNS,
-        BLOCK_F,
-        TMA,
-        A_PRECISION,
+        A_ptr, A_stride, T, d, i0, j0, BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, A_PRECISION
     )
-    SPILL: tl.constexpr = COLUMNS > ROWS
-    if SPILL:
-        QUARTER: tl.constexpr = COLUMNS // 4
-        kept = scratch_ptr + tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-        kept += tl.arange(0, ROWS)[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
-        tl.debug_barrier()  # the previous tile has been read by every thread
-        AA0, AA1, AA2, AA3 = _quarters(AA, ROWS, COLUMNS)
-        tl.store(kept, AA0)
-        tl.store(kept + ROWS * QUARTER, AA1)
-        tl.store(kept + ROWS * QUARTER * 2, AA2)
-        tl.store(kept + ROWS * QUARTER * 3, AA3)
-        tl.debug_barrier()
-    # A tile below the diagonal stands for the one above it as well.
-    left = tl.where(j0 == i0, 1.0, 2.0)
-    right = tl.where(j0 + ROWS == i0, 1.0, 2.0)
+    if not DIAGONAL:
+        AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
         G_ptr, G_stride, p = _sample(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
         GG = _operand_tile(
-            G_ptr,
-            G_stride,
-            T,
-            p,
-            i0,
-            j0,
-            DIAGONAL,
-            ROWS,
-            COLUMNS,
-            BLOCK_F,
-            TMA,
-            G_PRECISION,
+            G_ptr, G_stride, T, p, i0, j0, BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, G_PRECISION
         )
-        out = (layer * B + b) * slots + slot
-        if SPILL:
-            # The barriers keep the loads from being issued together: there are no registers
-            # for more than a quarter beside the product.
-            GG0, GG1, GG2, GG3 = _quarters(GG, ROWS, COLUMNS)
-            sums = tl.sum(tl.load(kept) * GG0, 0) * left
-            bias_sums = tl.sum(GG0, 0) * left
-            tl.debug_barrier()
-            sums += tl.sum(tl.load(kept + ROWS * QUARTER) * GG1, 0) * left
-            bias_sums += tl.sum(GG1, 0) * left
-            tl.debug_barrier()
-            sums += tl.sum(tl.load(kept + ROWS * QUARTER * 2) * GG2, 0) * right
-            bias_sums += tl.sum(GG2, 0) * right
-            tl.debug_barrier()
-            sums += tl.sum(tl.load(kept + ROWS * QUARTER * 3) * GG3, 0) * right
-            bias_sums += tl.sum(GG3, 0) * right
-            tl.store(weight_ptr + out, tl.sum(sums, 0))
-            if BIAS:
-                tl.store(bias_ptr + out, tl.sum(bias_sums, 0))
-        else:
-            tl.store(weight_ptr + out, tl.sum(tl.sum(AA * GG, 0), 0) * left)
-            if BIAS:
-                tl.store(bias_ptr + out, tl.sum(tl.sum(GG, 0), 0) * left)
+        # Rows are summed here, and the rest outside: no wait for the other warps.
+        out = ((layer * B + b) * slots + slot) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(weight_ptr + out, tl.sum(AA * GG, 1))
+        if BIAS:
+            tl.store(bias_ptr + out, tl.sum(GG, 1) * (1.0 if DIAGONAL else 2.0))
 
 
 @triton.jit
@@ -224,15 +177,14 @@ def _gram_kernel(
     layers_ptr,
     weight_ptr,
     bias_ptr,
-    scratch_ptr,
     groups,
     B,
     T,
-    wide,
-    diagonal,
+    rows,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,
     A_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr,
     TMA: tl.constexpr,
@@ -241,79 +193,66 @@ def _gram_kernel(
     A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
 ):
-    """``wide`` and ``diagonal`` tiles of every sample of every group; wide ones first: they last
-    longer, and the grid should end on short ones."""
-    slots = wide + diagonal
-    for item in range(tl.program_id(0), groups * B * wide, tl.num_programs(0)):
-        group = (item // (B * wide)).to(tl.int64)
-        b = (item // wide % B).to(tl.int64)
-        slot = item % wide
-        # Tile rows 2m-1 and 2m have m wide tiles each (rows m has m, when tiles are square).
-        m = ((1.0 + tl.sqrt(1.0 + (8 // WIDTH) * slot.to(tl.float32))) * 0.5).to(tl.int32)
-        m -= (WIDTH * m * (m - 1) // 2 > slot).to(tl.int32)
-        m += (WIDTH * m * (m + 1) // 2 <= slot).to(tl.int32)
-        within = slot - WIDTH * m * (m - 1) // 2
-        if WIDTH == 1:
-            i = m
+    """Every tile of every sample of every group. The tiles of a sample are at work at one time,
+    so that its operands come from memory once."""
+    slots = rows * (rows + 1) // 2
+    for item in range(tl.program_id(0), groups * B * slots, tl.num_programs(0)):
+        slot = item % slots
+        b = (item // slots % B).to(tl.int64)
+        group = (item // slots // B).to(tl.int64)
+        i, j = _tile(slot, rows, GROUP)
+        if i == j:
+            _group_tile(
+                inputs_ptr,
+                layers_ptr,
+                weight_ptr,
+                bias_ptr,
+                group,
+                b,
+                slot,
+                slots,
+                B,
+                T,
+                i * BLOCK,
+                j * BLOCK,
+                BLOCK,
+                BLOCK_F,
+                PROMOTE,
+                A_DTYPE,
+                G_DTYPE,
+                TMA,
+                ALIGNED,
+                True,
+                BIAS,
+                A_PRECISION,
+                G_PRECISION,
+            )
         else:
-            i = 2 * m - 1 + within // m
-        _group_tile(
-            inputs_ptr,
-            layers_ptr,
-            weight_ptr,
-            bias_ptr,
-            scratch_ptr,
-            group,
-            b,
-            slot,
-            B,
-            T,
-            slots,
-            i * BLOCK,
-            within % m * (WIDTH * BLOCK),
-            False,
-            BLOCK,
-            WIDTH * BLOCK,
-            BLOCK_F,
-            A_DTYPE,
-            G_DTYPE,
-            TMA,
-            ALIGNED,
-            BIAS,
-            A_PRECISION,
-            G_PRECISION,
-        )
-    for item in range(tl.program_id(0), groups * B * diagonal, tl.num_programs(0)):
-        group = (item // (B * diagonal)).to(tl.int64)
-        b = (item // diagonal % B).to(tl.int64)
-        slot = item % diagonal
-        start = slot * (WIDTH * BLOCK)
-        _group_tile(
-            inputs_ptr,
-            layers_ptr,
-            weight_ptr,
-            bias_ptr,
-            scratch_ptr,
-            group,
-            b,
-            slot + wide,
-            B,
-            T,
-            slots,
-            start,
-            start,
-            True,
-            BLOCK,
-            BLOCK,
-            BLOCK_F,
-            A_DTYPE,
-            G_DTYPE,
-            TMA,
-            ALIGNED,
-            BIAS,
-            A_PRECISION,
-            G_PRECISION,
-        )
+            _group_tile(
+                inputs_ptr,
+                layers_ptr,
+                weight_ptr,
+                bias_ptr,
+                group,
+                b,
+                slot,
+                slots,
+                B,
+                T,
+                i * BLOCK,
+                j * BLOCK,
+                BLOCK,
+                BLOCK_F,
+                PROMOTE,
+                A_DTYPE,
+                G_DTYPE,
+                TMA,
+                ALIGNED,
+                False,
+                BIAS,
+                A_PRECISION,
+                G_PRECISION,
+            )
 
 
 @dataclass(frozen=True)
@@ -321,21 +260,18 @@ class Config:
     """A launch's parameters, open to benchmarks."""
 
     block: int = 128
-    width: int = 2
     block_f: int = 64
+    promote: int = 16
     num_warps: int = 8
     num_stages: int = 4
     tma: bool = True
 
 
-def config_for(dtype: torch.dtype, T: int, tma: bool) -> Config:
+def config_for(dtype: torch.dtype, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
-    if dtype == torch.float32:
-        return Config(block=64, width=1, block_f=32, num_warps=4, num_stages=3)
-    if not tma:  # addresses take registers, and older devices have less shared memory
-        return Config(width=1, block_f=32, num_stages=3)
-    # Up to two tile rows, wide tiles save no traffic.
-    return Config(width=1 if T <= 256 else 2)
+    if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
+        return Config(block_f=32, promote=2, num_stages=3)
+    return Config() if tma else Config(block_f=32, promote=32, num_stages=3)
 
 
 def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorms:
@@ -393,36 +329,30 @@ def launch_gram(
     B, T, _ = A_BTd.shape
     device = A_BTd.device
     tma = aligned and tiles.has_tma(device)
-    config = config or config_for(A_BTd.dtype, T, tma)
+    config = config or config_for(A_BTd.dtype, tma)
     G_dtype = Gs[0].dtype
     layers = sum(len(Gs) for _, Gs in groups)
     rows = triton.cdiv(T, config.block)
-    if config.width == 1:
-        wide, diagonal = rows * (rows - 1) // 2, rows
-    else:
-        wide, diagonal = (rows // 2) * ((rows + 1) // 2), (rows + 1) // 2
-    slots = wide + diagonal
-    partial = torch.empty((1 + bias, layers, B, slots), dtype=torch.float32, device=device)
+    slots = rows * (rows + 1) // 2
+    partial = torch.empty(
+        (1 + bias, layers, B, slots * config.block), dtype=torch.float32, device=device
+    )
     inputs, outputs = _table(groups, device)
     grid = min(len(groups) * B * slots, tiles.sm_count(device))
-    scratch = partial
-    if config.width == 2 and wide > 0:
-        scratch = torch.empty((grid, 2 * config.block**2), dtype=torch.float32, device=device)
     with_workspace(
         lambda: _gram_kernel[(grid,)](
             inputs,
             outputs,
             partial[0],
             partial[-1],
-            scratch,
             len(groups),
             B,
             T,
-            wide,
-            diagonal,
+            rows,
             BLOCK=config.block,
-            WIDTH=config.width,
             BLOCK_F=config.block_f,
+            PROMOTE=config.promote,
+            GROUP=8,
             A_DTYPE=_TL_DTYPE[A_BTd.dtype],
             G_DTYPE=_TL_DTYPE[G_dtype],
             TMA=tma and config.tma,

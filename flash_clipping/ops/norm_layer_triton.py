@@ -15,7 +15,7 @@ from flash_clipping.ops import tiles_triton as tiles
 
 MAX_WIDTH = 16384
 """The widest row that a program holds in registers."""
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 8
 
 
 @triton.jit
@@ -33,13 +33,6 @@ def _norm_kernel(
     x_stride_t,
     G_stride_b,
     G_stride_t,
-    dx_stride_b,
-    dx_stride_t,
-    mean_stride_b,
-    mean_stride_t,
-    rstd_stride_b,
-    rstd_stride_t,
-    bias_offset,
     rows_per_chunk,
     chunks,
     ROWS: tl.constexpr,
@@ -80,13 +73,9 @@ def _norm_kernel(
                 mask=inside,
                 other=0.0,
             ).to(tl.float32)
-            rstd = tl.load(
-                rstd_ptr + b * rstd_stride_b + t * rstd_stride_t, mask=in_chunk, other=0.0
-            ).to(tl.float32)
+            rstd = tl.load(rstd_ptr + b * T + t, mask=in_chunk, other=0.0).to(tl.float32)
             if HAS_MEAN:
-                mean = tl.load(
-                    mean_ptr + b * mean_stride_b + t * mean_stride_t, mask=in_chunk, other=0.0
-                ).to(tl.float32)
+                mean = tl.load(mean_ptr + b * T + t, mask=in_chunk, other=0.0).to(tl.float32)
                 x_hat = (x - mean[:, None]) * rstd[:, None]
             else:
                 x_hat = x * rstd[:, None]
@@ -100,15 +89,16 @@ def _norm_kernel(
                 if HAS_MEAN:
                     inner -= (tl.sum(g, 1) / d)[:, None]
                 tl.store(
-                    dx_ptr + b * dx_stride_b + t[:, None] * dx_stride_t + columns[None, :],
+                    dx_ptr + (b * T + t)[:, None] * d + columns[None, :],
                     (inner * rstd[:, None]).to(dx_ptr.dtype.element_ty),
                     mask=inside,
                 )
-    start = vectors_ptr + pid.to(tl.int64) * d
+    vector = pid.to(tl.int64)
     if WEIGHT_GRAD:
-        tl.store(start + columns, w_sum, mask=in_width)
+        tl.store(vectors_ptr + vector * d + columns, w_sum, mask=in_width)
+        vector += tl.num_programs(0)
     if BIAS_GRAD:
-        tl.store(start + bias_offset + columns, b_sum, mask=in_width)
+        tl.store(vectors_ptr + vector * d + columns, b_sum, mask=in_width)
 
 
 def norm_backward(
@@ -139,9 +129,9 @@ def launch_norm(
     weight_grad: bool,
     bias_grad: bool,
     *,
-    elements: int = 4096,
+    elements: int = 2048,
     num_warps: int | None = None,
-    stages: int = 1,
+    stages: int = 3,
     programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The same with the launch's parameters open to benchmarks."""
@@ -154,25 +144,20 @@ def launch_norm(
     rows_per_chunk = triton.cdiv(triton.cdiv(T, wanted), rows) * rows
     chunks = triton.cdiv(T, rows_per_chunk)
     vectors = x_BTd.new_empty((weight_grad + bias_grad, B, chunks, d), dtype=torch.float32)
-    dx_BTd = torch.empty_like(x_BTd) if input_grad else None
-    dx = x_BTd if dx_BTd is None else dx_BTd
-    mean = rstd_BT if mean_BT is None else mean_BT
+    dx_BTd = x_BTd.new_empty((B, T, d)) if input_grad else None
+    rstd_BT = rstd_BT.contiguous()
     _norm_kernel[(B * chunks,)](
         x_BTd,
         G_BTd,
-        mean,
+        rstd_BT if mean_BT is None else mean_BT.contiguous(),
         rstd_BT,
         rstd_BT if weight_d is None else weight_d.contiguous(),
-        dx,
+        x_BTd if dx_BTd is None else dx_BTd,
         vectors,
         T,
         d,
         *x_BTd.stride()[:2],
         *G_BTd.stride()[:2],
-        *dx.stride()[:2],
-        *mean.stride(),
-        *rstd_BT.stride(),
-        weight_grad * B * chunks * d,
         rows_per_chunk,
         chunks,
         ROWS=rows,

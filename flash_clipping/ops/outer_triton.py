@@ -5,6 +5,8 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -39,6 +41,7 @@ def _outer_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PROMOTE: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -53,10 +56,19 @@ def _outer_kernel(
         p0 = (first + within % height) * BLOCK_P
         d0 = (within // height) * BLOCK_D
         product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-        for t in range(0, T, BLOCK_T):
+        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        for step in range(0, tl.cdiv(T, BLOCK_T)):
+            t = step * BLOCK_T
             g = load_tile(G, b, t, p0, T, p, G_stride_b, G_stride_t, BLOCK_T, BLOCK_P, TMA)
             a = load_tile(A, b, t, d0, T, d, A_stride_b, A_stride_t, BLOCK_T, BLOCK_D, TMA)
             product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
+            # See gram_triton: the accumulator of the tensor cores truncates.
+            if PROMOTE > 0:  # noqa: SIM102
+                if step % PROMOTE == PROMOTE - 1:
+                    total += product
+                    product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        if PROMOTE > 0:
+            product += total
         if STORE:
             if TMA_STORE:  # p is a multiple of BLOCK_P: no tile reaches into the next sample
                 kept = product.to(out.dtype)
@@ -69,7 +81,9 @@ def _outer_kernel(
                 inside = (rows < p) & (columns < d)
                 tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
             product = kept.to(tl.float32)
-        tl.store(partial_ptr + tile, tl.sum(tl.sum(product * product, 1), 0))
+        # Rows are summed here, and the rest outside: no wait for the other warps.
+        rows = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+        tl.store(partial_ptr + rows, tl.sum(product * product, 1))
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
@@ -77,35 +91,56 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
     return launch_outer(A_BTd, G_BTp, store)
 
 
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks."""
+
+    block_p: int = 128
+    block_d: int = 256
+    block_t: int = 64
+    promote: int = 0
+    num_warps: int = 8
+    num_stages: int = 3
+    flatten: bool = True
+    tma: bool = True
+
+
+def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool) -> Config:
+    """By rule, not by search: few kernels, quick to compile."""
+    block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
+    if dtype == torch.float32:
+        return Config(block_p, block_d, 32, promote=2, flatten=False, tma=tma)
+    if not tma:
+        return Config(block_p, block_d, 32, promote=32, flatten=False, tma=False)
+    # There are registers for a second accumulator only beside a smaller tile. Norms of kept
+    # gradients need none: what is measured is what was kept.
+    if not store and T > 1024:
+        return Config(block_p, block_d, promote=16, num_stages=4, flatten=False)
+    return Config(block_p, block_d if d <= 128 else 256)
+
+
 def launch_outer(
-    A_BTd: Tensor,
-    G_BTp: Tensor,
-    store: bool,
-    *,
-    blocks: tuple[int, int, int] | None = None,
-    num_warps: int = 8,
-    num_stages: int = 3,
-    flatten: bool = False,
-    tma: bool = True,
+    A_BTd: Tensor, G_BTp: Tensor, store: bool, config: Config | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The same with the launch's parameters open to benchmarks."""
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
-    block_p, block_d, block_t = blocks or _blocks(A_BTd, d, p)
-    tma = tma and tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
-    tma_store = tma and p % block_p == 0 and d * A_BTd.element_size() % 16 == 0
-    tiles_p, tiles_d = triton.cdiv(p, block_p), triton.cdiv(d, block_d)
+    tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
+    config = config or config_for(A_BTd.dtype, T, d, p, store, tma)
+    tma = tma and config.tma
+    tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
+    tiles_p, tiles_d = triton.cdiv(p, config.block_p), triton.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
-    partial = torch.empty((B, tiles_p * tiles_d), dtype=torch.float32, device=A_BTd.device)
+    partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.block_p), dtype=torch.float32)
     out = partial if grads_Bpd is None else grads_Bpd
     A, G = A_BTd, G_BTp
     if tma:
-        A = tiles.descriptor(A_BTd, [1, block_t, block_d])
-        G = tiles.descriptor(G_BTp, [1, block_t, block_p])
-        if tma_store and grads_Bpd is not None:
-            out = tiles.descriptor(grads_Bpd.view(B * p, d), [block_p, block_d])
-    _outer_kernel[(min(partial.numel(), tiles.sm_count(A_BTd.device)),)](
+        A = tiles.descriptor(A_BTd, [1, config.block_t, config.block_d])
+        G = tiles.descriptor(G_BTp, [1, config.block_t, config.block_p])
+        if grads_Bpd is not None and tma_store:
+            out = tiles.descriptor(grads_Bpd.view(B * p, d), [config.block_p, config.block_d])
+    _outer_kernel[(min(B * tiles_p * tiles_d, tiles.sm_count(A_BTd.device)),)](
         A,
         G,
         out,
@@ -121,25 +156,17 @@ def launch_outer(
         STORE=store,
         TMA=tma,
         TMA_STORE=tma_store,
-        BLOCK_P=block_p,
-        BLOCK_D=block_d,
-        BLOCK_T=block_t,
+        BLOCK_P=config.block_p,
+        BLOCK_D=config.block_d,
+        BLOCK_T=config.block_t,
+        PROMOTE=config.promote,
         GROUP=GROUP,
         PRECISION=tiles.dot_precision(A_BTd.dtype),
-        FLATTEN=flatten,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        FLATTEN=config.flatten,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return partial.sum(1), grads_Bpd
-
-
-def _blocks(A_BTd: Tensor, d: int, p: int) -> tuple[int, int, int]:
-    """Tile of ``[p, d]`` and step along T, by rule: few kernels, quick to compile."""
-    if A_BTd.element_size() == 4 or not tiles.has_tma(A_BTd.device):
-        return 64 if p <= 64 else 128, 64 if d <= 64 else 128, 32
-    if d <= 128 or p <= 64:
-        return 64 if p <= 64 else 128, 64 if d <= 64 else 128, 64
-    return 128, 256, 64
 
 
 WEIGHTED_BLOCK = 2048
