@@ -117,7 +117,9 @@ class VectorStack:
     def __init__(self, grads: Sequence[Tensor]):
         self.shape = grads[0].shape[1:]
         B = grads[0].shape[0]
-        self.stack_BPn = torch.stack([grad.reshape(B, self.shape.numel()) for grad in grads], dim=1)
+        n = self.shape.numel()
+        flat = grads if len(self.shape) == 1 else [grad.reshape(B, n) for grad in grads]
+        self.stack_BPn = torch.stack(list(flat), dim=1)
 
     def sqnorms_PB(self) -> Tensor:
         dtype = accumulation_dtype(self.stack_BPn.dtype)
@@ -132,7 +134,8 @@ class VectorStack:
             sums_Pn = torch.stack(
                 [weighted_sum(grads_Bn, coef, backend=backend) for grads_Bn, coef in columns]
             )
-        return [row.view(self.shape) for row in sums_Pn.unbind(0)]
+        rows = sums_Pn.unbind(0)
+        return list(rows) if len(self.shape) == 1 else [row.view(self.shape) for row in rows]
 
 
 class Outer(Factor):

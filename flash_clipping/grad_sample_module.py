@@ -211,6 +211,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if leaf.requires_grad:
                 leaf.register_hook(start_backward)
 
+    def set_grad_sample_to_none(self) -> None:
+        """Nothing to clear: flash clipping never forms ``p.grad_sample``."""
+
     # -- norms and coefficients ---------------------------------------------------------------
 
     @property

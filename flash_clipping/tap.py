@@ -229,9 +229,14 @@ class TappedLayer(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         tap: Tap = ctx.tap
+        if torch.is_grad_enabled():
+            raise FlashClippingError(
+                f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
+                "flash clipping does not have. Call backward() without create_graph, or take "
+                "such gradients on the unwrapped model."
+            )
         recorder, n_inputs, params = tap.recorder, ctx.n_inputs, ctx.params
         needs = Needs(
             ctx.needs_input_grad[4 : 4 + n_inputs],

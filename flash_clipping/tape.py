@@ -469,7 +469,10 @@ def group_by_input(merged: Mapping[int, Factor]) -> list[list[tuple[int, Outer]]
 
 def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Where gradients go: add to ``p.grad`` as autograd would."""
-    grad = grad.to(param.dtype).view_as(param)
+    if grad.dtype != param.dtype:
+        grad = grad.to(param.dtype)
+    if grad.shape != param.shape:
+        grad = grad.view_as(param)
     if param.grad is None:
         param.grad = grad
     else:

@@ -93,15 +93,16 @@ def run(
     name = reference.__name__
     if tensor.numel() == 0 or resolve(backend, tensor) == "torch":
         return _run_reference(reference, tensor, args, kwargs)
-    if (name, tensor.dtype) in _broken:
+    if _broken and (name, tensor.dtype) in _broken:
         return _run_reference(reference, tensor, args, kwargs)
     reason = _import_error()
     if reason is None:
         try:
-            module = importlib.import_module(reference.__module__.replace("_torch", "_triton"))
-            with torch.no_grad(), _on_device(tensor):
-                result: R = getattr(module, name)(*args, **kwargs)
-            return result
+            kernel = _kernel_for(reference)
+            if torch.is_grad_enabled() or tensor.device.index != torch.cuda.current_device():
+                with torch.no_grad(), _on_device(tensor):
+                    return kernel(*args, **kwargs)
+            return kernel(*args, **kwargs)  # as in every step: context managers take a while
         except _not_ours():
             raise
         except Exception as error:
@@ -112,6 +113,14 @@ def run(
     _warn_once(name, reason, failure)
     _broken.add((name, tensor.dtype))
     return _run_reference(reference, tensor, args, kwargs)
+
+
+@functools.cache
+def _kernel_for(reference: Callable[P, R]) -> Callable[P, R]:
+    """The Triton function of the same name in the module beside ``reference``'s."""
+    module = importlib.import_module(reference.__module__.replace("_torch", "_triton"))
+    kernel: Callable[P, R] = getattr(module, reference.__name__)
+    return kernel
 
 
 def _run_reference(

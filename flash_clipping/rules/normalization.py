@@ -21,11 +21,11 @@ def _normalization_input(x: Tensor) -> Tensor:
 
 
 def _vectors(
-    layer: Any, weight_BD: Tensor | None, bias_BD: Tensor | None, shape: tuple[int, ...]
+    weight_BD: Tensor | None, bias_BD: Tensor | None, shape: tuple[int, ...]
 ) -> dict[str, Factor]:
     named = {"weight": weight_BD, "bias": bias_BD}
     return {
-        name: Dense(grads.view(grads.shape[0], *shape))
+        name: Dense(grads if len(shape) == 1 else grads.view(grads.shape[0], *shape))
         for name, grads in named.items()
         if grads is not None
     }
@@ -41,21 +41,28 @@ def _normalized_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Mapping[str, Factor]]:
     """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
-    shape = tuple(layer.normalized_shape)
-    B, D = x.shape[0], torch.Size(shape).numel()
-    T = x.shape[1 : x.dim() - len(shape)].numel()
+    shape = layer.normalized_shape
+    if len(shape) > 1:  # the usual case needs no reshaping
+        x_flat, G_flat = x.flatten(-len(shape)), grad_output.flatten(-len(shape))
+        mean = None if mean is None else mean.flatten(-len(shape))
+        rstd = rstd.flatten(-len(shape))
+        weight = None if weight is None else weight.flatten()
+    else:
+        x_flat, G_flat = x, grad_output
+    if x_flat.dim() == 2:
+        x_flat, G_flat = x_flat.unsqueeze(1), G_flat.unsqueeze(1)
     grad_input, weight_BD, bias_BD = norm_backward(
-        x.reshape(B, T, D),
-        grad_output.reshape(B, T, D),
-        None if mean is None else mean.reshape(B, T),
-        rstd.reshape(B, T),
-        None if weight is None else weight.reshape(D),
+        x_flat,
+        G_flat,
+        mean,
+        rstd,
+        weight,
         input_grad=needs.input,
         weight_grad="weight" in needs.params,
         bias_grad="bias" in needs.params,
         backend=needs.backend,
     )
-    factors = _vectors(layer, weight_BD, bias_BD, shape)
+    factors = _vectors(weight_BD, bias_BD, shape)
     return None if grad_input is None else grad_input.view_as(x), factors
 
 
@@ -141,7 +148,7 @@ class GroupNormRule(Rule):
             weight_BC, bias_BC = group_norm_grads(
                 x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
             )
-            factors = _vectors(layer, weight_BC, bias_BC, (C,))
+            factors = _vectors(weight_BC, bias_BC, (C,))
         return grad_input, {name: factors[name] for name in needs.params}
 
 
