@@ -104,13 +104,16 @@ class ChunkLoss(nn.Module):
         return loss_B if self.reduction == "none" else loss_B.mean()
 
 
-def data(chunk_length: int, device: str) -> tuple[InMemoryDataset, InMemoryDataset]:
+def data(
+    chunk_length: int, max_chunks: int | None, device: str
+) -> tuple[InMemoryDataset, InMemoryDataset]:
     """Training and held-out chunks; a chunk's input is its bytes shifted by one, zero first."""
     text = "\n".join(f"{name}\n{body}" for name, body in sorted(topics.items())).encode()
     usable = len(text) - len(text) % chunk_length
     target_BT = torch.tensor(list(text[:usable]), device=device).view(-1, chunk_length)
     input_BT = F.pad(target_BT[:, :-1], (1, 0))
-    order_B = torch.randperm(len(target_BT), generator=torch.Generator().manual_seed(0)).to(device)
+    order_B = torch.randperm(len(target_BT), generator=torch.Generator().manual_seed(0))
+    order_B = order_B[:max_chunks].to(device)
     held_out_B, train_B = order_B.tensor_split([round(HELD_OUT * len(order_B))])
     return (
         InMemoryDataset(input_BT[train_B], target_BT[train_B]),
@@ -121,18 +124,19 @@ def data(chunk_length: int, device: str) -> tuple[InMemoryDataset, InMemoryDatas
 def main(argv: Sequence[str] | None = None) -> Report:
     parser = argument_parser(
         "Train a byte-level language model on Python's documentation, privately.",
-        epochs=6,
-        batch_size=660,
-        lr=0.003,
+        epochs=12,
+        batch_size=330,
+        lr=0.01,
         epsilon=8,
     )
     parser.add_argument("--chunk-length", type=int, default=64, help="bytes; the unit of privacy")
-    parser.add_argument("--width", type=int, default=96, help="features d")
+    parser.add_argument("--max-chunks", type=int, help="use only so many, for a quick try")
+    parser.add_argument("--width", type=int, default=64, help="features d")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
-    train, held_out = data(args.chunk_length, args.device)
+    train, held_out = data(args.chunk_length, args.max_chunks, args.device)
 
     def bits_per_byte(model: nn.Module) -> float:
         """Mean over all held-out bytes, in pieces so that the logits stay small."""

@@ -214,8 +214,6 @@ def load(
     args: argparse.Namespace, engine: PrivacyEngine, model: nn.Module, optimizer: Any
 ) -> tuple[Report, dict[str, Any]]:
     """Restores model, optimizer and accountant; returns the report so far and the RNG state."""
-    if not args.checkpoint.exists():
-        sys.exit(f"--resume: there is no checkpoint at {args.checkpoint}")
     saved = engine.load_checkpoint(
         path=args.checkpoint,
         module=model,
@@ -273,6 +271,8 @@ def run(args: argparse.Namespace, task: Task) -> Report:
     """Trains `task` as `args` say; prints the table, saves the plot and the checkpoint."""
     args.checkpoint = args.checkpoint or Path("runs", f"{task.name}-{args.method}.pt")
     args.plot = args.plot or Path("runs", f"{task.name}-{args.method}.png")
+    if args.resume and not args.checkpoint.exists():
+        sys.exit(f"--resume: there is no checkpoint at {args.checkpoint}")
     console = Console()
     # Said in the docstring above; expected of a first layer; a first bound that Opacus refines.
     warnings.filterwarnings("ignore", message="Secure RNG turned off")

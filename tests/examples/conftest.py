@@ -1,0 +1,36 @@
+"""The examples as modules: they are scripts, so their folder has to be on the path."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# Three steps an epoch each.
+TINY = {
+    "digits": ["--epochs=2"],
+    "language_model": [
+        "--epochs=2",
+        "--max-chunks=200",
+        "--batch-size=60",
+        "--width=16",
+        "--layers=1",
+    ],
+}
+
+
+@pytest.fixture(params=sorted(TINY))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """One example, run in a folder of its own, where it leaves its plot and checkpoint."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    return importlib.import_module(name)

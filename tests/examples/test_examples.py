@@ -1,0 +1,108 @@
+"""Both examples, end to end, on very few steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import EXAMPLES, TINY
+
+METHODS = ["flash", "ghost", "hooks", "nonprivate"]
+CPU = "--device=cpu"
+
+
+def test_methods_report_and_agree(example, name, capsys):
+    """Same seed, so same batches and same noise: private methods differ by rounding only."""
+    losses = {}
+    for method in METHODS:
+        report = example.main([*TINY[name], CPU, "--method", method, "--max-steps=3"])
+        losses[method] = report.losses
+
+        assert report.step == len(report.losses) == 3
+        assert all(math.isfinite(loss) for loss in report.losses)
+        assert report.samples > 0 and report.seconds > 0 and report.peak_memory_mib > 0
+        if method == "nonprivate":
+            assert report.epsilon == math.inf
+        else:
+            assert 0 < report.epsilon < 8
+        assert Path("runs", f"{name}-{method}.png").stat().st_size > 1000
+        assert Path("runs", f"{name}-{method}.pt").exists()
+        printed = capsys.readouterr().out
+        assert "samples/s" in printed and "peak memory" in printed
+        assert "Stopped after step 3 of 6" in printed
+    for method in ("ghost", "hooks"):
+        torch.testing.assert_close(losses[method], losses["flash"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stop", ["inside_an_epoch", "between_epochs"])
+def test_resumed_run_equals_uninterrupted_run(example, name, stop):
+    command = [*TINY[name], CPU]
+    whole = example.main([*command, "--checkpoint=whole.pt"])
+    steps = whole.total_steps // 2 + (1 if stop == "inside_an_epoch" else 0)
+    example.main([*command, "--checkpoint=parts.pt", "--max-steps", str(steps)])
+    torch.manual_seed(1234)  # what another process would have
+    resumed = example.main([*command, "--checkpoint=parts.pt", "--resume"])
+
+    assert resumed.losses == whole.losses
+    assert resumed.samples == whole.samples
+    assert resumed.epsilon == whole.epsilon
+    ours = torch.load("parts.pt", weights_only=False)
+    theirs = torch.load("whole.pt", weights_only=False)
+    torch.testing.assert_close(
+        ours["module_state_dict"], theirs["module_state_dict"], rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        ours["optimizer_state_dict"], theirs["optimizer_state_dict"], rtol=0, atol=0
+    )
+
+
+def test_resume_refuses_other_settings(example, name):
+    command = [*TINY[name], CPU, "--method=nonprivate", "--max-steps=1"]
+    example.main(command)
+    with pytest.raises(SystemExit, match="--epsilon was .*, is 1.0"):
+        example.main([*command, "--resume", "--epsilon=1"])
+
+
+def test_resume_without_checkpoint_says_so(example, name):
+    with pytest.raises(SystemExit, match="no checkpoint at .*nowhere.pt"):
+        example.main([*TINY[name], CPU, "--resume", "--checkpoint=nowhere.pt"])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot send SIGINT to a child")
+def test_interrupt_reports_epsilon_and_exits_cleanly(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *TINY[name], CPU, "--epochs=500"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        checkpoint = tmp_path / "runs" / f"{name}-flash.pt"
+        deadline = time.monotonic() + 120
+        while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Stopped after step" in printed and "--resume" in printed
+    assert "ε = 0." in printed or "ε = 1." in printed  # a fraction of the budget
+
+
+def test_digits_are_learned_within_the_budget(monkeypatch, tmp_path):
+    """A third of the default run: enough for the accuracy that the README promises."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    import digits
+
+    report = digits.main([CPU, "--epochs=14"])
+    assert report.epsilon <= 3
+    assert report.metric >= 0.88
