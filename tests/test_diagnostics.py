@@ -229,10 +229,18 @@ def test_backend_is_the_one_asked_for() -> None:
     model, x = Linear(16, 16), torch.randn(2, 16, 16)
     report = check(model, x, backend="triton", removals=0)
     assert report.passed, str(report)
+    assert of(report, "one.weight").algorithm == "outer_store"
     broken = {name for name, _ in backends._broken}
     expected = "torch" if "outer_sqnorms" in broken else "triton"
     assert of(report, "one.weight").backend == expected
     assert of(check(model, x, backend="torch", removals=0), "one.weight").backend == "torch"
+
+
+@pytest.mark.skipif(not backends.is_interpreting(), reason="needs Triton's interpreter")
+def test_a_kernel_that_failed_is_not_called_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_broken", {("outer_sqnorms", torch.float32)})
+    report = check(Linear(16, 16), torch.randn(2, 16, 16), backend="triton", removals=0)
+    assert of(report, "one.weight").backend == "torch"
 
 
 def test_frozen_and_unused_parameters_are_listed_with_the_reason() -> None:
@@ -850,3 +858,37 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
     assert report.passed, str(report)
     served = {p.rule for p in report.parameters if p.layer_type == "LowRankLinear"}
     assert served == {"LowRankLinearRule"}
+
+
+# -- the documentation ----------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown renderer makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_the_documentation_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_tests_named_in_the_guarantees_exist() -> None:
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/guarantees.md").read_text()
+    )
+    assert len(named) > 15
+    for file, test in named:
+        assert (ROOT / file).exists(), file
+        source = (ROOT / file).read_text()
+        assert not test or re.search(rf"^\s*(def|class) {test}\b", source, re.MULTILINE), test

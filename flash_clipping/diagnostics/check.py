@@ -249,7 +249,7 @@ class _Check:
                 status, reason = UNCHECKED, "the check stopped before this parameter"
             parameters.append(_parameter(name, param, path, owner, status, reason=reason))
         return CheckReport(
-            failures=(*self.failures, error),
+            failures=(error, *self.failures),
             notes=tuple(self.notes),
             batch_size=self.samples.size,
             parameters=tuple(parameters),
