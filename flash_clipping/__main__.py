@@ -235,6 +235,7 @@ def _print_rich(report: diagnostics.CheckReport) -> bool:
     try:
         from rich.console import Console
         from rich.markup import escape
+        from rich.measure import Measurement
         from rich.table import Table
     except ImportError:
         return False
@@ -249,7 +250,10 @@ def _print_rich(report: diagnostics.CheckReport) -> bool:
             table.add_row(f"[{colour}]{escape(row[0])}[/]")
         else:
             table.add_row(*map(escape, row[:-1]), f"[{colour}]{escape(row[-1])}[/]")
-    console = Console()
+    # Wider than a narrow terminal rather than cut off: the verdict is the last column.
+    wide = Console(width=1000)
+    needed = Measurement.get(wide, wide.options, table).maximum
+    console = Console(width=max(Console().width, needed), highlight=False)
     console.print(table)
     console.print()
     for line in diagnostics.summary(report):

@@ -219,7 +219,10 @@ def summary(report: CheckReport) -> list[str]:
     for parameter in report.parameters:
         if parameter.reason:
             covered = "Covered, but" if parameter.status == FAIL else "Not covered"
-            key = f"{covered} ({parameter.status}; {parameter.reason.removesuffix('.')})"
+            reason = parameter.reason.removesuffix(".")
+            if parameter.reason in report.failures:
+                reason = "see below"
+            key = f"{covered} ({parameter.status}; {reason})"
             reasons.setdefault(key, []).append(parameter.name)
     for reason, names in reasons.items():
         shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
