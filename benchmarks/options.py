@@ -81,8 +81,13 @@ def method_names(given: str) -> list[str]:
 
 
 def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
-    """What one comparison needs to know, from the command line; sets the number of threads."""
+    """What one comparison needs to know, from the command line.
+
+    Sets the process's number of threads and its CUDA device, where they are given.
+    """
     device = torch.device(options.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # events and Triton kernels go to the current device
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
