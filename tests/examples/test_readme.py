@@ -1,0 +1,78 @@
+"""What the README tells people to type works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block(marker: str) -> str:
+    """The code after ``<!-- marker -->``."""
+    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README.md has no block marked {marker!r}"
+    return found[1]
+
+
+def training_objects() -> dict:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": DataLoader(data, batch_size=16),
+    }
+
+
+def test_five_lines_train_within_the_budget():
+    names = training_objects()
+    exec(block("tested: five lines"), names)
+    assert 0 < names["engine"].get_epsilon(1e-5) <= 3
+
+
+def test_drop_in_replaces_the_norms_of_opacus():
+    # In a process of its own: the registration is global.
+    script = """
+from opacus.grad_sample import GradSampleModuleFastGradientClipping as Module
+from torch import nn
+before = Module.NORM_SAMPLERS[nn.Linear]
+{line}
+after = Module.NORM_SAMPLERS[nn.Linear]
+assert before is not after and after.__module__.startswith("flash_clipping")
+import torch
+model = Module(nn.Linear(4, 3), max_grad_norm=1.0)
+model(torch.randn(2, 5, 6, 4)).square().mean().backward()
+assert model.get_norm_sample().shape == (2,)
+"""
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script.format(line=block("tested: drop-in"))],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))), ids=str
+)
+def test_link_leads_somewhere(target):
+    assert (ROOT / target).exists()
+
+
+def test_commands_install_the_pinned_versions():
+    commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
+    assert len(commands) == 2
+    assert all("pip install -c constraints.txt -e " in command for command in commands)
+    assert "examples/digits.py" in commands[0] and "pytest" in commands[1]
+    assert block("ci:test").strip() == commands[1]
