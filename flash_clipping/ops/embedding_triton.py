@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 
-CHUNK = 32
+CHUNK = 64
 BLOCK_BYTES = 256
 """Of a row that one step reads."""
 SLICE_D = 512
@@ -81,7 +81,8 @@ def _runs_kernel(
             tl.store(tails_ptr + chunk_of_all * d + columns, tail, mask=columns < d)
     # A select, not a product: rows of another run may be infinite.
     kept = tl.where(same > 0, gram, 0.0)
-    tl.store(partial_ptr + pid, tl.sum(tl.sum(kept, 1), 0))
+    part = (b * (2 * chunks - 1) + chunk_of_all % chunks) * slices + pid % slices
+    tl.store(partial_ptr + part, tl.sum(tl.sum(kept, 1), 0))
 
 
 @triton.jit
@@ -105,7 +106,8 @@ def _boundaries_kernel(
     pid = tl.program_id(0)
     b = (pid // (blocks * (chunks - 1))).to(tl.int64)
     rest = pid % (blocks * (chunks - 1))
-    boundary = rest // blocks + 1
+    first = rest // blocks + 1
+    boundary = first
     columns = (rest % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
     ids = ids_ptr + b * T
     run = tl.load(ids + boundary * CHUNK - 1)
@@ -125,7 +127,8 @@ def _boundaries_kernel(
             row += 1
             following = tl.load(ids + boundary * CHUNK, mask=boundary < end, other=-1)
             end = tl.where(following == run, end, 0)
-    tl.store(partial_ptr + pid, tl.sum(total, 0))
+    part = (b * (2 * chunks - 1) + chunks - 1 + first) * blocks + rest % blocks
+    tl.store(partial_ptr + part, tl.sum(total, 0))
 
 
 def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) -> Tensor:
@@ -135,16 +138,15 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     # Stable, so that equal ids keep one order and the sums one rounding.
     sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
     chunks, slices = triton.cdiv(T, CHUNK), triton.cdiv(d, SLICE_D)
-    # One program for each slice of a chunk, and one for each slice of a boundary between two.
-    partial = G_BTd.new_empty(B * (2 * chunks - 1) * slices, dtype=torch.float32)
-    within, crossing = partial[: B * chunks * slices], partial[B * chunks * slices :]
+    # One part for each slice of a chunk, and one for each slice of a boundary between two.
+    partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
     # Written, and read, only where a run crosses a boundary.
     ends = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32)
     _runs_kernel[(B * chunks * slices,)](
         G_BTd,
         sorted_BT,
         order_BT,
-        within,
+        partial,
         ends[0],
         ends[1],
         T,
@@ -160,13 +162,12 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         PRECISION=tiles.dot_precision(G_BTd.dtype),
         num_warps=4,
     )
-    sq_B = within.view(B, -1).sum(1)
     if chunks > 1:
-        _boundaries_kernel[(crossing.numel(),)](
+        _boundaries_kernel[(B * (chunks - 1) * slices,)](
             sorted_BT,
             ends[0],
             ends[1],
-            crossing,
+            partial,
             T,
             d,
             chunks,
@@ -175,8 +176,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
             BLOCK_D=SLICE_D,
             num_warps=4,
         )
-        sq_B += crossing.view(B, -1).sum(1)
-    return sq_B.clamp_(min=0)
+    return partial.sum((1, 2)).clamp_(min=0)
 
 
 @triton.jit

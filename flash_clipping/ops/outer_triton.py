@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
-from flash_clipping.ops.tiles_triton import load_tile
+from flash_clipping.ops.tiles_triton import load_tile, sum_by_warp
 
 GROUP = 8
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
@@ -43,6 +43,7 @@ def _outer_kernel(
     BLOCK_T: tl.constexpr,
     PROMOTE: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
@@ -81,9 +82,8 @@ def _outer_kernel(
                 inside = (rows < p) & (columns < d)
                 tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
             product = kept.to(tl.float32)
-        # Rows are summed here, and the rest outside: no wait for the other warps.
-        rows = tile * BLOCK_P + tl.arange(0, BLOCK_P)
-        tl.store(partial_ptr + rows, tl.sum(product * product, 1))
+        parts = tile * PARTS + tl.arange(0, PARTS)
+        tl.store(partial_ptr + parts, sum_by_warp(product * product, BLOCK_P, PARTS))
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
@@ -132,7 +132,7 @@ def launch_outer(
     tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
     tiles_p, tiles_d = triton.cdiv(p, config.block_p), triton.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
-    partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.block_p), dtype=torch.float32)
+    partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
     out = partial if grads_Bpd is None else grads_Bpd
     A, G = A_BTd, G_BTp
     if tma:
@@ -161,6 +161,7 @@ def launch_outer(
         BLOCK_T=config.block_t,
         PROMOTE=config.promote,
         GROUP=GROUP,
+        PARTS=config.num_warps,
         PRECISION=tiles.dot_precision(A_BTd.dtype),
         FLATTEN=config.flatten,
         num_warps=config.num_warps,
@@ -169,7 +170,8 @@ def launch_outer(
     return partial.sum(1), grads_Bpd
 
 
-WEIGHTED_BLOCK = 2048
+WEIGHTED_BLOCK = 1024
+WEIGHTED_UNROLL = 4
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
         N,
         grads.stride(0),
         BLOCK=WEIGHTED_BLOCK,
-        UNROLL=4,
+        UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
     )
     return out

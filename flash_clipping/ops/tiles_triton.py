@@ -35,7 +35,7 @@ def sm_count(device: torch.device) -> int:
 
 
 @functools.cache
-def _tensor_descriptor_class() -> Any:
+def descriptor_class() -> Any:
     """Triton's host-side tensor descriptor, or None before Triton had one."""
     try:
         return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
@@ -45,7 +45,7 @@ def _tensor_descriptor_class() -> Any:
 
 def has_tma(device: torch.device) -> bool:
     """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later)."""
-    if _tensor_descriptor_class() is None or not hasattr(tl, "make_tensor_descriptor"):
+    if descriptor_class() is None or not hasattr(tl, "make_tensor_descriptor"):
         return False
     if device.type != "cuda":
         return True  # the interpreter
@@ -66,7 +66,7 @@ def fits_tma(*tensors: Tensor) -> bool:
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
     """A host-side tensor descriptor of ``x`` that moves blocks of shape ``block``."""
-    return _tensor_descriptor_class()(x, list(x.shape), list(x.stride()), block)
+    return descriptor_class()(x, list(x.shape), list(x.stride()), block)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -105,3 +105,9 @@ def load_tile(
         start = source + b.to(tl.int64) * stride_b
         pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
         return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+
+
+@triton.jit
+def sum_by_warp(tile, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The sum of a matrix product's tile in ``WARPS`` parts: no warp waits for another."""
+    return tl.sum(tl.reshape(tl.sum(tile, 1), (WARPS, ROWS // WARPS)), 1)

@@ -51,6 +51,21 @@ def test_runs_of_any_length(case: Case, ids_of: str) -> None:
 
 
 @every_case
+@pytest.mark.parametrize(
+    "lengths", [(200,), (63, 1, 136), (10, 54, 64, 64, 8), (1, 198, 1)], ids=str
+)
+def test_runs_that_cross_many_chunks(case: Case, lengths: tuple[int, ...]) -> None:
+    """Runs that begin or end on the boundary of a chunk, or go through several."""
+    runs = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    ids = runs[shuffled].expand(2, -1).to(case.device)
+    G = case.randn(2, 200, 8)
+    sq = embedding_sqnorms(ids, G, backend=case.backend)
+    oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
 def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
     ids, G = random_ids(case, 4), case.randn(4, 32)[:, ::2]
     sq = embedding_sqnorms(ids, G, backend=case.backend)

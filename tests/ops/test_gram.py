@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_clipping.ops import gram_torch
-from flash_clipping.ops.gram import gram_sqnorms
+from flash_clipping.ops.gram import gram_sqnorms, gram_sqnorms_many
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
 SHAPES = [
@@ -71,6 +71,65 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     first = gram_sqnorms(A, [G, G], bias=True, backend=case.backend)
     again = gram_sqnorms(A, [G, G], bias=True, backend=case.backend)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def aligned(x: torch.Tensor, alignment: int = 128) -> torch.Tensor:
+    """A copy whose address is a multiple of ``alignment`` bytes (CPU allocations are less so)."""
+    room = alignment // x.element_size()
+    buffer = x.new_empty(x.numel() + room)
+    start = -buffer.data_ptr() % alignment // x.element_size()
+    return buffer[start : start + x.numel()].view(x.shape).copy_(x)
+
+
+@every_case
+@pytest.mark.parametrize("loads", ["window", "descriptor", "pointer"])
+def test_many_groups_in_one_launch(case: Case, loads: str) -> None:
+    """Operands that lie anywhere in memory, read in each of the ways that the kernel has."""
+    if case.backend != "triton":
+        pytest.skip("a way for kernels to load")
+    kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
+    groups = []
+    for seed in range(3):
+        A = aligned(case.randn(2, 140, 64, seed=seed))
+        Gs = [aligned(case.randn(2, 140, 96, seed=10 * seed + layer)) for layer in range(seed + 1)]
+        groups.append((A, Gs))
+    results = kernels.launch_gram(groups, True, loads, aligned=True)
+    for (A, Gs), (weight_sq, bias_sq) in zip(groups, results, strict=True):
+        oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
+        assert worst_relative_error(weight_sq, oracle) <= case.tolerance
+        oracle = torch.stack([G.cpu().double().sum(1).square().sum(1) for G in Gs])
+        assert worst_relative_error(bias_sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
+def test_groups_of_all_sorts_together(case: Case) -> None:
+    groups = [
+        (case.randn(2, 9, 64), [case.randn(2, 9, 64)]),
+        (case.randn(2, 9, 64, seed=1), [case.randn(2, 9, 64), case.randn(2, 9, 32)]),
+        (case.randn(2, 9, 63), [case.randn(2, 9, 64)]),  # not aligned
+        (case.randn(2, 30, 64), [case.randn(2, 30, 64)]),  # other positions
+        (case.randn(3, 9, 64), [case.randn(3, 9, 64)]),  # other samples
+        (case.randn(2, 9, 64), []),
+        (case.randn(0, 9, 64), [case.randn(0, 9, 64)]),
+        (case.randn(2, 9, 64), [case.randn(2, 9, 64).float()]),  # another dtype
+    ]
+    results = gram_sqnorms_many(groups, backend=case.backend)
+    for (A, Gs), (sq, _) in zip(groups, results, strict=True):
+        assert sq.shape == (len(Gs), len(A))
+        for sq_B, G in zip(sq, Gs, strict=True):
+            oracle = per_sample_gradients(A, G).square().sum((1, 2))
+            assert worst_relative_error(sq_B, oracle) <= max(case.tolerance, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
+    """Tensor cores truncate their accumulator: without care the norm here is 3e-4 too small."""
+    A = torch.randn(2, 128, 65536, device="cuda", dtype=dtype)
+    G = torch.randn(2, 128, 32, device="cuda", dtype=dtype)
+    (sq,), _ = gram_sqnorms(A, [G], backend="triton")
+    oracle = torch.einsum("btp,btd->bpd", G.double(), A.double()).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= 1e-5
 
 
 def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,17 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
+    """Tensor cores truncate their accumulator: without care the norm here is 4e-4 too small."""
+    A = torch.randn(1, 65536, 64, device="cuda", dtype=dtype) + 1
+    G = torch.randn(1, 65536, 64, device="cuda", dtype=dtype) / 10 + 1
+    sq, _ = outer_sqnorms(A, G, backend="triton")
+    oracle = torch.einsum("btp,btd->bpd", G.double(), A.double()).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= 1e-5
+
+
 def test_gradients_that_are_not_kept_are_formed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer_torch, "BUFFER", 64)
     sizes = []

@@ -1,0 +1,100 @@
+"""Every kernel compiles for GPUs that are not here; the interpreter would accept much more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+backend, arch, warp, tma = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "tma"
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget(backend, int(arch) if backend == "cuda" else arch, warp)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Driver())
+run = jit.JITFunction.run
+compiled = set()
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    assert kernel.asm, self.fn.__name__
+    compiled.add(self.fn.__name__)
+
+jit.JITFunction.run = compile_only
+
+from flash_clipping.ops import (
+    clipped_sum_triton, embedding_triton, gram_triton, norm_layer_triton, outer_triton,
+    row_scale_triton, tiles_triton,
+)
+
+tiles_triton.has_tma = lambda device: tma
+if backend == "hip":
+    tiles_triton.dot_precision = lambda dtype: "ieee"
+clipped_sum_triton.SMALL_BYTES = 0
+for dtype in (torch.bfloat16, torch.float32):
+    A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
+    coef, rstd = torch.ones(2), torch.empty(2, 512)
+    ids = torch.zeros(2, 512, dtype=torch.long)
+    for loads in ("window", "descriptor", "pointer") if tma else ("pointer",):
+        gram_triton.launch_gram([(A, [G])], True, loads, aligned=True)
+    gram_triton.launch_gram([(A[..., 1:], [G[..., 1:]])], False, "pointer", aligned=False)
+    outer_triton.outer_sqnorms(A, G, False)
+    outer_triton.outer_sqnorms(A, G, True)
+    outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
+    outer_triton.weighted_sum(A, coef)
+    row_scale_triton.row_scale(A, coef)
+    row_scale_triton.scale_and_clean(A.transpose(0, 1)[:2], A.transpose(0, 1)[:2], coef)
+    norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
+    norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
+    embedding_triton.embedding_sqnorms(ids, A, 3)
+    embedding_triton.tied_cross_term(ids, A, A, G, 3)
+    clipped_sum_triton.clipped_sums(A[:, :8], [G[:, :8]], coef)
+print(" ".join(sorted(compiled)))
+"""
+
+KERNELS = {
+    "_boundaries_kernel",
+    "_contiguous_kernel",
+    "_gram_kernel",
+    "_group_norm_kernel",
+    "_norm_kernel",
+    "_outer_kernel",
+    "_repair_kernel",
+    "_runs_kernel",
+    "_strided_kernel",
+    "_tied_kernel",
+    "_weighted_sum_kernel",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target",
+    [("cuda", "80", "32", ""), ("cuda", "90", "32", "tma"), ("hip", "gfx942", "64", "")],
+    ids=["ampere", "hopper", "cdna3"],
+)
+def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert set(result.stdout.split()) == KERNELS
