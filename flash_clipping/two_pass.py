@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.tap import Tap
@@ -45,18 +45,17 @@ class _Call:
         self.leaves = leaves
         self.spec = spec
         self.inner_inputs: list[Tensor] = []
-        self.inner_outputs: list[Tensor] = []
-        self.forward = root.recorder.current_forward
+        #: Gradients of the outputs, until the second walk takes them.
+        self.grads: list[Tensor | None] = []
+        #: The inner graph's root; ``None`` once it was walked for good.
+        self.seed: Tensor | None = None
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
+        needs = [leaf.requires_grad for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.inner_inputs = [
-            tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(
-                tensors,
-                [leaf.requires_grad for leaf in self.leaves if isinstance(leaf, Tensor)],
-                strict=True,
-            )
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(tensors, needs, strict=True)
         ]
         inner = iter(self.inner_inputs)
         leaves = [next(inner) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
@@ -64,31 +63,76 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad():
             output = self.root.original(*args, **kwargs)
-        self.output_leaves, self.output_spec = pytree.tree_flatten(output)
-        self.inner_outputs = [
-            leaf for leaf in self.output_leaves if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        if not self.inner_outputs:
-            raise FlashClippingError(
-                f"{self.root.path}: mode='two_pass' found no tensor that requires grad among the "
-                f"model's outputs ({type(output).__name__}). Return tensors, or tuples, lists or "
-                "dicts of tensors, or use mode='one_pass'."
-            )
-        return tuple(tensor.detach() for tensor in self.inner_outputs)
+            self.output_leaves, self.output_spec = pytree.tree_flatten(output)
+            outputs = [leaf for leaf in self.output_leaves if _needs_grad(leaf)]
+            if not outputs:
+                raise FlashClippingError(
+                    f"{self.root.path}: mode='two_pass' found no tensor that requires grad among "
+                    f"the model's outputs ({type(output).__name__}). Return tensors, or tuples, "
+                    "lists or dicts of tensors, or use mode='one_pass'."
+                )
+            self.seed = _Seed.apply(self, *outputs)
+        return tuple(tensor.detach() for tensor in outputs)
 
     def rebuild(self, outputs: tuple[Tensor, ...]) -> Any:
         outer = iter(outputs)
-        leaves = [
-            next(outer) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-            for leaf in self.output_leaves
-        ]
+        leaves = [next(outer) if _needs_grad(leaf) else leaf for leaf in self.output_leaves]
         self.output_leaves = []
         return pytree.tree_unflatten(leaves, self.output_spec)
 
-    def walk(self, grads: list[Tensor], retain_graph: bool) -> None:
+    def walk(self, *, last: bool) -> None:
+        """Run the inner graph's backward; the last time, free it on the way."""
+        assert self.seed is not None
         for tensor in self.inner_inputs:
             tensor.grad = None
-        torch.autograd.backward(self.inner_outputs, grads, retain_graph=retain_graph)
+        torch.autograd.backward(self.seed, retain_graph=not last)
+
+    def both_passes(self) -> None:
+        """Norms, then clipped gradients (or one ordinary pass while recording is off)."""
+        recorder = self.root.recorder
+        try:
+            if recorder.enabled:
+                tape = recorder.new_tape()
+                tape.norms_only = True
+                with torch.no_grad():
+                    self.walk(last=False)
+                    tape.take_norms()
+                    tape.forget()
+                    tape.norms_only = False
+                    self.walk(last=True)
+                    tape.add_clipped_sums()
+            else:
+                self.walk(last=True)
+        finally:
+            self.seed = None
+            self.grads = []
+            recorder.end_backward()
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Seed(torch.autograd.Function):
+    """The inner graph's root: a scalar whose backward hands the outputs their gradients.
+
+    Gradients given to ``torch.autograd.backward`` are held by its caller until it returns; those
+    of a language model's logits would be the largest tensor of the step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *outputs: Tensor) -> Tensor:
+        ctx.call = call
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        call: _Call = ctx.call
+        grads = call.grads
+        tape = call.root.recorder.tape
+        if tape is None or not tape.norms_only:
+            call.grads = []  # nobody needs them again
+        return None, *grads
 
 
 class _TwoPass(torch.autograd.Function):
@@ -99,39 +143,18 @@ class _TwoPass(torch.autograd.Function):
         return call.run(tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
         call: _Call = ctx.call
-        recorder = call.root.recorder
-        if not call.inner_outputs:
+        if call.seed is None:
             raise FlashClippingError(
                 f"{call.root.path}: mode='two_pass' has freed this forward's graph; it serves one "
                 "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
             )
-        call.inner_outputs, grads = map(
-            list,
-            zip(
-                *[
-                    (output, grad)
-                    for output, grad in zip(call.inner_outputs, grad_outputs, strict=True)
-                    if grad is not None
-                ],
-                strict=True,
-            ),
-        )
-        if recorder.enabled:
-            tape = recorder.new_tape()
-            tape.norms_only = True
-            try:
-                call.walk(grads, retain_graph=True)
-                tape.take_norms()
-                tape.forget()
-                tape.norms_only = False
-                call.walk(grads, retain_graph=False)
-                tape.add_clipped_sums()
-            finally:
-                recorder.end_backward()
-        else:
-            call.walk(grads, retain_graph=False)
-        call.inner_outputs = []
-        return None, None, *(tensor.grad for tensor in call.inner_inputs)
+        call.grads = list(grad_outputs)
+        if any(tensor.requires_grad for tensor in call.inner_inputs):
+            # Somebody waits for the gradient of the model's input.
+            call.both_passes()
+            return None, None, *(tensor.grad for tensor in call.inner_inputs)
+        # After the outer backward, when neither the loss nor its caller hold memory any more.
+        Variable._execution_engine.queue_callback(call.both_passes)
+        return None, None, *[None] * len(call.inner_inputs)
