@@ -12,6 +12,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -98,8 +99,8 @@ def run(
     reason = _import_error()
     if reason is None:
         try:
-            kernel = _kernel_for(reference)
-            if torch.is_grad_enabled() or tensor.device.index != torch.cuda.current_device():
+            kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
+            if torch.is_grad_enabled() or not _is_on_current_device(tensor):
                 with torch.no_grad(), _on_device(tensor):
                     return kernel(*args, **kwargs)
             return kernel(*args, **kwargs)  # as in every step: context managers take a while
@@ -116,11 +117,8 @@ def run(
 
 
 @functools.cache
-def _kernel_for(reference: Callable[P, R]) -> Callable[P, R]:
-    """The Triton function of the same name in the module beside ``reference``'s."""
-    module = importlib.import_module(reference.__module__.replace("_torch", "_triton"))
-    kernel: Callable[P, R] = getattr(module, reference.__name__)
-    return kernel
+def _kernels_beside(module: str) -> ModuleType:
+    return importlib.import_module(module.replace("_torch", "_triton"))
 
 
 def _run_reference(
@@ -130,11 +128,15 @@ def _run_reference(
         return reference(*args, **kwargs)
 
 
+def _is_on_current_device(tensor: Tensor) -> bool:
+    return not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+
+
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    if _is_on_current_device(tensor):
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _not_ours() -> tuple[type[BaseException], ...]:

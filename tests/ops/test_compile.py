@@ -62,6 +62,7 @@ for dtype in (torch.bfloat16, torch.float32):
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
     clipped_sum_triton.clipped_sums(A[:, :8], [G[:, :8]], coef)
+    clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)
 print(" ".join(sorted(compiled)))
 """
 
@@ -70,6 +71,7 @@ KERNELS = {
     "_contiguous_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
+    "_grouped_product_kernel",
     "_norm_kernel",
     "_outer_kernel",
     "_repair_kernel",
