@@ -422,13 +422,15 @@ def steps_without_growth(trainer: Trainer, warm_up: int, count: int) -> None:
                 trainer.module(*batch()[:2])  # a forward without a backward
 
     some_steps(0, warm_up)
-    trainer.step(batch())
+    for size in range(5):
+        with Fault(-1, None):  # PyTorch keeps something about every operator that a mode sees
+            trainer.step(batch(size))
     tensors, objects, memory = live_tensors(), len(gc.get_objects()), resident_kilobytes()
     some_steps(warm_up, warm_up + count)
     trainer.step(batch())
     # Not exactly: a failed step may leave one or the other until the next failure.
     assert live_tensors() - tensors <= 4
-    assert len(gc.get_objects()) - objects < 50
+    assert len(gc.get_objects()) - objects < count / 2
     assert resident_kilobytes() - memory < 16 * 1024
 
 
