@@ -80,6 +80,10 @@ def method_names(given: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def dtype_name(options: argparse.Namespace) -> str:
+    return options.dtype or ("fp32" if torch.device(options.device).type == "cpu" else "bf16")
+
+
 def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
     """What one comparison needs to know, from the command line.
 
@@ -90,7 +94,6 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
         torch.cuda.set_device(device)  # events and Triton kernels go to the current device
     if options.threads:
         torch.set_num_threads(options.threads)
-    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     make = partial(
         models.workload,
         model,
@@ -107,7 +110,7 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
         workload=workload,
         plain=make() if options.checkpointing else None,
         device=device,
-        dtype=DTYPES[dtype],
+        dtype=DTYPES[dtype_name(options)],
         optimizer=options.optimizer,
         compile=options.compile,
         max_grad_norm=options.max_grad_norm,
@@ -120,7 +123,8 @@ def recorded(options: argparse.Namespace) -> dict[str, object]:
     """What decides what was measured, for the JSON file."""
     left_out = {"command", "run", "json", "force", "revision"}
     settings = {key: value for key, value in vars(options).items() if key not in left_out}
-    return settings | {"backend": os.environ.get("FLASH_CLIPPING_BACKEND", "auto")}
+    backend = os.environ.get("FLASH_CLIPPING_BACKEND", "auto")
+    return settings | {"dtype": dtype_name(options), "backend": backend}
 
 
 def stop_without_triton(

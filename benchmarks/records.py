@@ -74,6 +74,11 @@ class Record:
         return cls(**content)
 
 
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median, tenth and ninetieth percentile."""

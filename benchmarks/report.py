@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.options import UsageError
-from benchmarks.records import Record, Row, Summary, summaries
+from benchmarks.records import Record, Row, Summary, size, summaries
 
 START = "<!-- performance:start -->"
 END = "<!-- performance:end -->"
@@ -64,7 +64,8 @@ def render(records: list[tuple[str, Record]]) -> str:
     for where, members in by_environment.items():
         parts.append(f"**{where}**\n")
         for name, record in members:
-            parts.append(f"`{record.command}` ([{name}](benchmarks/results/{name}))\n")
+            parts.append(f"`{record.command}`\n")
+            parts.append(f"({record.settings['dtype']}, [{name}](benchmarks/results/{name}))\n")
             parts.append(_step_table(record) if record.kind == "step" else _memory_table(record))
     return "\n".join(parts)
 
@@ -96,7 +97,7 @@ def _step_table(record: Record) -> str:
         lines.append(
             [
                 _workload(workload),
-                f"{summary.milliseconds.median:.1f} ms, {row.peak_bytes / 2**30:.2f} GiB",
+                f"{summary.milliseconds.median:.1f} ms, {size(row.peak_bytes)}",
                 *(_step_cell(*cells[workload, method]) for method in methods),
             ]
         )
@@ -118,9 +119,9 @@ def _memory_table(record: Record) -> str:
         line = [_workload(workload)]
         for method in methods:
             row = cells[workload, method]
-            line.append(f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else row.status)
+            line.append(size(row.peak_bytes) if row.peak_bytes else row.status)
         lines.append(line)
-    return _table(["peak memory of a step, GiB", *methods], lines)
+    return _table(["peak memory of a step", *methods], lines)
 
 
 def _workload(workload: tuple[str, int, int]) -> str:

@@ -88,7 +88,9 @@ def test_report_says_oom(tmp_path: Path, run: Run) -> None:
         "opacus": "1",
         "revision": "abc",
     }
-    Record("step", environment, "python -m benchmarks step", {}, rows).write(tmp_path / "a.json")
+    settings = {"dtype": "bf16"}
+    record = Record("step", environment, "python -m benchmarks step", settings, rows)
+    record.write(tmp_path / "a.json")
     readme = tmp_path / "README.md"
     readme.write_text(f"{START}\n{END}\n")
     assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
