@@ -66,8 +66,11 @@ class Record:
     def read(cls, path: Path) -> Record:
         """Raises ValueError if the file is not one of ours."""
         content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise ValueError(f"{path} is not a benchmark record of schema {SCHEMA}")
+        kinds = ("step", "memory")
+        if not isinstance(content, dict) or content.get("kind") not in kinds:
+            raise ValueError(f"{path} is not a benchmark record of {' or '.join(kinds)}")
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{path} has schema {content.get('schema')}; expected {SCHEMA}")
         for row in content["rows"]:
             row.pop("summary", None)
         content["rows"] = [Row(**row) for row in content["rows"]]
