@@ -288,7 +288,21 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "DPLSTM", "DPGRU"])
+tuple_operators_fail = pytest.mark.xfail(
+    strict=True,
+    reason="bare parameters cannot stand in for operators that return tuples (AttributeError)",
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("LSTM", marks=tuple_operators_fail),
+        pytest.param("GRU", marks=tuple_operators_fail),
+        "DPLSTM",
+        "DPGRU",
+    ],
+)
 def test_gates_are_sections(kind: str) -> None:
     from opacus import layers
 
