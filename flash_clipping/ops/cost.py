@@ -21,24 +21,52 @@ class Machine:
     """What one kind of hardware is good at, relative to its own weight-gradient matmul."""
 
     flop_per_byte: float
-    """Weight-gradient matmul rate over copy bandwidth."""
+    """Weight-gradient matmul rate over copy bandwidth (bytes read plus bytes written)."""
     gram_rate: float
     outer_rate: float
-    outer_store_rate: float
+    gram_overhead: int
+    """Features that would take as long as what every Gram tile costs besides its features."""
+    outer_overhead: int
+    """Positions that would take as long as what every outer tile costs besides its positions."""
+    store_overhead: int
+    """The same where the tile is kept."""
     tile: int
     """Side of a Gram tile: rows are padded to it, and the diagonal tiles are half waste."""
 
 
-# One H200, bf16: cuBLAS weight gradients 600 to 840 TFLOP/s, copies 4.3 TB/s (design, section 6).
+# One H200, bf16 (python -m benchmarks kernels): weight gradients at 800 TFLOP/s, copies at
+# 4.2 TB/s, outer at 0.89, 0.98 and 1.0 of the matmul for T of 1024, 2048 and 16384, with the store
+# at 0.63, 0.79, 0.87 and 0.98 for T of 512, 1024, 2048 and 16384.
 GPU_HALF = Machine(
-    flop_per_byte=170.0, gram_rate=0.75, outer_rate=0.95, outer_store_rate=0.80, tile=128
+    flop_per_byte=190.0,
+    gram_rate=0.9,
+    outer_rate=1.0,
+    gram_overhead=250,
+    outer_overhead=80,
+    store_overhead=270,
+    tile=128,
 )
-# fp32 operands run as three TF32 products: a third of half the rate, the same bandwidth.
+# fp32 runs as three TF32 products, PyTorch's own matmul in IEEE fp32 at 52 TFLOP/s; outer operands
+# must be transposed on the way, which TF32 does not do for free.
 GPU_SINGLE = Machine(
-    flop_per_byte=30.0, gram_rate=0.75, outer_rate=0.95, outer_store_rate=0.90, tile=128
+    flop_per_byte=12.0,
+    gram_rate=1.3,
+    outer_rate=0.7,
+    gram_overhead=100,
+    outer_overhead=30,
+    store_overhead=30,
+    tile=128,
 )
 # Two desktop-class cores: some 100 GFLOP/s in fp32 over 10 GB/s.
-CPU = Machine(flop_per_byte=10.0, gram_rate=0.8, outer_rate=0.8, outer_store_rate=0.8, tile=1)
+CPU = Machine(
+    flop_per_byte=10.0,
+    gram_rate=0.8,
+    outer_rate=0.8,
+    gram_overhead=0,
+    outer_overhead=0,
+    store_overhead=0,
+    tile=1,
+)
 
 # Stored gradients replace the operands A and G, which are freed as soon as the norms are known, so
 # up to about their size nothing is added to the peak.
@@ -64,16 +92,21 @@ def costs(
     matmul = 2.0 * B * T * d * p
     tiles = math.ceil(T / machine.tile)
     area = tiles * (tiles + 1) // 2 * machine.tile**2 if machine.tile > 1 else T * T
-    gram = 2.0 * B * area * (d / shared + p)
+    features = d / shared + p + machine.gram_overhead * (1 + 1 / shared)
+    # Without stored gradients one operand is scaled, which reads and writes it once.
+    scaled_bytes = 2.0 * B * T * (d / shared if shared > 1 else min(d, p)) * itemsize
+    clipped_sum = matmul + scaled_bytes * machine.flop_per_byte
+    outer = matmul / machine.outer_rate
+    per_tile = 1 / max(1, T)  # what a tile costs besides its positions weighs less when it has many
     stored_bytes = float(B * d * p * itemsize)
     return {
-        "gram": gram / machine.gram_rate + matmul,
-        "outer": matmul / machine.outer_rate + matmul,
-        # The rate of the storing kernel holds for large T; it cannot write faster than memory.
+        "gram": 2.0 * B * area * features / machine.gram_rate + clipped_sum,
+        "outer": outer * (1 + machine.outer_overhead * per_tile) + clipped_sum,
+        # The kernel cannot write faster than memory takes it; the clipped sum reads it once.
         "outer_store": max(
-            matmul / machine.outer_store_rate, stored_bytes * machine.flop_per_byte / 2
+            outer * (1 + machine.store_overhead * per_tile), stored_bytes * machine.flop_per_byte
         )
-        + stored_bytes * machine.flop_per_byte / 2,
+        + stored_bytes * machine.flop_per_byte,
     }
 
 
