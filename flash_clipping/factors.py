@@ -65,9 +65,10 @@ class Factor(ABC):
 class Dense(Factor):
     """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
 
-    def __init__(self, grads: Tensor, sqnorm_B: Tensor | None = None):
+    def __init__(self, grads: Tensor, sq_parts_Bn: Tensor | None = None):
         self.grads = grads
-        self._sqnorm_B = sqnorm_B
+        #: Squared norms in parts that are still to be added up, where they are known already.
+        self.sq_parts_Bn = sq_parts_Bn
 
     @property
     def batch_size(self) -> int:
@@ -80,19 +81,15 @@ class Dense(Factor):
     def is_small(self) -> bool:
         return self.grads.numel() <= self.SMALL * max(1, self.batch_size)
 
-    @property
-    def has_sqnorms(self) -> bool:
-        return self._sqnorm_B is not None
-
     def sqnorms(self, backend: str) -> Tensor:
-        if self._sqnorm_B is None:
+        if self.sq_parts_Bn is None:
             flat = self.grads.reshape(self.batch_size, self.grads[:1].numel() or 1)
             # vector_norm reduces in the wider dtype without writing a converted copy.
             norm_B = torch.linalg.vector_norm(
                 flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)
             )
-            self._sqnorm_B = norm_B.square()
-        return self._sqnorm_B
+            self.sq_parts_Bn = norm_B.square().unsqueeze(1)
+        return self.sq_parts_Bn.sum(1)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
@@ -167,9 +164,11 @@ class Outer(Factor):
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
-        sq_B, grads_Bpd = outer_sqnorms(self.A_BTd, self.G_BTp, store=True, backend=backend)
+        parts_Bn, grads_Bpd = outer_sqnorms(
+            self.A_BTd, self.G_BTp, store=True, in_parts=True, backend=backend
+        )
         assert grads_Bpd is not None
-        return Dense(grads_Bpd, sq_B)
+        return Dense(grads_Bpd, parts_Bn)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Factor:

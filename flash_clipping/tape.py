@@ -26,6 +26,11 @@ from flash_clipping.factors import Dense, Factor, Outer, VectorStack, merge
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.outer import weighted_sums_many
+
+#: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
+#: little beside what letting go of the stored gradients frees.
+STORED_AT_ONCE = 1 << 26
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
@@ -310,6 +315,7 @@ class Tape:
         self.factors = {key: [factor] for key, factor in merged.items()}
         self._outer_sqnorms(merged)
         self._stack_vectors(merged)
+        self._sum_parts(merged)
         for key, factor in merged.items():
             if key not in self.sqnorms_B:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
@@ -358,7 +364,7 @@ class Tape:
         """
         by_shape: dict[Any, list[int]] = {}
         for key, factor in merged.items():
-            if type(factor) is Dense and factor.is_small and not factor.has_sqnorms:
+            if type(factor) is Dense and factor.is_small and factor.sq_parts_Bn is None:
                 grads = factor.grads
                 by_shape.setdefault((grads.shape, grads.dtype, grads.device), []).append(key)
         for keys in by_shape.values():
@@ -367,6 +373,17 @@ class Tape:
             vectors = VectorStack([self.factors.pop(key)[0].dense() for key in keys])
             self.vectors.append((keys, vectors))
             self.sqnorms_B.update(zip(keys, vectors.sqnorms_PB().unbind(0), strict=True))
+
+    def _sum_parts(self, merged: Mapping[int, Factor]) -> None:
+        """Add up the norms that came with stored gradients, those of one shape at once."""
+        by_shape: dict[Any, list[tuple[int, Tensor]]] = {}
+        for key, factor in merged.items():
+            if type(factor) is Dense and factor.sq_parts_Bn is not None:
+                parts_Bn = factor.sq_parts_Bn
+                by_shape.setdefault((parts_Bn.shape, parts_Bn.device), []).append((key, parts_Bn))
+        for members in by_shape.values():
+            sums_PB = torch.stack([parts_Bn for _, parts_Bn in members]).sum(-1)
+            self.sqnorms_B.update(zip([key for key, _ in members], sums_PB.unbind(0), strict=True))
 
     def _norms(self, params: list[nn.Parameter]) -> Tensor:
         found = list(self.sqnorms_B.values())
@@ -410,6 +427,7 @@ class Tape:
             rows = vectors.clipped_sums([self.coef[key] for key in keys], self.backend)
             for key, row in zip(keys, rows, strict=True):
                 add_into_grad(self.params[key], row)
+        self._add_stored(merged)
         while merged:
             key, factor = merged.popitem()
             add_into_grad(self.params[key], factor.clipped_sum(self.coef[key], self.backend))
@@ -419,6 +437,30 @@ class Tape:
             param = self.params[key]
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+    def _add_stored(self, merged: dict[int, Factor]) -> None:
+        """Take stored gradients out of ``merged``, and add several at a time, then let them go."""
+        assert self.coef is not None
+        by_coef: dict[int, list[int]] = {}
+        for key, factor in merged.items():
+            if type(factor) is Dense:
+                by_coef.setdefault(id(self.coef[key]), []).append(key)
+        for keys in by_coef.values():
+            while keys:
+                batch: list[int] = []
+                elements = 0
+                while keys and (
+                    not batch or elements + self.params[keys[-1]].numel() <= STORED_AT_ONCE
+                ):
+                    batch.append(keys.pop())
+                    elements += self.params[batch[-1]].numel()
+                sums = weighted_sums_many(
+                    [merged.pop(key).dense() for key in batch],
+                    self.coef[batch[0]],
+                    backend=self.backend,
+                )
+                for key, grad in zip(batch, sums, strict=True):
+                    add_into_grad(self.params[key], grad)
 
     def _add_small_products(self, groups: list[list[tuple[int, Outer]]]) -> None:
         """Take out of ``groups`` those that are bound by launches, and launch them together."""

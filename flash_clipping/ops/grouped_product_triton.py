@@ -133,11 +133,8 @@ def grouped_products(
         table += [out.data_ptr(), p, d, count]
         count += triton.cdiv(p, block) * triton.cdiv(d, block)
         aligned = aligned and tiles.fits_tma(A, G) and p % 8 == 0 and d % 8 == 0
-    on_host = torch.tensor(table, dtype=torch.int64)
-    if device.type != "cpu":
-        on_host = on_host.pin_memory()
     _grouped_product_kernel[(count,)](
-        on_host.to(device, non_blocking=True),
+        tiles.to_device(table, device),
         coef_B.contiguous(),
         len(pairs),
         B,

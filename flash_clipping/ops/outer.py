@@ -5,6 +5,8 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,12 @@ from flash_clipping.ops.shapes import as_rows, check_coefficients, check_same_ro
 
 
 def outer_sqnorms(
-    A_BTd: Tensor, G_BTp: Tensor, *, store: bool = False, backend: str = "auto"
+    A_BTd: Tensor,
+    G_BTp: Tensor,
+    *,
+    store: bool = False,
+    in_parts: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Squared norms of the per-sample gradients ``G_bᵀ A_b``, and with ``store`` the gradients.
 
@@ -23,6 +30,8 @@ def outer_sqnorms(
         G_BTp: its output gradient, ``[B, ..., p]``.
         store: keep the gradients; what is squared is then the rounded value that is kept, so that
             what is measured is what is released.
+        in_parts: leave the squared norms as parts ``[B, n]`` that are still to be added up, for
+            a caller who has many to add up at once.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
@@ -34,7 +43,10 @@ def outer_sqnorms(
     if A_BTd.dtype != G_BTp.dtype:
         common = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
         A_BTd, G_BTp = A_BTd.to(common), G_BTp.to(common)
-    return backends.run(outer_torch.outer_sqnorms, backend, A_BTd, A_BTd, G_BTp, store)
+    parts_Bn, grads_Bpd = backends.run(
+        outer_torch.outer_sqnorms, backend, A_BTd, A_BTd, G_BTp, store
+    )
+    return parts_Bn if in_parts else parts_Bn.sum(1), grads_Bpd
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
@@ -45,3 +57,14 @@ def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Ten
     """
     check_coefficients(coef_B, grads, "grads")
     return backends.run(outer_torch.weighted_sum, backend, grads, grads, coef_B)
+
+
+def weighted_sums_many(
+    grads: Sequence[Tensor], coef_B: Tensor, *, backend: str = "auto"
+) -> list[Tensor]:
+    """:func:`weighted_sum` of several tensors by the same coefficients: one launch on a GPU."""
+    for tensor in grads:
+        check_coefficients(coef_B, tensor, "grads")
+    if not grads:
+        return []
+    return backends.run(outer_torch.weighted_sums_many, backend, grads[0], grads, coef_B)

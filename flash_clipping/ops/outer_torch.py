@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ BUFFER = 2**18
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
-    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
+    """See :func:`flash_clipping.ops.outer.outer_sqnorms`; norms come in parts ``[B, n]``."""
     B, _, d = A_BTd.shape
     p = G_BTp.shape[-1]
     dtype = accumulator(A_BTd, G_BTp)
@@ -29,7 +31,7 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
                 grads_Bpd[chunk, i : i + rows] = tile
                 tile = tile.to(grads_Bpd.dtype).to(dtype)
             sq_B[chunk] += tile.square_().sum((1, 2))
-    return sq_B, grads_Bpd
+    return sq_B.unsqueeze(1), grads_Bpd
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
@@ -44,3 +46,8 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
         total += torch.where(coefficient == 0, 0, gradient * coefficient)
     return total.to(grads.dtype)
+
+
+def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
+    return [weighted_sum(tensor, coef_B) for tensor in grads]

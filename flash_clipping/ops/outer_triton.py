@@ -5,6 +5,7 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -167,7 +168,7 @@ def launch_outer(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return partial.sum(1), grads_Bpd
+    return partial, grads_Bpd
 
 
 WEIGHTED_BLOCK = 1024
@@ -210,3 +211,72 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
         num_warps=4,
     )
     return out
+
+
+_TABLE_COLUMNS = 4  # address, address of the result, elements, first block
+_TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _weighted_sums_kernel(
+    table_ptr,
+    coef_ptr,
+    tensors,
+    B,
+    DTYPE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """:func:`_weighted_sum_kernel` for tensors named by a table; the blocks of all in one grid."""
+    block = tl.program_id(0)
+    index = tl.arange(0, TENSORS)
+    firsts = tl.load(table_ptr + index * COLUMNS + 3, mask=index < tensors, other=1 << 40)
+    row = table_ptr + (tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1) * COLUMNS
+    grads_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
+    out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(DTYPE)), 16)
+    N = tl.multiple_of(tl.load(row + 2), 8)
+    columns = (block - tl.load(row + 3)) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, B, UNROLL):
+        for step in tl.static_range(UNROLL):
+            b = first + step
+            coef = tl.load(coef_ptr + b, mask=b < B, other=0.0).to(tl.float32)
+            kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
+            grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
+            total += coef * grads.to(tl.float32)
+    tl.store(out_ptr + columns, total.to(DTYPE), mask=columns < N)
+
+
+def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
+    first = grads[0]
+    plain = all(
+        tensor.is_contiguous()
+        and tensor.dtype == first.dtype
+        and tensor.data_ptr() % 16 == 0
+        and tensor[0].numel() % 8 == 0
+        for tensor in grads
+    )
+    if not plain or len(grads) == 1:
+        return [weighted_sum(tensor, coef_B) for tensor in grads]
+    outs, table, blocks = [], [], 0
+    for tensor in grads:
+        out = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        outs.append(out)
+        table += [tensor.data_ptr(), out.data_ptr(), out.numel(), blocks]
+        blocks += triton.cdiv(out.numel(), WEIGHTED_BLOCK)
+    _weighted_sums_kernel[(blocks,)](
+        tiles.to_device(table, first.device),
+        coef_B.contiguous(),
+        len(grads),
+        first.shape[0],
+        DTYPE=_TL_DTYPE[first.dtype],
+        TENSORS=triton.next_power_of_2(len(grads)),
+        COLUMNS=_TABLE_COLUMNS,
+        BLOCK=WEIGHTED_BLOCK,
+        UNROLL=WEIGHTED_UNROLL,
+        num_warps=4,
+    )
+    return outs

@@ -76,6 +76,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if torch.version.hip is not None else "tf32x3"
 
 
+def to_device(table: list[int], device: torch.device) -> Tensor:
+    """Addresses and sizes for a kernel, copied to the device without waiting for it."""
+    on_host = torch.tensor(table, dtype=torch.int64)
+    if device.type == "cpu":
+        return on_host
+    return on_host.pin_memory().to(device, non_blocking=True)
+
+
 def with_unit_stride(x: Tensor) -> Tensor:
     """``x`` with features next to each other; a copy where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
