@@ -61,6 +61,11 @@ class Factor(ABC):
         """One factor for several uses of a parameter within a sample."""
         return Dense.sum_of(factors)
 
+    def fold(self, samples: int) -> Factor:
+        """The same for ``samples`` samples, each made of ``B / samples`` rows that lie together."""
+        grads = self.dense()
+        return Dense(grads.reshape(samples, -1, *grads.shape[1:]).sum(1))
+
 
 class Dense(Factor):
     """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
@@ -161,6 +166,10 @@ class Outer(Factor):
 
     def dense(self) -> Tensor:
         return self.G_BTp.mT @ self.A_BTd
+
+    def fold(self, samples: int) -> Factor:
+        A, G = self.A_BTd, self.G_BTp
+        return Outer(A.reshape(samples, -1, A.shape[-1]), G.reshape(samples, -1, G.shape[-1]))
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""

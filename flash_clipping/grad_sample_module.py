@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -51,6 +52,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             activation checkpointing that would not fit otherwise.
         clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
             (:func:`~flash_clipping.clipping.clipping_coefficients`).
+        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that see
+            several rows per sample along the batch axis: windows folded into the batch, say. All
+            rows of one sample must lie together, and every sample must have as many. Modules
+            below a named one are meant too.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -77,6 +82,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         backend: str = "auto",
         mode: Mode = "one_pass",
         clipping: str = "flat",
+        folded_modules: Sequence[str] = (),
     ):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(
@@ -94,6 +100,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
+        self.folded_modules = tuple(folded_modules)
         #: Called with the norms [B] before coefficients are taken: adaptive clipping.
         self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
@@ -141,7 +148,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Opacus' users and tests find the handles under this name.
         root.autograd_grad_sample_hooks = []
         self.autograd_grad_sample_hooks = root.autograd_grad_sample_hooks
-        self._taps = list(plan_taps(root, self._recorder, force_functorch))
+        self._taps = list(plan_taps(root, self._recorder, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
         if self.mode == "two_pass":
@@ -312,17 +319,32 @@ class _Guard:
             )
 
 
-def plan_taps(root: nn.Module, recorder: Recorder, force_generic: bool = False) -> Iterator[Tap]:
+def plan_taps(
+    root: nn.Module,
+    recorder: Recorder,
+    force_generic: bool = False,
+    folded_modules: Sequence[str] = (),
+) -> Iterator[Tap]:
     """A tap for every module that owns parameters directly.
 
     A container of parameters (``nn.ParameterList``) has no forward: it belongs to its parent.
     """
+    paths = [path for path, _ in root.named_modules()]
+    folded: set[str] = set()
+    for pattern in folded_modules:
+        named = [path for path in paths if fnmatchcase(path, pattern)]
+        if not named:
+            raise ValueError(
+                f"folded_modules: no module is named like {pattern!r}. Names look like "
+                f"{', '.join(repr(path) for path in paths[1:4])}."
+            )
+        folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
     for path, module in root.named_modules():
         if isinstance(module, PARAMETER_CONTAINERS):
             continue
         if owned_parameters(module):
             rule = None if force_generic else find_rule(module)
-            yield Tap(module, path, rule, recorder, force_generic)
+            yield Tap(module, path, rule, recorder, force_generic, path in folded)
         elif (scope := find_scope(module)) is not None:
             yield ScopedForward(module, path, scope, recorder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from opacus import PrivacyEngine
@@ -45,6 +46,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         clipping: str = "flat",
         backend: str = "auto",
         mode: Mode = "one_pass",
+        folded_modules: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -61,6 +63,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 arguments.
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
+            folded_modules: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             **kwargs: as in Opacus.
 
         Raises:
@@ -75,6 +78,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         self._module_options: dict[str, Any] = {
             "backend": backend,
             "mode": mode,
+            "folded_modules": folded_modules,
             "clipping": "flat" if clipping == "adaptive" else clipping,
         }
         try:
@@ -93,13 +97,14 @@ class FlashPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "flash",
         backend: str = "auto",
         mode: Mode = "one_pass",
+        folded_modules: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
         """
         if grad_sample_mode == "flash":
-            kwargs.update(backend=backend, mode=mode)
+            kwargs.update(backend=backend, mode=mode, folded_modules=folded_modules)
         return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:

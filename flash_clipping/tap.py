@@ -50,6 +50,8 @@ class Tap:
         layer: the tapped layer.
         path: its name in the model, for messages.
         rule: its rule, or ``None`` for the generic one.
+        generic: serve the module by :func:`generic_forward` from the start.
+        folded: its rows are parts of samples (``folded_modules``).
         recorder: what all taps of the model share.
     """
 
@@ -60,6 +62,7 @@ class Tap:
         rule: Rule | None,
         recorder: Recorder,
         generic: bool = False,
+        folded: bool = False,
     ):
         self.layer = layer
         self.path = f"{path or 'the model'} ({type(layer).__name__})"
@@ -69,6 +72,7 @@ class Tap:
         self.owners = owners(layer)
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
+        self.folded = folded
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -282,7 +286,21 @@ def record(
             "model's own output. Compute the loss from what the wrapped model returns, or use "
             "checkpoint(..., use_reentrant=False)."
         )
+    if tap.folded:
+        factors = [(param, _fold(tap, factor)) for param, factor in factors]
     recorder.begin_backward().record(tap.path, factors, readers)
+
+
+def _fold(tap: Tap, factor: Factor) -> Factor:
+    """Rows that the user declared to be parts of samples, as samples."""
+    samples = tap.recorder.samples()
+    if samples is None or factor.batch_size % max(samples, 1):
+        raise FlashClippingError(
+            f"{tap.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
+            f"multiple of the batch ({samples}) that the model was called with. Every sample must "
+            "be folded into the same number of rows, which lie together."
+        )
+    return factor.fold(samples)
 
 
 class PerSampleView(torch.autograd.Function):

@@ -152,6 +152,11 @@ class Recorder:
         """Memory that belongs to the model, not to a batch."""
         return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
 
+    def samples(self) -> int | None:
+        """Samples in the batch that the root module was called with."""
+        sizes = {f.batch_size for f in self._forwards if not f.spent}
+        return sizes.pop() if len(sizes) == 1 else None
+
     def expected_batch_sizes(self) -> set[int]:
         return {size for f in self._forwards if not f.spent for size in f.batch_sizes}
 
@@ -271,26 +276,26 @@ class Tape:
         return self.recorder.backend
 
     def _check_batch_size(self, path: str, found: int) -> None:
-        if self.batch_size is None:
-            expected = self.recorder.expected_batch_sizes()
-            if expected and found not in expected:
-                sizes = " or ".join(map(str, sorted(expected)))
-                raise FlashClippingError(
-                    f"{path}: found {found} samples along the batch axis, but the model was "
-                    f"called with a batch of {sizes}. The batch must be the "
-                    f"{'first' if self.recorder.batch_first else 'second'} axis of the input of "
-                    "every layer that has parameters: keep other axes (windows, positions) behind "
-                    "it, or wrap this part in one module with a rule of its own "
-                    "(flash_clipping.register_rule)."
-                )
-            self.batch_size, self.first_path = found, path
-        elif found != self.batch_size:
+        expected = self.recorder.expected_batch_sizes()
+        axis = "first" if self.recorder.batch_first else "second"
+        advice = (
+            f"The batch must be the {axis} axis of the input of every layer that has parameters: "
+            "keep other axes (windows, positions) behind it, declare modules whose rows are parts "
+            "of samples (folded_modules=[...]), or give this part a rule of its own "
+            "(flash_clipping.register_rule)."
+        )
+        if expected and found not in expected:
+            sizes = " or ".join(map(str, sorted(expected)))
+            raise FlashClippingError(
+                f"{path}: found {found} samples along the batch axis, but the model was called "
+                f"with a batch of {sizes}. {advice}"
+            )
+        if self.batch_size is not None:
             raise FlashClippingError(
                 f"{path}: found {found} samples along the batch axis, but {self.first_path} "
-                f"recorded {self.batch_size} in the same backward. The batch must be the "
-                f"{'first' if self.recorder.batch_first else 'second'} axis of the input of "
-                "every layer that has parameters."
+                f"recorded {self.batch_size} in the same backward. {advice}"
             )
+        self.batch_size, self.first_path = found, path
 
     # -- finishing ----------------------------------------------------------------------------
 
