@@ -72,6 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--batch-second", action="store_true", help="samples are axis 1 of the layers' inputs"
     )
+    check.add_argument(
+        "--folded",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="modules whose rows are parts of samples (folded_modules); may be repeated",
+    )
+    check.add_argument(
+        "--no-strict", action="store_true", help="accept trainable layers that have buffers"
+    )
     check.add_argument("--dtype", choices=_DTYPES, help="cast model and batch before the check")
     check.add_argument("--device", help="move model and batch there before the check")
     check.add_argument("--tolerance", type=float, help="relative error allowed")
@@ -119,6 +129,8 @@ def _check(args: argparse.Namespace) -> int:
             seed=args.seed,
             mode=args.mode,
             backend=args.backend,
+            strict=not args.no_strict,
+            folded_modules=args.folded,
         )
     except (FactoryError, diagnostics.BadBatchError) as error:
         print(f"flash-clipping check: {error}", file=sys.stderr)

@@ -466,6 +466,35 @@ def test_removing_a_sample_catches_what_the_oracle_alone_cannot_explain() -> Non
         assert "torch.arange(T)" in " ".join(report.failures)
 
 
+class Windows(nn.Module):
+    """Folds windows of 2 positions into the batch axis."""
+
+    def __init__(self, together: bool = True):
+        super().__init__()
+        self.together = together
+        self.window, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x_BTd: Tensor) -> Tensor:
+        B = x_BTd.shape[0]
+        windows = x_BTd.unflatten(1, (-1, 2))
+        if self.together:
+            folded = self.window(windows.flatten(0, 1)).unflatten(0, (B, -1))
+        else:  # all first windows, then all second ones
+            rows = self.window(windows.transpose(0, 1).flatten(0, 1))
+            folded = rows.unflatten(0, (-1, B)).transpose(0, 1)
+        return self.head(torch.tanh(folded.flatten(1, 2)))
+
+
+def test_folded_windows_must_lie_together() -> None:
+    x = torch.randn(5, 6, 4)
+    report = check(Windows(), x)
+    assert not report.passed and "window (Linear)" in report.failures[0]
+    assert check(Windows(), x, folded_modules=["window"], dtype=torch.float64).passed
+    # Declared, but in another order: right for no sample.
+    report = check(Windows(together=False), x, folded_modules=["window"])
+    assert statuses(report)["window.weight"] == "FAIL"
+
+
 class Centre(nn.Module):
     """Mixes samples, and has no parameter for a rule to look at."""
 
@@ -686,6 +715,17 @@ def bad():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), torch.randn(5, 4)
 
 
+def windows():
+    from tests.test_diagnostics import Windows
+    return Windows(), torch.randn(5, 6, 4)
+
+
+def buffers():
+    model, x = good()
+    model[0].register_buffer("table", torch.arange(3))
+    return model, x
+
+
 def not_a_pair():
     return good()[0]
 
@@ -756,6 +796,14 @@ def test_command_fails_with_status_one(factories: str, capsys) -> None:
     assert "refused" in out and out.rstrip().endswith("FAILED")
     # A tolerance that no rounding can meet.
     assert main(["check", f"{factories}:good", "--tolerance", "1e-30"]) == 1
+
+
+def test_command_hands_options_to_the_wrapper(factories: str, capsys) -> None:
+    assert main(["check", f"{factories}:windows"]) == 1
+    assert main(["check", f"{factories}:windows", "--folded", "win*"]) == 0
+    assert main(["check", f"{factories}:buffers"]) == 1
+    assert "trainable layer with buffers" in capsys.readouterr().out
+    assert main(["check", f"{factories}:buffers", "--no-strict"]) == 0
 
 
 def test_command_prints_json(factories: str, capsys) -> None:
