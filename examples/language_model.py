@@ -129,11 +129,11 @@ def main(argv: Sequence[str] | None = None) -> Report:
         lr=0.01,
         epsilon=8,
     )
-    parser.add_argument("--chunk-length", type=int, default=64, help="bytes; the unit of privacy")
+    parser.add_argument("--chunk-length", type=int, default=64, help="bytes (%(default)s)")
     parser.add_argument("--max-chunks", type=int, help="use only so many, for a quick try")
-    parser.add_argument("--width", type=int, default=64, help="features d")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64, help="features d (%(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="(%(default)s)")
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     train, held_out = data(args.chunk_length, args.max_chunks, args.device)

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset
 
 METHODS = ("flash", "ghost", "hooks", "nonprivate")
 # Options that may change between a run and its continuation; all others must stay.
-FREE_ON_RESUME = {"resume", "checkpoint", "plot", "device", "max_steps"}
+FREE_ON_RESUME = {"resume", "checkpoint", "plot", "device", "threads", "max_steps"}
 
 
 class InMemoryDataset(Dataset):
@@ -106,25 +106,23 @@ class Report:
 
 def argument_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """The options that both examples have; `defaults` are the example's own values."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--method", choices=METHODS, default="flash", help="how to clip")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="autocast")
-    parser.add_argument("--epochs", type=int, help="passes over the data, in expectation")
-    parser.add_argument("--batch-size", type=int, help="expected size of a Poisson batch")
-    parser.add_argument("--lr", type=float, help="learning rate of Adam")
-    parser.add_argument("--epsilon", type=float, help="privacy budget of the whole run")
-    parser.add_argument("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee")
-    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="clipping bound C")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, help="stop cleanly after this many steps")
-    parser.add_argument("--checkpoint", type=Path, help="default: runs/NAME-METHOD.pt")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--plot", type=Path, help="default: runs/NAME-METHOD.png")
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--method", choices=METHODS, default="flash", help="how to clip (%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="autocast (%(default)s)")
+    add("--epochs", type=int, help="passes over the data, in expectation (%(default)s)")
+    add("--batch-size", type=int, help="expected size of a Poisson batch (%(default)s)")
+    add("--lr", type=float, help="learning rate of Adam (%(default)s)")
+    add("--epsilon", type=float, help="privacy budget of the whole run (%(default)s)")
+    add("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee (%(default)s)")
+    add("--max-grad-norm", type=float, default=1.0, help="clipping bound C (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--threads", type=int, help="of PyTorch on the CPU (%(default)s; None: its own choice)")
+    add("--max-steps", type=int, help="stop cleanly after this many steps")
+    add("--checkpoint", type=Path, help="(runs/NAME-METHOD.pt)")
+    add("--resume", action="store_true", help="continue from the checkpoint")
+    add("--plot", type=Path, help="(runs/NAME-METHOD.png)")
     parser.set_defaults(**defaults)
     return parser
 
@@ -273,6 +271,8 @@ def run(args: argparse.Namespace, task: Task) -> Report:
     args.plot = args.plot or Path("runs", f"{task.name}-{args.method}.png")
     if args.resume and not args.checkpoint.exists():
         sys.exit(f"--resume: there is no checkpoint at {args.checkpoint}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     console = Console()
     # Said in the docstring above; expected of a first layer; a first bound that Opacus refines.
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
