@@ -31,10 +31,13 @@ from flash_clipping import ops
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_sqnorms_many
 
-LAYERS = 4
+LAYERS = 8
 """Layers in one gram launch; a step has more."""
 CALLS = 4
 """Calls in one sample of time."""
+HEAD_START = 8_000_000
+"""Cycles that the device sleeps before a sample, while the host queues the calls: a small operation
+takes the host longer than the device, and it is the device that is measured here."""
 
 SHAPES = {
     "cuda": [
@@ -90,13 +93,7 @@ class Choice:
     regret: float
 
 
-@dataclass
-class Candidate:
-    """An operation to be measured; ``replayed`` where a CUDA graph can hold it."""
-
-    result: Result
-    call: Callable[[], object]
-    replayed: bool = True
+Candidate = tuple[Result, Callable[[], object]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -208,26 +205,19 @@ def linear_candidates(
     matmul = 2.0 * B * T * d * p
     moved = float((B + 1) * d * p * A.element_size())
     return [
-        Candidate(
-            Result(group, "matmul", "", matmul), lambda: G.flatten(0, 1).mT @ A.flatten(0, 1)
-        ),
-        Candidate(
+        (Result(group, "matmul", "", matmul), lambda: G.flatten(0, 1).mT @ A.flatten(0, 1)),
+        (
             Result(group, "gram", "matmul", LAYERS * float(B) * T * T * (d + p)),
             lambda: gram_sqnorms_many(groups),
-            replayed=False,  # its table of addresses comes from the host
         ),
-        Candidate(Result(group, "outer", "matmul", matmul), lambda: ops.outer_sqnorms(A, G)),
-        Candidate(
+        (Result(group, "outer", "matmul", matmul), lambda: ops.outer_sqnorms(A, G)),
+        (
             Result(group, "outer_store", "matmul", matmul),
             lambda: ops.outer_sqnorms(A, G, store=True),
         ),
-        Candidate(
-            Result(group, "clipped_sum", "matmul", matmul), lambda: ops.clipped_sums(A, [G], coef)
-        ),
+        (Result(group, "clipped_sum", "matmul", matmul), lambda: ops.clipped_sums(A, [G], coef)),
         copy_candidate(group, B * p * d, device, dtype),
-        Candidate(
-            Result(group, "weighted_sum", "copy", moved), lambda: ops.weighted_sum(grads, coef)
-        ),
+        (Result(group, "weighted_sum", "copy", moved), lambda: ops.weighted_sum(grads, coef)),
     ]
 
 
@@ -252,11 +242,11 @@ def row_candidates(
 
     return [
         copy_candidate(group, x.numel(), device, dtype),
-        Candidate(Result(group, "row_scale", "copy", 2 * once), lambda: ops.row_scale(x, coef)),
-        Candidate(Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
-        Candidate(Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
-        Candidate(Result(group, "embedding", "copy", once), lambda: ops.embedding_sqnorms(ids, G)),
-        Candidate(
+        (Result(group, "row_scale", "copy", 2 * once), lambda: ops.row_scale(x, coef)),
+        (Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
+        (Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
+        (Result(group, "embedding", "copy", once), lambda: ops.embedding_sqnorms(ids, G)),
+        (
             Result(group, "group_norm", "copy", 2 * once),  # positions as channels
             lambda: ops.group_norm_grads(x, G, statistics_B1, statistics_B1),
         ),
@@ -269,16 +259,17 @@ def copy_candidate(
     source = torch.randn(elements, device=device, dtype=dtype)
     target = torch.empty_like(source)
     work = 2.0 * elements * source.element_size()
-    return Candidate(Result(group, "copy", "", work), lambda: target.copy_(source))
+    return Result(group, "copy", "", work), lambda: target.copy_(source)
 
 
 def measure(candidates: list[Candidate], rounds: int, device: torch.device) -> list[Result]:
     """Every candidate in turn, ``rounds`` times; rates relative to the floor of the same run."""
-    runs = [repeated(candidate, device) for candidate in candidates]
+    for _, call in candidates:
+        call()  # compiles
     for _ in range(rounds):
-        for candidate, run in zip(candidates, runs, strict=True):
-            candidate.result.milliseconds.append(milliseconds(device, run) / CALLS)
-    results = [candidate.result for candidate in candidates]
+        for result, call in candidates:
+            result.milliseconds.append(sample(call, device))
+    results = [result for result, _ in candidates]
     floors = {result.name: result.rate for result in results}
     for result in results:
         if result.floor:
@@ -286,22 +277,23 @@ def measure(candidates: list[Candidate], rounds: int, device: torch.device) -> l
     return results
 
 
-def repeated(candidate: Candidate, device: torch.device) -> Callable[[], None]:
-    """``CALLS`` calls, compiled and warm; on a GPU as a graph where possible, since a small
-    operation takes the host longer than the device."""
+def sample(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one call, of ``CALLS`` in a row."""
 
     def run() -> None:
         for _ in range(CALLS):
-            candidate.call()
+            call()
 
+    if device.type != "cuda":
+        return milliseconds(device, run) / CALLS
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(HEAD_START)
+    start.record()
     run()
-    if device.type != "cuda" or not candidate.replayed:
-        return run
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / CALLS
 
 
 def judge(

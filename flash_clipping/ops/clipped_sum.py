@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flash_clipping.ops import backend as backends
@@ -34,6 +35,12 @@ def clipped_sums(
     for G in Gs:
         check_same_rows(A_BTd, G, "A", "G")
     check_coefficients(coef_B, A_BTd, "A")
+    if any(x.dtype == torch.float16 for x in (A_BTd, *Gs)):
+        # Below 6e-5 fp16 has ever fewer bits: a scaled operand would lose what makes a small
+        # coefficient times a large gradient come out at the bound. Coefficients meet the fp32
+        # product instead.
+        pairs = [(A_BTd, G) for G in Gs]
+        return backends.run(clipped_sum_torch.clipped_sums_many, backend, A_BTd, pairs, coef_B)
     return backends.run(clipped_sum_torch.clipped_sums, backend, A_BTd, A_BTd, Gs, coef_B)
 
 

@@ -30,7 +30,13 @@ def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Te
 
 def clipped_sums_many(pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
-    return [clipped_sums(A, [G], coef_B)[0] for A, G in pairs]
+    sums = []
+    for A, G in pairs:
+        dtype = torch.promote_types(A.dtype, G.dtype)
+        if dtype == torch.float16:  # see ops/clipped_sum.py
+            A, G = A.float(), G.float()
+        sums.append(clipped_sums(A, [G], coef_B)[0].to(dtype))
+    return sums
 
 
 def scales_input(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:

@@ -115,7 +115,7 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
         return Config(block_p, block_d, 32, promote=32, flatten=False, tma=False)
     # There are registers for a second accumulator only beside a smaller tile. Norms of kept
     # gradients need none: what is measured is what was kept.
-    if not store and T > 1024:
+    if not store and T > 2048:
         return Config(block_p, block_d, promote=16, num_stages=4, flatten=False)
     return Config(block_p, block_d if d <= 128 else 256)
 

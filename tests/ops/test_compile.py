@@ -48,9 +48,8 @@ for dtype in (torch.bfloat16, torch.float32):
     A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
     coef, rstd = torch.ones(2), torch.empty(2, 512)
     ids = torch.zeros(2, 512, dtype=torch.long)
-    for loads in ("window", "descriptor", "pointer") if tma else ("pointer",):
-        gram_triton.launch_gram([(A, [G])], True, loads, aligned=True)
-    gram_triton.launch_gram([(A[..., 1:], [G[..., 1:]])], False, "pointer", aligned=False)
+    gram_triton.gram_sqnorms(A, [G], True)
+    gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]], False)
     outer_triton.outer_sqnorms(A, G, False)
     outer_triton.outer_sqnorms(A, G, True)
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)

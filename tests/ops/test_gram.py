@@ -73,27 +73,20 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-def aligned(x: torch.Tensor, alignment: int = 128) -> torch.Tensor:
-    """A copy whose address is a multiple of ``alignment`` bytes (CPU allocations are less so)."""
-    room = alignment // x.element_size()
-    buffer = x.new_empty(x.numel() + room)
-    start = -buffer.data_ptr() % alignment // x.element_size()
-    return buffer[start : start + x.numel()].view(x.shape).copy_(x)
-
-
 @every_case
-@pytest.mark.parametrize("loads", ["window", "descriptor", "pointer"])
-def test_many_groups_in_one_launch(case: Case, loads: str) -> None:
-    """Operands that lie anywhere in memory, read in each of the ways that the kernel has."""
+@pytest.mark.parametrize("tma", [True, False])
+def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
+    """Operands that lie anywhere in memory, read through descriptors and by address."""
     if case.backend != "triton":
         pytest.skip("a way for kernels to load")
     kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
     groups = []
     for seed in range(3):
-        A = aligned(case.randn(2, 140, 64, seed=seed))
-        Gs = [aligned(case.randn(2, 140, 96, seed=10 * seed + layer)) for layer in range(seed + 1)]
-        groups.append((A, Gs))
-    results = kernels.launch_gram(groups, True, loads, aligned=True)
+        A = case.randn(2, 140, 64, seed=seed)
+        groups.append((A, [case.randn(2, 140, 96, seed=10 * seed + k) for k in range(seed + 1)]))
+    results = kernels.launch_gram(
+        [kernels._Rows(A, Gs) for A, Gs in groups], True, kernels.config_for(case.dtype, tma)
+    )
     for (A, Gs), (weight_sq, bias_sq) in zip(groups, results, strict=True):
         oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
         assert worst_relative_error(weight_sq, oracle) <= case.tolerance
