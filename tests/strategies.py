@@ -656,12 +656,12 @@ def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
         plan = replace(plan, ties=tuple(draw(pick)))
     if len(steps) > 1:
         begin = draw(st.integers(1, len(steps) - 1))
-        kinds_of_checkpointing = ["none", "none", "non-reentrant", "reentrant"]
+        checkpointing = ["none", "none", "non-reentrant", "reentrant"]
         if plan.mode == "two_pass" and any(kind in BARE for kind in kinds):
-            kinds_of_checkpointing.remove("reentrant")
+            checkpointing.remove("reentrant")
         plan = replace(
             plan,
-            checkpointing=draw(st.sampled_from(kinds_of_checkpointing)),
+            checkpointing=draw(st.sampled_from(checkpointing)),
             segment=(begin, draw(st.integers(begin + 1, len(steps)))),
         )
     return plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +52,15 @@ EXAMPLES = {
     "image": 120,
     "volume": 80,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small spend more time in handing work to threads than in doing it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def truth_of(model: nn.Module, plan: Plan) -> Truth:
