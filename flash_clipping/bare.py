@@ -104,7 +104,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return bares[0].value.detach()
     if name == "__set__" or name == "__setitem__" or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
-    if name not in _METADATA_ONLY and any(_carries_samples(tap, other) for other in others):
+    if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
         in_place = name.endswith("_") and not name.startswith("__")
         if in_place and (name not in _IN_PLACE or len(leaves) != 2 or not _is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
@@ -170,7 +170,14 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, BareParameter)
 
 
-def _carries_samples(tap: Tap, tensor: Tensor) -> bool:
+def _carry_samples(tap: Tap, tensors: list[Tensor]) -> list[bool]:
+    """For tensors that meet bare parameters in one operation: which belong to the batch."""
+    # Beside one that surely does, a mask that was computed from it needs no proof.
+    certain = any(_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad)
+    return [_carries_samples(tap, tensor, note=not certain) for tensor in tensors]
+
+
+def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
     """Whether a tensor that meets a bare parameter belongs to the batch.
 
     What requires grad came out of a tapped layer. What does not is taken for data when its first
@@ -179,9 +186,13 @@ def _carries_samples(tap: Tap, tensor: Tensor) -> bool:
     if tensor.requires_grad:
         return not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
     forward = tap.recorder.current_forward
-    if tensor.dim() == 0 or forward is None or tensor.shape[0] not in forward.batch_sizes:
+    if tensor.dim() == 0 or forward is None or tensor.shape[0] != forward.batch_size:
         return False
-    return tensor.untyped_storage().data_ptr() not in tap.recorder.model_storages()
+    if tensor.untyped_storage().data_ptr() in tap.recorder.model_storages():
+        return False
+    if note:
+        forward.note_rows(tap.path, tensor, tap.recorder)
+    return True
 
 
 @dataclass
@@ -241,7 +252,7 @@ def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
         leaves=[torch.empty(0) if _is_plain(leaf) else leaf for leaf in leaves],
         spec=spec,
         bares=bares,
-        batched=[_carries_samples(tap, tensor) for tensor in plain],
+        batched=_carry_samples(tap, plain),
         autocast=(
             device_type,
             torch.is_autocast_enabled(device_type),
@@ -257,6 +268,8 @@ class _Meet(torch.autograd.Function):
     def forward(ctx: Any, meeting: _Meeting, n_plain: int, *tensors: Tensor) -> Tensor:
         values = [bare.value.detach() for bare in meeting.bares]
         output = meeting.call(list(tensors[:n_plain]), values)
+        if not isinstance(output, Tensor):
+            raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} returns several tensors")
         sizes = {
             tensor.shape[0]
             for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
@@ -266,7 +279,7 @@ class _Meet(torch.autograd.Function):
             for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
             if batched
         }
-        if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] not in sizes:
+        if output.dim() == 0 or output.shape[0] not in sizes:
             raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} moves the batch axis")
         ctx.meeting = meeting
         if _name(meeting.func) in _IN_PLACE:
@@ -391,18 +404,21 @@ def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
 @contextlib.contextmanager
 def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    stood_in = tap.recorder.stood_in  # of all modules that are running, outermost first
+    before = len(stood_in)
     try:
         for module in owners:
             for name, param in module._parameters.items():
                 if param is not None and param.requires_grad:
                     leaf = param.detach().requires_grad_()
-                    swapped.append((module, name, param))
+                    stood_in.append((module, name, param))
                     module._parameters[name] = BareParameter.wrap(leaf, {leaf: param}, tap)  # type: ignore[assignment]
         yield
     finally:
-        for module, name, param in swapped:
+        while len(stood_in) > before:
+            module, name, param = stood_in[-1]
             module._parameters[name] = param
+            stood_in.pop()
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
 from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.tape import FlashClippingError, Forward, Recorder
@@ -26,6 +27,9 @@ Mode = Literal["one_pass", "two_pass"]
 
 #: Layers whose output for one sample depends on the others.
 _MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+
+#: Layers that read their parameters past any stand-in, and what to use instead.
+_REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
 
 class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
@@ -101,6 +105,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.backend = backend
         self.clipping = clipping
         self.folded_modules = tuple(folded_modules)
+        #: Backward passes whose clipped sums nobody has taken yet.
+        self._backwards = 0
         #: Called with the norms [B] before coefficients are taken: adaptive clipping.
         self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
@@ -145,6 +151,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                     "depends on the others, so no clipping can bound it. Replace it by "
                     "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
                 )
+            if type(module) in _REPLACED_LAYERS:
+                raise NotImplementedError(
+                    f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
+                    f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
+                    "(opacus.validators.ModuleValidator.fix(model) does)."
+                )
         # Opacus' users and tests find the handles under this name.
         root.autograd_grad_sample_hooks = []
         self.autograd_grad_sample_hooks = root.autograd_grad_sample_hooks
@@ -156,7 +168,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._taps[-1].install()
         handles = self.autograd_grad_sample_hooks
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        handles.append(root.register_forward_hook(self._after_forward))
+        handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         self._guarded: dict[int, nn.Parameter] = {}
         self._guard_parameters()
         self.enable_hooks()
@@ -202,11 +214,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         call, self._call = getattr(self, "_call", None), None
         if call is None or not torch.is_grad_enabled():
             return
         recorder = self._recorder
+        if call.unproven:
+            prove_rows(module, recorder, args, kwargs, call)
         if self.mode == "two_pass":
             return
 
@@ -219,7 +235,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 leaf.register_hook(start_backward)
 
     def set_grad_sample_to_none(self) -> None:
-        """Nothing to clear: flash clipping never forms ``p.grad_sample``."""
+        """Gradients are being cleared; there is never a ``p.grad_sample`` to clear."""
+        self._backwards = 0
 
     # -- norms and coefficients ---------------------------------------------------------------
 
@@ -250,9 +267,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)
+        self._backwards += 1
+        if self._backwards > 1 and not self.grad_accumulation_allowed:
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call "
+                "optimizer.step() after every forward/backward pass or consider using "
+                "BatchMemoryManager"
+            )
         if self.before_clipping is not None:
             self.before_clipping(self.per_sample_gradient_norms)
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
+
+    def take_backward_count(self) -> int:
+        """Backward passes recorded since this was last asked, or gradients were cleared."""
+        count, self._backwards = self._backwards, 0
+        return count
 
     def get_norm_sample(self) -> Tensor:
         """Norm of every sample's gradient over all trainable parameters: fp32 ``[B]``.
@@ -342,11 +371,12 @@ def plan_taps(
     for path, module in root.named_modules():
         if isinstance(module, PARAMETER_CONTAINERS):
             continue
-        if owned_parameters(module):
+        if (scope := find_scope(module)) is not None:
+            # Before parameters: Opacus' recurrent layers own aliases of their cells'.
+            yield ScopedForward(module, path, scope, recorder)
+        elif owned_parameters(module):
             rule = None if force_generic else find_rule(module)
             yield Tap(module, path, rule, recorder, force_generic, path in folded)
-        elif (scope := find_scope(module)) is not None:
-            yield ScopedForward(module, path, scope, recorder)
 
 
 def _tensors(output: Any) -> list[Tensor]:

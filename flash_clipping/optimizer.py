@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from opacus.optimizers import (
@@ -31,7 +31,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     """
 
     _bound: float
-    _on_bound: Callable[[float], None] | None = None
+    _module: Any = None
+    _iterations = 1
 
     def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
         self.max_grad_norms: list[float] | None = None
@@ -40,12 +41,17 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             max_grad_norm = sum(bound**2 for bound in self.max_grad_norms) ** 0.5
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)
 
-    def follow(self, on_bound: Callable[[float], None]) -> None:
-        """Have ``on_bound(max_grad_norm)`` called whenever the bound changes.
+    def follow(self, module: Any) -> None:
+        """Keep the module's bound equal to this optimizer's, and count its backward passes.
 
         Noise and clipping must use the same bound; a scheduler changes the optimizer's only.
         """
-        self._on_bound = on_bound
+        self._module = module
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Backward passes whose sums the running step adds up; the accountant counts them."""
+        return self._iterations
 
     @property
     def max_grad_norm(self) -> float:
@@ -56,11 +62,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def max_grad_norm(self, value: float) -> None:
         changed = getattr(self, "_bound", value) != value
         self._bound = value
-        if changed and self._on_bound is not None:
-            self._on_bound(value)
+        if changed and self._module is not None and self.max_grad_norms is None:
+            self._module.max_grad_norm = value
 
     def accumulate(self) -> None:
         """Take ``p.grad`` over into ``p.summed_grad``, without a copy."""
+        if self._module is not None:
+            self._iterations = max(1, self._module.take_backward_count())
         for p in self.params:
             if p.grad is None:
                 raise ValueError(
@@ -105,6 +113,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; to ``None`` unless told otherwise, as PyTorch's optimizers do."""
+        if self._module is not None:
+            self._module.take_backward_count()
         super().zero_grad(set_to_none)
 
 

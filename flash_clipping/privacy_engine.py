@@ -87,8 +87,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         finally:
             del self._module_options
-        if optimizer.max_grad_norms is None:
-            optimizer.follow(lambda bound: setattr(module, "max_grad_norm", bound))
+        optimizer.follow(module)
         return module, optimizer, criterion, data_loader
 
     def make_private_with_epsilon(
@@ -125,6 +124,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                     f"The module is wrapped already, with {found}; this call asks for {expected}. "
                     "Pass the plain nn.Module (module.to_standard_module())."
                 )
+            # The noise will be for the engine's bound, so clipping must be by the same.
+            module.max_grad_norm = kwargs["max_grad_norm"]
+            module.clipping = self._module_options["clipping"]
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
         return cls(module, **kwargs, **self._module_options)

@@ -69,6 +69,11 @@ class Tap:
         self.rule = rule
         self.recorder = recorder
         self.instance_forward = vars(layer).get("forward")
+        if isinstance(self.instance_forward, Tap) and type(self) is Tap:
+            raise ValueError(
+                f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
+                "it was copied from, belongs to. Call to_standard_module() there first."
+            )
         self.owners = owners(layer)
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
@@ -98,6 +103,9 @@ class Tap:
             return self.original(*args, **kwargs)
         trainable = [param for _, param in self.trainable()]
         if not trainable:
+            if self.rule is not None and self.rule.allows_children:
+                # Its children's parameters may be trainable, and its own forward reads them.
+                return self._untapped_forward(self.rule, args, kwargs)
             return self.original(*args, **kwargs)
         if self.rule is not None:
             recorder.count_use(trainable)
@@ -106,6 +114,9 @@ class Tap:
         elif not self.generic:
             if torch.is_grad_enabled():
                 return self._bare_forward(args, kwargs)
+            # The first forward of re-entrant checkpointing: how often each will be used is not
+            # known yet, so none may pass for used once.
+            recorder.count_use([*trainable, *trainable])
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if torch.is_grad_enabled():
@@ -147,6 +158,19 @@ class Tap:
 
         return rule.call(self.layer, tapped, args, kwargs)
 
+    def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A rule's own way through a layer whose own parameters are frozen."""
+        axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
+
+        def ordinary(*inputs: Any) -> Any:
+            rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
+            output, _ = rule.forward(self.layer, *rows)
+            if isinstance(output, Tensor):
+                return output.transpose(0, axis)
+            return tuple(part.transpose(0, axis) for part in output)
+
+        return rule.call(self.layer, ordinary, args, kwargs)
+
     def _apply(
         self,
         rule: Rule,
@@ -167,7 +191,11 @@ class Tap:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
+        if call is not None and not args[0].requires_grad:
+            call.note_rows(self.path, args[0], self.recorder)
         output = TappedLayer.apply(self, rule, call, len(args), *args, *trainable)
+        if rule.sets_batch and call is not None:
+            call.batch_sizes = (output.shape[0],)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -220,6 +248,10 @@ class TappedLayer(torch.autograd.Function):
     ) -> Any:
         inputs = inputs_and_params[:n_inputs]
         output, saved = rule.forward(tap.layer, *inputs)
+        if isinstance(output, Tensor):
+            output = _fresh(output, inputs)
+        else:
+            output = tuple(_fresh(part, inputs) for part in output)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
         ctx.save_for_backward(*[value for value in saved if isinstance(value, Tensor)])
         ctx.others = [(i, v) for i, v in enumerate(saved) if not isinstance(v, Tensor)]
@@ -267,16 +299,30 @@ class TappedLayer(torch.autograd.Function):
                 factors[name].clipped_sum(None, recorder.backend).view_as(p) for name, p in params
             ]
             return (*head, *ordinary)
-        readers = ctx.call.readers[ctx.readers] if ctx.call is not None else 1
+        call, readers = ctx.call, 0
+        if call is not None and all(call.uses[id(param)] == 1 for _, param in params):
+            readers = call.readers[ctx.readers]
         record(tap, [(p, factors[name]) for name, p in params], ctx.recomputed, readers)
         return (*head, *[None] * len(params))
+
+
+def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+    """An output that may be changed in place afterwards, as an in-place ReLU does."""
+    if not output._is_view():
+        return output
+    memory = output.untyped_storage().data_ptr()
+    if any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in inputs):
+        return output.clone()
+    # A view of memory that nobody else has: the same tensor without the mark of a view.
+    unmarked: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return unmarked
 
 
 def record(
     tap: Tap,
     factors: Iterable[tuple[nn.Parameter, Factor]],
     recomputed: bool,
-    readers: int = 1,
+    readers: int = 0,
 ) -> None:
     """Hand a layer's factors to the tape of the running backward."""
     recorder = tap.recorder

@@ -57,6 +57,19 @@ class Forward:
     readers: Counter[Any] = field(default_factory=Counter)
     #: Whether the norms of this call have been taken.
     spent: bool = False
+    #: Memory of the root's tensor inputs.
+    input_storages: frozenset[int] = frozenset()
+    #: Inputs of tapped layers that are neither the root's nor computed by tapped layers: (path of
+    #: the layer, rows). Whether their rows are samples, only another batch size can tell.
+    unproven: list[tuple[str, int]] = field(default_factory=list)
+
+    def note_rows(self, path: str, x: Tensor, recorder: Recorder) -> None:
+        """Note an input of a tapped layer that does not require grad."""
+        if (
+            not recorder.rows_are_proven
+            and x.untyped_storage().data_ptr() not in self.input_storages
+        ):
+            self.unproven.append((path, x.shape[0 if recorder.batch_first else 1]))
 
     @property
     def batch_size(self) -> int | None:
@@ -96,7 +109,13 @@ class Recorder:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: Whether another batch size has shown which rows are samples.
+        self.rows_are_proven = False
+        #: Parameters that have a stand-in now: (module, name, parameter).
+        self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.warned_non_finite = False
+        #: ``mode="two_pass"``: what the running outer backward will end with.
+        self.walks: weakref.ref[Any] | None = None
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
         self._tape: weakref.ref[Tape] | None = None
@@ -105,7 +124,9 @@ class Recorder:
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps.
         state = self.__dict__.copy()
-        state.update(_forwards=[], _current_forward=None, _tape=None, _pending_flag=None)
+        state.update(
+            _forwards=[], _current_forward=None, _tape=None, _pending_flag=None, walks=None
+        )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,12 +146,26 @@ class Recorder:
 
     def begin_forward(self, tensors: list[Tensor]) -> Forward:
         """Start a call of the root module with these tensor inputs."""
+        if not in_backward():
+            self._recover()
         axis = 0 if self.batch_first else 1
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
-        forward = Forward(batch_sizes=tuple(dict.fromkeys(sizes)))
+        forward = Forward(
+            batch_sizes=tuple(dict.fromkeys(sizes)),
+            input_storages=frozenset(t.untyped_storage().data_ptr() for t in tensors),
+        )
         self._forwards.add(forward)
         self._current_forward = weakref.ref(forward)
         return forward
+
+    def _recover(self) -> None:
+        """Put right what an interrupt between two lines may have left behind."""
+        self._tape = None  # somebody may keep a failed backward's frames, and with them its tape
+        self.bypassed = False
+        while self.stood_in:
+            module, name, param = self.stood_in[-1]
+            module._parameters[name] = param
+            self.stood_in.pop()
 
     def count_use(self, params: Sequence[nn.Parameter]) -> None:
         """Note that a tapped layer reads these parameters, unless this is a recomputation."""
@@ -148,9 +183,17 @@ class Recorder:
                 counts.update(forward.uses)
         return counts
 
+    def resume_forward(self, forward: Forward) -> None:
+        """Go on with a call of the root that another one came between."""
+        self._current_forward = weakref.ref(forward)
+
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""
         return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
+
+    def live_calls(self) -> int:
+        """Calls of the root whose norms have not been taken."""
+        return sum(not forward.spent for forward in self._forwards)
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
@@ -158,7 +201,9 @@ class Recorder:
         return sizes.pop() if len(sizes) == 1 else None
 
     def expected_batch_sizes(self) -> set[int]:
-        return {size for f in self._forwards if not f.spent for size in f.batch_sizes}
+        """Sizes that the batch may have: that of the first input of every call of the root."""
+        sizes = (f.batch_size for f in self._forwards if not f.spent)
+        return {size for size in sizes if size is not None}
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
@@ -246,9 +291,13 @@ class Tape:
     # -- recording ----------------------------------------------------------------------------
 
     def record(
-        self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 1
+        self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
     ) -> None:
-        """Take the factors of one layer call. ``readers`` layers read the same input."""
+        """Take the factors of one layer call.
+
+        ``readers`` layers read the same input; 0 if the call's parameters have other uses in the
+        same call of the root, or may have, so that none is worth storing by itself.
+        """
         for param, factor in factors:
             key = id(param)
             if factor.batch_size != self.batch_size:
@@ -263,12 +312,12 @@ class Tape:
                     "model, before the next forward()."
                 )
             self.params[key] = param
-            if self.uses[key] == 1:
-                if self.norms_only:
+            if self.norms_only:
+                if self.uses[key] == 1:
                     self.sqnorms_B[key] = factor.sqnorms(self.backend)
                     continue
-                if type(factor) is Outer and _worth_storing(factor, readers):
-                    factor = factor.stored(self.backend)
+            elif readers and type(factor) is Outer and _worth_storing(factor, readers):
+                factor = factor.stored(self.backend)
             self.factors.setdefault(key, []).append(factor)
 
     @property

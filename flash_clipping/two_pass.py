@@ -8,6 +8,7 @@ layers, and the loss may be anything, as both walks start from the same output g
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ class _Call:
         self.grads: list[Tensor | None] = []
         #: The inner graph's root; ``None`` once it was walked for good.
         self.seed: Tensor | None = None
+        #: The outer backward that reached this call.
+        self.task = -1
+
+    @staticmethod
+    def task_now() -> int:
+        return torch._C._current_graph_task_id()
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
@@ -87,25 +94,37 @@ class _Call:
             tensor.grad = None
         torch.autograd.backward(self.seed, retain_graph=not last)
 
-    def both_passes(self) -> None:
-        """Norms, then clipped gradients (or one ordinary pass while recording is off)."""
-        recorder = self.root.recorder
+
+class _Walks:
+    """The calls of the root that one outer backward reached: a sample's uses are one gradient."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.calls: list[_Call] = []
+
+    def run(self) -> None:
+        """Norms over all calls, then clipped gradients (or one pass while recording is off)."""
+        recorder = self.recorder
         try:
             if recorder.enabled:
                 tape = recorder.new_tape()
                 tape.norms_only = True
                 with torch.no_grad():
-                    self.walk(last=False)
+                    for call in self.calls:
+                        call.walk(last=False)
                     tape.take_norms()
                     tape.forget()
                     tape.norms_only = False
-                    self.walk(last=True)
+                    for call in self.calls:
+                        call.walk(last=True)
                     tape.add_clipped_sums()
             else:
-                self.walk(last=True)
+                for call in self.calls:
+                    call.walk(last=True)
         finally:
-            self.seed = None
-            self.grads = []
+            for call in self.calls:
+                call.seed = None
+                call.grads = []
             recorder.end_backward()
 
 
@@ -151,10 +170,26 @@ class _TwoPass(torch.autograd.Function):
                 "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
             )
         call.grads = list(grad_outputs)
+        recorder = call.root.recorder
         if any(tensor.requires_grad for tensor in call.inner_inputs):
-            # Somebody waits for the gradient of the model's input.
-            call.both_passes()
+            # Somebody waits for the gradient of the model's input, so it cannot be put off.
+            if recorder.enabled and recorder.live_calls() > 1:
+                raise FlashClippingError(
+                    f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
+                    "one backward whose inputs require grad. Detach the inputs, or use "
+                    "mode='one_pass'."
+                )
+            walks = _Walks(recorder)
+            walks.calls.append(call)
+            walks.run()
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
-        # After the outer backward, when neither the loss nor its caller hold memory any more.
-        Variable._execution_engine.queue_callback(call.both_passes)
+        # After the outer backward: all calls are known, and neither the loss nor its caller hold
+        # memory any more. The engine's callback is the only owner.
+        owner = recorder.walks() if recorder.walks is not None else None
+        if owner is None or not owner.calls or owner.calls[0].task != call.task_now():
+            owner = _Walks(recorder)
+            recorder.walks = weakref.ref(owner)
+            Variable._execution_engine.queue_callback(owner.run)
+        call.task = call.task_now()
+        owner.calls.append(call)
         return None, None, *[None] * len(call.inner_inputs)

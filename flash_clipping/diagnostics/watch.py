@@ -145,7 +145,7 @@ def _watched(flash: Flash) -> Iterator[None]:
 
     class WatchedTape(Tape):
         def record(
-            self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 1
+            self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
         ) -> None:
             factors = list(factors)
             first_pass = self.coef is None

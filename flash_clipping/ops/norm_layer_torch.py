@@ -1,7 +1,9 @@
 """Reference for normalisation layers, a few samples at a time.
 
-With ``g = G · weight`` and ``⟨·⟩`` the mean over the features of a row:
-``dx = rstd · (g - ⟨g⟩ - x̂ ⟨g·x̂⟩)``; RMSNorm subtracts no mean, so ``⟨g⟩`` is absent there.
+With ``g = G · weight``, ``x̂ = (x - mean) · rstd`` and ``⟨·⟩`` the mean over the features of a row:
+``dx = rstd · (g - ⟨g⟩ - x̂ ⟨g·x̂⟩)``. RMSNorm subtracts no mean: there ``x̂ = x · rstd`` and ``⟨g⟩``
+is absent. A row's ``rstd`` is taken out of sums over features, ``⟨g·x̂⟩ = rstd ⟨g·(x - mean)⟩``, and
+made the weights of sums over positions: these are matrix products, which saves half of the passes.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from flash_clipping.ops.shapes import accumulator
 
-BUFFER = 2**18
-"""About how many elements a temporary holds (one sample at least)."""
+BUFFER = 2**16
+"""About how many elements a temporary holds (one sample at least): few enough for a cache."""
 
 
 def norm_backward(
@@ -33,6 +35,7 @@ def norm_backward(
     )
     w_Bd = x_BTd.new_empty((B, d), dtype=dtype) if weight_grad else None
     b_Bd = x_BTd.new_empty((B, d), dtype=dtype) if bias_grad else None
+    weight = None if weight_d is None else weight_d.to(dtype)
     samples = max(1, BUFFER // max(1, T * d))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
@@ -42,16 +45,27 @@ def norm_backward(
         if dx_BTd is None and w_Bd is None:
             continue
         x, rstd = x_BTd[chunk].to(dtype), rstd_BT[chunk].unsqueeze(-1).to(dtype)
-        x_hat = x * rstd if mean_BT is None else (x - mean_BT[chunk].unsqueeze(-1)).mul_(rstd)
+        centred = x if mean_BT is None else x - mean_BT[chunk].unsqueeze(-1)
+        products = G * centred
         if w_Bd is not None:
-            torch.sum(G * x_hat, 1, out=w_Bd[chunk])
+            w_Bd[chunk] = torch.bmm(rstd.mT, products).squeeze(1)
         if dx_BTd is not None:
-            g = G if weight_d is None else G * weight_d.to(dtype)
-            inner = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
+            dx = dx_BTd[chunk] if dx_BTd.dtype == dtype else torch.empty_like(G)
+            torch.mul(G, 1 if weight is None else weight, out=dx)
             if mean_BT is not None:
-                inner -= g.mean(-1, keepdim=True)
-            dx_BTd[chunk] = inner.mul_(rstd)
+                dx -= _mean_of(G, weight)
+            slope = _mean_of(products, weight) * rstd.pow(3)
+            dx.mul_(rstd).addcmul_(centred, slope, value=-1)
+            if dx_BTd.dtype != dtype:
+                dx_BTd[chunk] = dx
     return dx_BTd, w_Bd, b_Bd
+
+
+def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
+    """Of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
+    if weight_d is None:
+        return x_BTd.mean(-1, keepdim=True)
+    return (x_BTd @ weight_d).unsqueeze(-1) / x_BTd.shape[-1]
 
 
 def group_norm_grads(

@@ -26,11 +26,15 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
         chunk = slice(b, b + samples)
         A = A_BTd[chunk].to(dtype)
         for i in range(0, p, rows):
-            tile = torch.bmm(G_BTp[chunk, :, i : i + rows].to(dtype).mT, A)
-            if grads_Bpd is not None:
-                grads_Bpd[chunk, i : i + rows] = tile
-                tile = tile.to(grads_Bpd.dtype).to(dtype)
-            sq_B[chunk] += tile.square_().sum((1, 2))
+            G_rows = G_BTp[chunk, :, i : i + rows].to(dtype).mT
+            if grads_Bpd is None:
+                tile = torch.bmm(G_rows, A)
+            elif grads_Bpd.dtype == dtype:
+                tile = torch.bmm(G_rows, A, out=grads_Bpd[chunk, i : i + rows])
+            else:
+                kept = grads_Bpd[chunk, i : i + rows]
+                tile = kept.copy_(torch.bmm(G_rows, A)).to(dtype)
+            sq_B[chunk] += torch.linalg.vector_norm(tile, dim=(1, 2)).square_()
     return sq_B.unsqueeze(1), grads_Bpd
 
 

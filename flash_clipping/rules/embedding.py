@@ -50,6 +50,8 @@ class EmbeddingBagRule(Rule):
         ValueError: ``mode="max"``, or ``scale_grad_by_freq``, which mixes samples.
     """
 
+    sets_batch = True
+
     def batch_axis(self, layer: Any, default: int) -> int:
         return 0  # of the output; the ids of all bags may lie end to end
 

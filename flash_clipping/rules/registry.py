@@ -47,6 +47,9 @@ class Rule(ABC):
     #: are read at fixed positions and added to the batch afterwards (a position embedding).
     broadcasts_over_batch: bool = False
 
+    #: Whether the rows of this layer's output are the samples, whatever the model was called with.
+    sets_batch: bool = False
+
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
