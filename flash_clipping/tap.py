@@ -256,9 +256,7 @@ class TappedLayer(torch.autograd.Function):
         ctx.save_for_backward(*[value for value in saved if isinstance(value, Tensor)])
         ctx.others = [(i, v) for i, v in enumerate(saved) if not isinstance(v, Tensor)]
         ctx.tap, ctx.rule, ctx.call, ctx.n_inputs = tap, rule, call, n_inputs
-        ctx.readers = (inputs[0].data_ptr(), inputs[0].shape)
-        if call is not None:
-            call.readers[ctx.readers] += 1
+        ctx.readers = None if call is None else call.readers_of(inputs[0])
         # The parameters themselves, as p.grad belongs to them; not saved: they are not read.
         ctx.params = tap.trainable()
         ctx.recomputed = in_backward()
@@ -301,7 +299,7 @@ class TappedLayer(torch.autograd.Function):
             return (*head, *ordinary)
         call, readers = ctx.call, 0
         if call is not None and all(call.uses[id(param)] == 1 for _, param in params):
-            readers = call.readers[ctx.readers]
+            readers = ctx.readers.count
         record(tap, [(p, factors[name]) for name, p in params], ctx.recomputed, readers)
         return (*head, *[None] * len(params))
 

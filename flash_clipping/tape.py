@@ -45,6 +45,13 @@ class FlashClippingError(RuntimeError):
     """A model or a step that would give a wrong norm; the message says what to change."""
 
 
+@dataclass(slots=True)
+class Readers:
+    """How many tapped layers read one input."""
+
+    count: int = 0
+
+
 @dataclass(eq=False)
 class Forward:
     """One call of the root module: what a later backward has to know about it."""
@@ -53,8 +60,9 @@ class Forward:
     batch_sizes: tuple[int, ...] = ()
     #: How often each parameter, by ``id``, was used by a tapped layer (checkpointed: once).
     uses: Counter[int] = field(default_factory=Counter)
-    #: How many tapped layers read the same input, by its key.
-    readers: Counter[Any] = field(default_factory=Counter)
+    #: The input that the last tapped layer read, and how many have read it in a row.
+    last_input: weakref.ref[Tensor] | None = None
+    last_readers: Readers | None = None
     #: Whether the norms of this call have been taken.
     spent: bool = False
     #: Memory of the root's tensor inputs.
@@ -70,6 +78,13 @@ class Forward:
             and x.untyped_storage().data_ptr() not in self.input_storages
         ):
             self.unproven.append((path, x.shape[0 if recorder.batch_first else 1]))
+
+    def readers_of(self, x: Tensor) -> Readers:
+        """Count one more reader of this input; layers that share one are called in a row."""
+        if self.last_readers is None or self.last_input is None or self.last_input() is not x:
+            self.last_input, self.last_readers = weakref.ref(x), Readers()
+        self.last_readers.count += 1
+        return self.last_readers
 
     @property
     def batch_size(self) -> int | None:

@@ -779,12 +779,6 @@ def test_error_second_backward_in_two_passes() -> None:
         loss.backward()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the engine returns a module that is wrapped already with the bound it has, and adds "
-    "noise for the engine's",
-)
 def test_wrapped_module_takes_the_engines_bound() -> None:
     """Noise for one bound beside clipping by another would break the promise."""
     module = wrapped(network(), max_grad_norm=100.0)

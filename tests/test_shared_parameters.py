@@ -230,17 +230,7 @@ def test_shared_and_checkpointed(checkpointing: str, mode: str) -> None:
         ("non-reentrant", "one_pass"),
         ("non-reentrant", "two_pass"),
         ("reentrant", "one_pass"),
-        pytest.param(
-            "reentrant",
-            "two_pass",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=FlashClippingError,
-                reason="Tap.__call__ counts no use of bare parameters while grad is off, as it is "
-                "in the forward of re-entrant checkpointing; the use outside it then passes for "
-                "the only one",
-            ),
-        ),
+        ("reentrant", "two_pass"),
     ],
 )
 def test_bare_parameter_shared_with_a_checkpointed_use(checkpointing: str, mode: str) -> None:
@@ -283,19 +273,7 @@ def test_shared_parameter_and_sum_reduction(reduction: str) -> None:
     check(TiedHead().double(), ids(4, 5), loss, loss_reduction=reduction)
 
 
-#: A privacy loss: each call is clipped by itself, so that one sample can move the sum by 2 C.
-TWO_PASS_SIAMESE = pytest.param(
-    "two_pass",
-    marks=pytest.mark.xfail(
-        strict=True,
-        raises=AssertionError,
-        reason="mode='two_pass' takes norms and clips at each call's own backward, not once at "
-        "the end of the backward over all calls",
-    ),
-)
-
-
-@pytest.mark.parametrize("mode", ["one_pass", TWO_PASS_SIAMESE])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", ["mlp", "embedding", "generic"])
 def test_siamese(name: str, wrapper: str, mode: str) -> None:
@@ -318,7 +296,7 @@ def test_siamese(name: str, wrapper: str, mode: str) -> None:
     check(model.double(), batch, loss, wrapper=wrapper, mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["one_pass", TWO_PASS_SIAMESE])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_siamese_of_different_lengths(mode: str) -> None:
     """The two calls see different numbers of positions."""
     torch.manual_seed(0)

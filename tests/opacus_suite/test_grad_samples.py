@@ -145,20 +145,11 @@ class Reversed(nn.Module):
         return self.head(pad_packed_sequence(output, batch_first=True)[0])
 
 
-not_told_which_rows = pytest.mark.xfail(
-    strict=True,
-    raises=(AssertionError, FlashClippingError),
-    reason="DPRNN, DPGRU and DPLSTM own aliases of their cells' parameters, so they get a tap in "
-    "the place of the scope that tells their cells which samples the rows of a packed sequence are",
-)
-
-
 class TestRecurrent(Flash, cases("dp_rnn", "RNN_test")):
     def run_test(self, x: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if not isinstance(x, PackedSequence):  # test_packed_sequences has those
             super().run_test(x, module, *args, **kwargs)
 
-    @not_told_which_rows
     def test_packed_sequences(self) -> None:
         sequences = [torch.randn(length, 4) for length in (3, 5, 5, 1)]
         for layer in (DPRNN, DPGRU, DPLSTM):
@@ -171,7 +162,6 @@ class TestRecurrent(Flash, cases("dp_rnn", "RNN_test")):
                     )
                     super().run_test(x, model, batch_first)
 
-    @not_told_which_rows
     def test_packed_inside_the_model(self) -> None:
         """No error tells: the rows are in another order than the batch, and as many."""
         for layer in (DPRNN, DPGRU, DPLSTM):

@@ -117,14 +117,6 @@ class TestEngineRandomness(randomness_tests.PrivacyEngineSecureModeTest): ...
 class TestBatchMemoryManager(memory_manager_tests.BatchMemoryManagerTest): ...
 
 
-accumulation_is_silent = pytest.mark.xfail(
-    strict=True,
-    reason="several backward passes per step are not counted (accumulated_iterations is 1: the "
-    "accountant and the divisor see one batch), nor refused under Poisson sampling, as Opacus' "
-    "hooks mode does",
-)
-
-
 class TestGradientAccumulation(accumulation_tests.GradientAccumulationTest):
     test_grad_sample_accumulation = not_applicable(
         f"{NO_GRAD_SAMPLE}; test_clipped_sums_add_up asserts the same of p.grad"
@@ -133,7 +125,6 @@ class TestGradientAccumulation(accumulation_tests.GradientAccumulationTest):
         f"{NO_GRAD_SAMPLE}; test_steps_over_accumulated_batches asserts the rest of it"
     )
 
-    @accumulation_is_silent
     def test_privacy_engine_poisson_accumulation(self) -> None:
         super().test_privacy_engine_poisson_accumulation()
 
@@ -171,7 +162,6 @@ class TestGradientAccumulation(accumulation_tests.GradientAccumulationTest):
         average = grad / self.DATA_SIZE
         torch.testing.assert_close(average, self.effective_batch_grad, atol=1e-5, rtol=1e-3)
 
-    @accumulation_is_silent
     def test_steps_over_accumulated_batches(self) -> None:
         model, optimizer, loader = Engine().make_private(
             module=self.model,
