@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     DPLossFastGradientAdaptiveClipping,
     DPTensorFastGradientAdaptiveClipping,
@@ -75,6 +76,15 @@ class FlashAdaptiveTensor(DPTensorFastGradientAdaptiveClipping):
     The bound and the noise that pays for it are Opacus' (Andrew, Thakkar, McMahan and Ramaswamy
     2021, Theorem 1).
     """
+
+    def _update_clip_and_noise(self, per_sample_norms: torch.Tensor) -> Any:
+        bound_and_multiplier = list(super()._update_clip_and_noise(per_sample_norms))
+        model = getattr(self.module, "_module", self.module)
+        if isinstance(model, DifferentiallyPrivateDistributedDataParallel):
+            # All processes must clip by the bound that process 0 adds noise for, and each would
+            # move it by its own samples and its own draw: process 0's holds.
+            torch.distributed.broadcast_object_list(bound_and_multiplier, src=0)
+        return bound_and_multiplier
 
     def backward(self) -> None:
         """Leave norms, clipped sums by the new bound, and the new bound on module and optimizer."""

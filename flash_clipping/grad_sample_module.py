@@ -13,6 +13,8 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
@@ -107,6 +109,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.folded_modules = tuple(folded_modules)
         #: Backward passes whose clipped sums nobody has taken yet.
         self._backwards = 0
+        #: Whether norms were taken since the optimizer last took gradients.
+        self._clipped = False
         #: Called with the norms [B] before coefficients are taken: adaptive clipping.
         self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
@@ -150,6 +154,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                     f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
                     "depends on the others, so no clipping can bound it. Replace it by "
                     "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
+                )
+            if isinstance(module, DistributedDataParallel):
+                raise NotImplementedError(
+                    f"{path or 'the model'}: torch's DistributedDataParallel reduces gradients "
+                    "before they are clipped. Wrap the model in opacus.distributed."
+                    "DifferentiallyPrivateDistributedDataParallel instead."
                 )
             if type(module) in _REPLACED_LAYERS:
                 raise NotImplementedError(
@@ -207,10 +217,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not self._recorder.enabled:
             return
         self._guard_parameters()
-        leaves = pytree.tree_leaves((args, kwargs))
-        module_call = self._recorder.begin_forward(
-            [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        )
+        module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
 
@@ -268,6 +275,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)
         self._backwards += 1
+        self._clipped = True
         if self._backwards > 1 and not self.grad_accumulation_allowed:
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. You need to call "
@@ -278,10 +286,20 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self.before_clipping(self.per_sample_gradient_norms)
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
 
+    @property
+    def backward_count(self) -> int:
+        """Backward passes whose clipped sums nobody has taken yet."""
+        return self._backwards
+
     def take_backward_count(self) -> int:
         """Backward passes recorded since this was last asked, or gradients were cleared."""
         count, self._backwards = self._backwards, 0
         return count
+
+    def take_clipped(self) -> bool:
+        """Whether a clipped backward was recorded since this was last asked."""
+        clipped, self._clipped = self._clipped, False
+        return clipped
 
     def get_norm_sample(self) -> Tensor:
         """Norm of every sample's gradient over all trainable parameters: fp32 ``[B]``.
@@ -346,6 +364,18 @@ class _Guard:
                 "own module's forward, detach it where it is used elsewhere, or, for a penalty on "
                 "weights, use the optimizer's weight_decay."
             )
+
+
+def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors in a call's arguments; a packed sequence counts by its samples, not its rows."""
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if isinstance(leaf, PackedSequence):
+            samples = int(leaf.batch_sizes[0])  # on the CPU by definition
+            tensors[:0] = [torch.empty(samples, samples, device="meta")]
+            tensors.append(leaf.data)
+    return tensors
 
 
 def plan_taps(

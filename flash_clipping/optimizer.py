@@ -51,7 +51,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     @property
     def accumulated_iterations(self) -> int:
         """Backward passes whose sums the running step adds up; the accountant counts them."""
-        return self._iterations
+        pending = 0 if self._module is None else self._module.backward_count
+        return pending or self._iterations
 
     @property
     def max_grad_norm(self) -> float:
@@ -69,6 +70,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Take ``p.grad`` over into ``p.summed_grad``, without a copy."""
         if self._module is not None:
             self._iterations = max(1, self._module.take_backward_count())
+            if not self._module.take_clipped():
+                raise ValueError(
+                    "No clipped backward pass was recorded since the last step: p.grad is not a "
+                    "clipped sum. Call loss.backward() with hooks enabled (module.enable_hooks()) "
+                    "before optimizer.step()."
+                )
         for p in self.params:
             if p.grad is None:
                 raise ValueError(

@@ -8,10 +8,12 @@ first such step, without autograd and on one sample fewer: rows that are samples
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from flash_clipping.tape import FlashClippingError, Forward, Recorder
@@ -38,12 +40,19 @@ def prove_rows(
         return
     axis = 0 if recorder.batch_first else 1
 
+    shortened: list[Tensor] = []
+
     def shorten(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size:
+            shortened.append(leaf)
             return leaf.detach().narrow(axis, 0, batch_size - 1)
         return leaf
 
-    shorter_args, shorter_kwargs = pytree.tree_map(shorten, (args, kwargs))
+    shorter_args, shorter_kwargs = pytree.tree_map(
+        shorten, (args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)
+    )
+    if not shortened:  # a packed sequence, say: its layout is not ours to change
+        return
     leaves = pytree.tree_leaves((shorter_args, shorter_kwargs))
     probe = recorder.begin_forward([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
@@ -56,14 +65,13 @@ def prove_rows(
     finally:
         probe.spent = True
         recorder.resume_forward(call)
-    for (path, rows), (other_path, other_rows) in zip(suspects, probe.unproven, strict=False):
-        if path != other_path:
-            return
-        if rows == batch_size and other_rows == rows:
+    followed = Counter(path for path, rows in probe.unproven if rows == batch_size - 1)
+    for path, count in Counter(path for path, rows in suspects if rows == batch_size).items():
+        if followed[path] < count:
             raise FlashClippingError(
-                f"{path}: its input has {rows} rows for a batch of {batch_size}, and as many for a "
-                f"batch of {batch_size - 1}: they are not samples, and its parameters have no "
-                "per-sample gradients. Expand the input over the batch, x.expand(batch_size, ...), "
-                "or freeze the parameters."
+                f"{path}: what it reads has {batch_size} rows for a batch of {batch_size}, and not "
+                f"{batch_size - 1} for a batch of {batch_size - 1}: the rows are not samples, and "
+                "its parameters have no per-sample gradients. Expand the input over the batch, "
+                "x.expand(batch_size, ...), or freeze the parameters."
             )
     recorder.rows_are_proven = True

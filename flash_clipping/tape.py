@@ -65,19 +65,19 @@ class Forward:
     last_readers: Readers | None = None
     #: Whether the norms of this call have been taken.
     spent: bool = False
-    #: Memory of the root's tensor inputs.
-    input_storages: frozenset[int] = frozenset()
+    #: Memory of the root's tensor inputs, and the stride of their batch axis.
+    input_storages: frozenset[tuple[int, int]] = frozenset()
     #: Inputs of tapped layers that are neither the root's nor computed by tapped layers: (path of
     #: the layer, rows). Whether their rows are samples, only another batch size can tell.
     unproven: list[tuple[str, int]] = field(default_factory=list)
 
     def note_rows(self, path: str, x: Tensor, recorder: Recorder) -> None:
         """Note an input of a tapped layer that does not require grad."""
-        if (
-            not recorder.rows_are_proven
-            and x.untyped_storage().data_ptr() not in self.input_storages
-        ):
-            self.unproven.append((path, x.shape[0 if recorder.batch_first else 1]))
+        axis = 0 if recorder.batch_first else 1
+        if recorder.rows_are_proven or x.dim() <= axis:
+            return
+        if (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
+            self.unproven.append((path, x.shape[axis]))
 
     def readers_of(self, x: Tensor) -> Readers:
         """Count one more reader of this input; layers that share one are called in a row."""
@@ -167,7 +167,9 @@ class Recorder:
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
         forward = Forward(
             batch_sizes=tuple(dict.fromkeys(sizes)),
-            input_storages=frozenset(t.untyped_storage().data_ptr() for t in tensors),
+            input_storages=frozenset(
+                (t.untyped_storage().data_ptr(), t.stride(axis)) for t in tensors if t.dim() > axis
+            ),
         )
         self._forwards.add(forward)
         self._current_forward = weakref.ref(forward)

@@ -219,9 +219,18 @@ def test_optimizer_steps_as_opacus_does() -> None:
 
 def test_step_without_backward_is_refused() -> None:
     _, optimizer, _, _ = private(FlashPrivacyEngine(), network())
-    with pytest.raises(ValueError, match="no clipped sum"):
+    with pytest.raises(ValueError, match="No clipped backward pass"):
         optimizer.step()
 
 
 def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_step_on_gradients_that_were_not_clipped_is_refused() -> None:
+    module, optimizer, _, loader = private(FlashPrivacyEngine(), network())
+    x, y = next(iter(loader))
+    module.disable_hooks()
+    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(ValueError, match="No clipped backward pass"):
+        optimizer.step()

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import io
+import random
 import sys
 import weakref
 from collections import Counter
@@ -170,18 +171,25 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: st
         assert torch.equal(found[name], value), f"{where}: {name} differs"
 
 
-def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> None:
-    """No tape, and no tensor that the failed step made."""
+def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> bool:
+    """No tensor that the failed step made, and no tape; whether that took a garbage collection."""
     for param in trainer.plain.parameters():
         param._norm_sample = None  # published for Opacus' users, and replaced in a step
     trainer.module.per_sample_gradient_norms = None
     # After any failed backward, private or not, autograd's own queue holds what it did not get to
     # until the next backward, of whatever.
     torch.ones(1, requires_grad=True).sum().backward()
-    assert not tapes_alive(), where
     own = {id(param) for param in trainer.plain.parameters()}
-    left = [tensor.shape for tensor in fault.alive() if id(tensor) not in own]
-    assert not left, f"{where}: tensors of the failed step are alive: {left}"
+
+    def left() -> list[torch.Size]:
+        return [tensor.shape for tensor in fault.alive() if id(tensor) not in own]
+
+    in_a_cycle = bool(left())
+    if in_a_cycle:
+        gc.collect()
+    assert not left(), f"{where}: tensors of the failed step are alive: {left()}"
+    assert trainer.module._recorder.tape is None, where
+    return in_a_cycle
 
 
 def tapes_alive() -> list[Tape]:
@@ -201,6 +209,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def fail_at_operators(options: dict[str, Any], positions: range, remember: bool = False) -> int:
     remembered: list[BaseException] = []
+    collected = 0
     expected = state_after_one_step(**options)
     failed = 0
     for at in positions:
@@ -223,10 +232,11 @@ def fail_at_operators(options: dict[str, Any], positions: range, remember: bool 
             continue
         failed += 1
         trainer.optimizer.zero_grad()
-        if failed % 15 == 0 and not remember:  # a full collection takes most of the time
-            assert_nothing_is_left(trainer, fault, where)
+        if not remember:
+            collected += assert_nothing_is_left(trainer, fault, where)
         trainer.step(batch())
         assert_same(trainer.state(), expected, where)
+    assert collected <= failed / 20  # an out-of-memory error must free memory at once
     return failed
 
 
@@ -306,9 +316,7 @@ def interrupt_at_lines(
 
 @pytest.mark.parametrize("variant", ["one_pass", "two_pass", "generic"])
 def test_interrupt_at_a_line(variant: str) -> None:
-    elsewhere = ("tape.py:bypass:", "bare.py:bare_parameters:")  # the next test has those
-    wrong = interrupt_at_lines(VARIANTS[variant], 80)
-    assert [line for line in wrong if not line.startswith(elsewhere)] == []
+    assert list(interrupt_at_lines(VARIANTS[variant], 80)) == []
 
 
 @pytest.mark.parametrize(
@@ -382,6 +390,21 @@ def test_refusal_that_is_remembered() -> None:
     module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()
     assert remembered.value is not None
     assert all(param.grad is not None for param in module.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_step_is_the_same_wherever_its_memory_is(variant: str) -> None:
+    """No decision may depend on addresses, which are used again within a step."""
+    options = VARIANTS[variant]
+    expected = state_after_one_step(**options)
+    draw = random.Random(0)
+    for attempt in range(40):
+        trainer = Trainer(**options)
+        scattered = [torch.empty(draw.randrange(1, 300)) for _ in range(draw.randrange(30))]
+        draw.shuffle(scattered)
+        del scattered[::2]
+        trainer.step(batch())
+        assert_same(trainer.state(), expected, f"attempt {attempt}")
 
 
 # -- many steps -----------------------------------------------------------------------------------
@@ -601,7 +624,7 @@ def check_against_autograd(
             torch.testing.assert_close(param.grad, expected)
 
 
-@pytest.mark.parametrize("mode", ["one_pass"])
+@pytest.mark.parametrize("mode", MODES)
 def test_model_called_twice_before_one_backward(mode: str) -> None:
     """Two views of each sample: its gradient is the sum of both."""
 
@@ -611,10 +634,6 @@ def test_model_called_twice_before_one_backward(mode: str) -> None:
 
     ids, signal, _ = batch(size=5)
     check_against_autograd(Net().double(), losses, ids, signal.double(), mode=mode)
-
-
-def test_model_called_twice_in_two_passes() -> None:
-    test_model_called_twice_before_one_backward("two_pass")
 
 
 @pytest.mark.parametrize("mode", MODES)

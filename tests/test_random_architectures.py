@@ -238,6 +238,32 @@ def test_as_many_positions_as_samples(kind: str) -> None:
         check_norms(model, batch)
 
 
+class RangeTimesTheta(nn.Module):
+    """A constant made in forward meets a bare parameter; then one that was transposed."""
+
+    def __init__(self, transposed: bool):
+        super().__init__()
+        self.transposed = transposed
+        self.theta = nn.Parameter(torch.randn(4))
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.transposed:
+            return torch.tanh(self.mix(x.transpose(0, 1))).transpose(0, 1)
+        waves = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * self.theta
+        return torch.tanh(self.mix(x) + waves)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_constants_and_transposed_inputs_with_as_many_rows(transposed: bool) -> None:
+    torch.manual_seed(0)
+    model = RangeTimesTheta(transposed).double()
+    if transposed:
+        model.theta.requires_grad_(False)
+    with contextlib.suppress(FlashClippingError):
+        check_norms(model, (torch.randn(5, 5, 4).double(),))
+
+
 class SecondInput(nn.Module):
     """Only a table that is read through an input without a batch axis is trained."""
 
