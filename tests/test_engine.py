@@ -788,3 +788,30 @@ def test_wrapped_module_takes_the_engines_bound() -> None:
     coef = (0.01 / (module.get_norm_sample() + 1e-6)).clamp(max=1)
     torch.testing.assert_close(module.get_clipping_coef(), coef)
     assert math.isclose(module.max_grad_norm, 0.01)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="the run on a smaller batch, which tells samples from other rows, raises what the model "
+    "raises there",
+)
+def test_model_that_runs_on_one_batch_size_only() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) * self.second(torch.cos(x).view(6, 4))
+
+    torch.manual_seed(0)
+    model, x = Fixed(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    module = wrapped(model, loss_reduction="sum", max_grad_norm=1e6)
+    module(x).sum().backward()
+    assert module.get_norm_sample().shape == (6,)
+    plain(x).sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
