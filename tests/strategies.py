@@ -179,7 +179,7 @@ class Shape:
 SPATIAL = {"signal": 1, "image": 2, "volume": 3}
 FEATURES_LAST = ("vector", "sequence", "grid")
 FLOATING = (*FEATURES_LAST, *SPATIAL)
-VOCABULARY = 7
+VOCABULARY = 6
 
 #: (draw, shape) -> (how to make the layer, shape of its output)
 Drawn = tuple[Callable[[], nn.Module], Shape]
@@ -385,8 +385,7 @@ FAMILIES: dict[str, Family] = {
     "sequence_bias": Family(("sequence",), _sequence_bias),
 }
 
-#: The switch list: families that random models are built from. ``multihead_attention`` is off
-#: because of test_multihead_attention_with_frozen_projections.
+#: The switch list: families that random models are built from.
 ENABLED: tuple[str, ...] = (
     "linear",
     "transformers_conv1d",
@@ -403,25 +402,13 @@ ENABLED: tuple[str, ...] = (
     "embedding",
     "embedding_bag",
     "instance_norm",
+    "multihead_attention",
     "dp_multihead_attention",
     "dp_rnn",
     "dp_gru",
     "dp_lstm",
     "sequence_bias",
 )
-
-#: Layers whose output cannot be changed in place yet: test_in_place_activation_after_linear.
-NO_IN_PLACE = (
-    "linear",
-    "transformers_conv1d",
-    "attention",
-    "dp_multihead_attention",
-    "multihead_attention",
-)
-
-#: Layers of bare parameters: a use under re-entrant checkpointing is not counted yet, see
-#: test_bare_parameter_shared_with_a_checkpointed_use.
-BARE = ("scale", "temperature", "prefix", "sequence_bias")
 
 #: Families that treat all axes but the last alike, and so run with time first.
 POINTWISE = ("linear", "transformers_conv1d", "layer_norm", "rms_norm", "gated", "embedding")
@@ -601,7 +588,6 @@ def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
     first = shape = draw(inputs(layout, time_first))
     steps: list[Step] = []
     entered: list[Shape] = []
-    kinds: list[Any] = []
     left: list[Shape] = []
     for _ in range(draw(st.integers(1, 5))):
         choices: list[Any] = [
@@ -615,7 +601,6 @@ def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
             choices += ["mean"] if shape.layout in ("sequence", "grid") else []
         choice = draw(st.sampled_from(choices))
         entered.append(shape)
-        kinds.append(choice)
         if choice == "to_sequence":
             shape = Shape("sequence", (math.prod(shape.dims[1:]), shape.dims[0]))
             steps.append(Step(ToSequence))
@@ -632,11 +617,17 @@ def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
             else:
                 make, shape = FAMILIES[choice].draw(draw, shape)
             again = choice if isinstance(choice, int) else 0
-            name = kinds[again] if isinstance(choice, int) else choice
-            activations = sorted(ACTIVATIONS.keys() - ({"relu_"} if name in NO_IN_PLACE else {}))
+            activation = draw(st.sampled_from(sorted(ACTIVATIONS)))
             residual = shape == entered[-1] and draw(st.booleans())
-            steps.append(Step(make, again, draw(st.sampled_from(activations)), residual))
+            steps.append(Step(make, again, activation, residual))
         left.append(shape)
+    table = steps[0].make
+    if getattr(table, "func", None) is nn.Embedding and draw(st.integers(0, 3)) == 0:
+        # A head of the table's shape, which may be tied to it.
+        (_, width), last = table.args, shape.features
+        if last != width:
+            steps.append(Step(partial(nn.Linear, last, width, bias=False), activation="tanh"))
+        steps.append(Step(partial(nn.Linear, width, VOCABULARY, bias=False)))
     plan = Plan(draw(st.integers(1, 4)), first, tuple(steps), time_first=time_first)
     plan = replace(
         plan,
@@ -651,19 +642,26 @@ def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
     )
     pairs = tie_candidates(plan)
     if pairs:
-        # Each parameter in one tie at most, so that no layer gets one parameter under two names.
-        pick = st.lists(st.sampled_from(pairs), max_size=2, unique_by=(min, max))
-        plan = replace(plan, ties=tuple(draw(pick)))
+        ties = draw(st.lists(st.sampled_from(pairs), max_size=2, unique=True))
+        # The root's own parameter comes first, the embedding next; the head is last.
+        table_and_head = (int(plan.bare_root), len(_owned(RandomModel(plan))) - 1)
+        if first.layout == "ids" and table_and_head in pairs and draw(st.booleans()):
+            ties = [table_and_head]
+        plan = replace(plan, ties=tuple(ties))
     if len(steps) > 1:
         begin = draw(st.integers(1, len(steps) - 1))
-        checkpointing = ["none", "none", "non-reentrant", "reentrant"]
-        if plan.mode == "two_pass" and any(kind in BARE for kind in kinds):
-            checkpointing.remove("reentrant")
         plan = replace(
             plan,
-            checkpointing=draw(st.sampled_from(checkpointing)),
+            checkpointing=draw(st.sampled_from(["none", "none", "non-reentrant", "reentrant"])),
             segment=(begin, draw(st.integers(begin + 1, len(steps)))),
         )
+    # Two known defects are stepped around; take these lines out with the marks on their tests.
+    if plan.time_first and plan.batch_size == plan.input.dims[0]:
+        # test_batch_first_false_with_as_many_positions_as_samples
+        plan = replace(plan, batch_size=plan.batch_size + 1)
+    if plan.mode == "two_pass" and plan.checkpointing == "non-reentrant":
+        # test_checkpointed_concatenation_with_bare_parameters
+        plan = replace(plan, mode="one_pass")
     return plan
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -244,6 +244,48 @@ def test_layer_whose_bias_is_its_weight() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
     model[1].bias = model[1].weight
     check(model.double(), floats(4, 4), squares)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "one_pass",
+        pytest.param(
+            "two_pass",
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=CheckpointError,
+                reason="in a model without a tapped layer nothing holds the Forward until backward "
+                "(a two_pass call should); the recomputation then knows no batch size",
+            ),
+        ),
+    ],
+)
+def test_checkpointed_concatenation_with_bare_parameters(mode: str) -> None:
+    """A class token alone is trained, and joined to the batch under checkpointing."""
+
+    class ClassToken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 1, 4))
+            self.project = nn.Linear(4, 4).requires_grad_(False)
+
+        def join(self, x: Tensor) -> Tensor:
+            return torch.cat([self.token.expand(x.shape[0], -1, -1), self.project(x)], dim=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.join(x).tanh()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ClassToken()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    check(Checkpointed().double(), floats(5, 3, 4), squares, mode=mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
