@@ -191,7 +191,7 @@ def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
     if tensor.untyped_storage().data_ptr() in tap.recorder.model_storages():
         return False
     if note:
-        forward.note_rows(tap.path, tensor, tap.recorder)
+        forward.note_rows(tap.path, tensor, 0, tap.recorder)
     return True
 
 

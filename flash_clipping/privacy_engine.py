@@ -7,6 +7,7 @@ from typing import Any
 
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
+from opacus.validators import ModuleValidator
 from torch import nn
 
 from flash_clipping.criterion import FlashAdaptiveLoss, FlashLoss
@@ -110,7 +111,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if kwargs.get("grad_sample_mode") != _FLASH:
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
-        self.validate(module=module, optimizer=None, data_loader=None)
+        _validate(module)
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {
@@ -171,3 +172,16 @@ class FlashPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             **kwargs,
         )
+
+
+def _validate(module: nn.Module) -> None:
+    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
+    attention = nn.MultiheadAttention
+    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
+    validators = ModuleValidator.VALIDATORS
+    verdict = validators.pop(attention, None)
+    try:
+        ModuleValidator.validate(module, strict=True)
+    finally:
+        if verdict is not None:
+            validators[attention] = verdict

@@ -35,8 +35,10 @@ def prove_rows(
         FlashClippingError: some layer's rows stay as many when the batch is smaller.
     """
     batch_size = call.batch_size
-    suspects, call.unproven = call.unproven, []
-    if batch_size is None or batch_size < 2 or all(rows != batch_size for _, rows in suspects):
+    if batch_size is None or batch_size < 2:
+        return
+    read = Counter(path for path, rows in call.rows if rows == batch_size)
+    if not any(read[path] for path in call.unproven):
         return
     axis = 0 if recorder.batch_first else 1
 
@@ -65,9 +67,9 @@ def prove_rows(
     finally:
         probe.spent = True
         recorder.resume_forward(call)
-    followed = Counter(path for path, rows in probe.unproven if rows == batch_size - 1)
-    for path, count in Counter(path for path, rows in suspects if rows == batch_size).items():
-        if followed[path] < count:
+    followed = Counter(path for path, rows in probe.rows if rows == batch_size - 1)
+    for path in call.unproven:
+        if followed[path] < read[path]:
             raise FlashClippingError(
                 f"{path}: what it reads has {batch_size} rows for a batch of {batch_size}, and not "
                 f"{batch_size - 1} for a batch of {batch_size - 1}: the rows are not samples, and "

@@ -141,6 +141,10 @@ class Tap:
             if unsupported.tap is not self:
                 raise
         self.generic = True  # from now on
+        call = self.recorder.current_forward
+        if call is not None:  # what the stand-ins noted is void
+            call.rows = [note for note in call.rows if note[0] != self.path]
+            call.unproven.discard(self.path)
         return self(*args, **kwargs)
 
     def _tapped_forward(
@@ -187,12 +191,12 @@ class Tap:
             args = (to_samples(args[0], call.batch_size or 1, self.path), *args[1:])
         axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
         self._check_input(args[0], trainable[0], axis)
+        if call is not None and not args[0].requires_grad and not rule.sets_batch:
+            call.note_rows(self.path, args[0], axis, self.recorder)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        if call is not None and not args[0].requires_grad:
-            call.note_rows(self.path, args[0], self.recorder)
         output = TappedLayer.apply(self, rule, call, len(args), *args, *trainable)
         if rule.sets_batch and call is not None:
             call.batch_sizes = (output.shape[0],)
@@ -395,6 +399,11 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
         for leaf in leaves
     ]
+    call = recorder.current_forward
+    if call is not None:
+        for leaf, is_mapped in zip(leaves, mapped, strict=True):
+            if is_mapped and not leaf.requires_grad:
+                call.note_rows(tap.path, leaf, axis, recorder)
     shim = _Original(tap)
 
     def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:

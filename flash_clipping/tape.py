@@ -67,17 +67,19 @@ class Forward:
     spent: bool = False
     #: Memory of the root's tensor inputs, and the stride of their batch axis.
     input_storages: frozenset[tuple[int, int]] = frozenset()
-    #: Inputs of tapped layers that are neither the root's nor computed by tapped layers: (path of
-    #: the layer, rows). Whether their rows are samples, only another batch size can tell.
-    unproven: list[tuple[str, int]] = field(default_factory=list)
+    #: Inputs of tapped layers that do not require grad: (path of the layer, rows).
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    #: Layers some of whose rows are neither the root's nor computed by tapped layers. Whether they
+    #: are samples, only another batch size can tell.
+    unproven: set[str] = field(default_factory=set)
 
-    def note_rows(self, path: str, x: Tensor, recorder: Recorder) -> None:
-        """Note an input of a tapped layer that does not require grad."""
-        axis = 0 if recorder.batch_first else 1
+    def note_rows(self, path: str, x: Tensor, axis: int, recorder: Recorder) -> None:
+        """Note an input of a tapped layer that does not require grad, and its batch axis."""
         if recorder.rows_are_proven or x.dim() <= axis:
             return
+        self.rows.append((path, x.shape[axis]))
         if (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
-            self.unproven.append((path, x.shape[axis]))
+            self.unproven.add(path)
 
     def readers_of(self, x: Tensor) -> Readers:
         """Count one more reader of this input; layers that share one are called in a row."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialGradClip
+from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -234,3 +235,22 @@ def test_step_on_gradients_that_were_not_clipped_is_refused() -> None:
     F.cross_entropy(module(x), y).backward()
     with pytest.raises(ValueError, match="No clipped backward pass"):
         optimizer.step()
+
+
+def test_engine_serves_torch_attention_as_it_is() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x[:, None] * torch.ones(1, 4, 1)
+            return self.head(self.attention(x, x, x)[0].mean(1))
+
+    module, optimizer, criterion, loader = private(FlashPrivacyEngine(), Pooled())
+    x, y = next(iter(loader))
+    criterion(module(x), y).backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedModuleError):
+        PrivacyEngine().validate(module=Pooled(), optimizer=None, data_loader=None)
