@@ -62,7 +62,9 @@ def prove_rows(
         with torch.random.fork_rng(devices=list(devices)):
             # Recording, so that taps note what they read; detached, so that nothing comes of it.
             type(root).forward(root, *shorter_args, **shorter_kwargs)
-    except (ValueError, TypeError, IndexError, AssertionError):
+    except (FlashClippingError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
         return  # another batch size is more than the model was asked for
     finally:
         probe.spent = True

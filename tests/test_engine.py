@@ -790,12 +790,6 @@ def test_wrapped_module_takes_the_engines_bound() -> None:
     assert math.isclose(module.max_grad_norm, 0.01)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the run on a smaller batch, which tells samples from other rows, raises what the model "
-    "raises there",
-)
 def test_model_that_runs_on_one_batch_size_only() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:

@@ -368,12 +368,6 @@ class OneBatchSize(nn.Module):
         return self.mix(0.5 * x) + self.state
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the run on one sample fewer lets a RuntimeError of the model through to the user; and "
-    "it shortens every input of that length, a [T, T] mask too",
-)
 @pytest.mark.parametrize("kind", ["mask", "state"])
 def test_model_that_cannot_run_on_fewer_samples(kind: str) -> None:
     """Proving the rows must not break a model that PyTorch runs."""
