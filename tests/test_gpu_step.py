@@ -1,0 +1,84 @@
+"""A whole step on a GPU: it waits for nothing, gives the same bits again, and is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from tests.models import CASES, Case
+from tests.oracle import assert_close, per_sample_truth
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def convolutions_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's default is TF32, which would be the model's own error of 1e-4."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def on_gpu(case: Case, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = case.make().to("cuda", dtype)
+    batch = case.batch()
+    return model, tuple(x.to("cuda", dtype if x.is_floating_point() else x.dtype) for x in batch)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", CASES)
+def test_rule_matches_oracle_on_the_gpu(name: str, mode: str) -> None:
+    case = CASES[name]
+    model, batch = on_gpu(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = truth.norms.median().item()
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    case.loss(module, batch).mean().backward()
+    # The model's own forward and backward run in fp32 on the GPU: 1e-4 is theirs, not the norms'.
+    assert_close(module.get_norm_sample(), truth.norms, 1e-4, "norms")
+    clipped = truth.clipped(bound)
+    for param_name, param in model.named_parameters():
+        assert_close(param.grad, clipped[param_name], 1e-3, param_name)
+
+
+def step_without_waiting(mode: str) -> Tensor:
+    case = CASES["mixed"]
+    model, batch = on_gpu(case, torch.bfloat16)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    for warm in (False, True):
+        module.zero_grad(set_to_none=True)
+        if warm:  # the first step compiles kernels and proves rows
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            case.loss(module, batch).mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_step_never_waits_and_repeats_bitwise(mode: str) -> None:
+    first = step_without_waiting(mode)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, step_without_waiting(mode))
+
+
+def test_training_through_the_engine() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).cuda()
+    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    engine = FlashPrivacyEngine()
+    module, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=16),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(module(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert engine.get_epsilon(1e-5) > 0
