@@ -304,6 +304,39 @@ def test_checkpointed_data_meets_bare_parameters(mode: str) -> None:
     check(Scales().double(), floats(5, 3, 4), squares, mode=mode)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "one_pass",
+        pytest.param(
+            "two_pass",
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=FlashClippingError,
+                reason="in the forward of re-entrant checkpointing the attention runs as PyTorch's "
+                "own, which does not call out_proj: its use there is not counted",
+            ),
+        ),
+    ],
+)
+def test_attention_output_shared_with_a_layer_outside_its_checkpoint(mode: str) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.last.weight = self.attention.out_proj.weight
+
+        def attend(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.attend, self.first(x), use_reentrant=True))
+
+    torch.manual_seed(0)
+    check(Attending().double(), floats(5, 3, 4), squares, mode=mode)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_shared_parameter_and_sum_reduction(reduction: str) -> None:
     torch.manual_seed(0)
