@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.upload import to_device
+
 Clipping = Literal["flat", "per_layer", "automatic"]
 
 #: Added to a norm before dividing by it; Opacus uses the same figure.
@@ -59,7 +61,9 @@ def clipping_coefficients(
                 f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
             )
         norms = norms_PB
-        bound: float | Tensor = _to_device(max_grad_norm, norms_PB)[:, None]
+        bound: float | Tensor = to_device(max_grad_norm, norms_PB.device, norms_PB.dtype).unsqueeze(
+            1
+        )
     else:
         if isinstance(max_grad_norm, Sequence):
             raise ValueError(
@@ -72,11 +76,3 @@ def clipping_coefficients(
     else:
         coef = (bound / (norms + NORM_EPSILON)).clamp(max=1.0)
     return torch.where(torch.isfinite(norms), coef, coef.new_zeros(()))
-
-
-def _to_device(values: Sequence[float], like: Tensor) -> Tensor:
-    """The values beside ``like``, without waiting for the device."""
-    host = torch.tensor(values, dtype=like.dtype)
-    if like.is_cuda:
-        host = host.pin_memory()
-    return host.to(like.device, non_blocking=True)

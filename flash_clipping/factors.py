@@ -26,6 +26,7 @@ from flash_clipping.ops.embedding import (
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.row_sum import row_sums
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,34 +111,78 @@ class Dense(Factor):
         return cls(torch.stack([factor.dense() for factor in factors]).sum(0))
 
 
-class VectorStack:
-    """Small per-sample gradients of one shape, ``[B, *parameter]`` each, side by side.
+class RowSum(Factor):
+    """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in a few partial sums.
 
-    Shape suffix ``P``: parameters; ``n``: elements of one parameter.
+    Added up when the norms are taken, one launch for many, rather than one by one.
     """
 
-    def __init__(self, grads: Sequence[Tensor]):
-        self.shape = grads[0].shape[1:]
-        B = grads[0].shape[0]
-        n = self.shape.numel()
-        flat = grads if len(self.shape) == 1 else [grad.reshape(B, n) for grad in grads]
-        self.stack_BPn = torch.stack(list(flat), dim=1)
+    #: Beside other factors that hold the rows anyway they cost nothing; alone, only few are kept.
+    SMALL = 1 << 20
+
+    def __init__(self, rows_BTn: Tensor, shape: torch.Size | tuple[int, ...] | None = None):
+        self.rows_BTn = rows_BTn
+        #: Of the parameter, where that has several axes.
+        self.shape = shape
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows_BTn.shape[0]
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return Dense(self.dense()).sqnorms(backend)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return Dense(self.dense()).clipped_sum(coef_B, backend)
+
+    def dense(self) -> Tensor:
+        rows_BTn = self.rows_BTn
+        grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
+        return grads if self.shape is None else grads.view(-1, *self.shape)
+
+    def fold(self, samples: int) -> Factor:
+        rows_BTn = self.rows_BTn
+        return RowSum(rows_BTn.reshape(samples, -1, rows_BTn.shape[-1]), self.shape)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[RowSum]) -> Factor:
+        rows_BTn = torch.cat([factor.rows_BTn for factor in factors], dim=1)
+        return cls(rows_BTn, factors[0].shape)
+
+
+class VectorStack:
+    """Small per-sample gradients of one size, side by side.
+
+    A model has a bias and a norm layer for every few matrices; one by one, their launches take
+    longer than their arithmetic. Shape suffix ``P``: parameters; ``n``: elements of one of them.
+    """
+
+    def __init__(self, keys: list[int], grads_BPn: Tensor):
+        self.keys = keys
+        self.grads_BPn = grads_BPn
+
+    @classmethod
+    def of_dense(cls, keys: list[int], factors: Sequence[Dense]) -> VectorStack:
+        # Not flatten(1): a scalar parameter's gradients have no second axis.
+        flat = [f.grads.reshape(f.batch_size, f.grads.shape[1:].numel()) for f in factors]
+        return cls(keys, torch.stack(flat, dim=1))
+
+    @classmethod
+    def of_sums(cls, keys: list[int], factors: Sequence[RowSum], backend: str) -> VectorStack:
+        return cls(keys, row_sums([factor.rows_BTn for factor in factors], backend=backend))
 
     def sqnorms_PB(self) -> Tensor:
-        dtype = accumulation_dtype(self.stack_BPn.dtype)
-        return torch.linalg.vector_norm(self.stack_BPn, dim=2, dtype=dtype).square_().T
+        dtype = accumulation_dtype(self.grads_BPn.dtype)
+        return torch.linalg.vector_norm(self.grads_BPn, dim=2, dtype=dtype).square_().T
 
-    def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> list[Tensor]:
-        """One clipped sum per parameter, in order."""
+    def clipped_sums(
+        self, coefs: Sequence[Tensor], dtype: torch.dtype, backend: str
+    ) -> Sequence[Tensor]:
+        """One clipped sum ``[n]`` per parameter, in order and in the parameters' dtype."""
         if all(coef is coefs[0] for coef in coefs):
-            sums_Pn = weighted_sum(self.stack_BPn, coefs[0], backend=backend)
-        else:
-            columns = zip(self.stack_BPn.unbind(1), coefs, strict=True)
-            sums_Pn = torch.stack(
-                [weighted_sum(grads_Bn, coef, backend=backend) for grads_Bn, coef in columns]
-            )
-        rows = sums_Pn.unbind(0)
-        return list(rows) if len(self.shape) == 1 else [row.view(self.shape) for row in rows]
+            return weighted_sum(self.grads_BPn, coefs[0], backend=backend).to(dtype).unbind(0)
+        columns = zip(self.grads_BPn.unbind(1), coefs, strict=True)
+        return [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]
 
 
 class Outer(Factor):

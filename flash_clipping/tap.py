@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.factors import Dense, Factor
 from flash_clipping.rules.registry import Needs, Rule, Scope
-from flash_clipping.tape import FlashClippingError, Recorder, in_backward
+from flash_clipping.tape import FlashClippingError, Forward, Readers, Recorder, in_backward
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -78,6 +78,7 @@ class Tap:
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
         self.folded = folded
+        self._rule_calls = rule is not None and type(rule).call is not Rule.call
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -98,25 +99,45 @@ class Tap:
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # This runs for every layer of every forward, and small models wait for the host: what a
+        # plain layer does not need is looked at only where it is needed.
         recorder = self.recorder
         if not recorder.enabled or recorder.bypassed:
             return self.original(*args, **kwargs)
-        trainable = [param for _, param in self.trainable()]
-        if not trainable:
-            if self.rule is not None and self.rule.allows_children:
-                # Its children's parameters may be trainable, and its own forward reads them.
-                return self._untapped_forward(self.rule, args, kwargs)
+        trainable = self.trainable()
+        rule = self.rule
+        if rule is None or not trainable:
+            return self._unruled_forward(trainable, args, kwargs)
+        recorder.count_use([param for _, param in trainable])
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if self.rule is not None:
-            recorder.count_use(trainable)
-            if torch.is_grad_enabled():
-                return self._tapped_forward(self.rule, trainable, args, kwargs)
-        elif not self.generic:
+        if self._rule_calls:
+
+            def tapped(*args: Any, **kwargs: Any) -> Any:
+                return self._apply(rule, trainable, args, kwargs)
+
+            return rule.call(self.layer, tapped, args, kwargs)
+        return self._apply(rule, trainable, args, kwargs)
+
+    def _unruled_forward(
+        self,
+        trainable: list[tuple[str, nn.Parameter]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A layer without a rule, or without a trainable parameter."""
+        recorder, rule = self.recorder, self.rule
+        if not trainable:
+            if rule is not None and rule.allows_children:
+                # Its children's parameters may be trainable, and its own forward reads them.
+                return self._untapped_forward(rule, args, kwargs)
+            return self.original(*args, **kwargs)
+        if not self.generic:
             if torch.is_grad_enabled():
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
-            recorder.count_use([*trainable, *trainable])
+            recorder.count_use([param for _, param in [*trainable, *trainable]])
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if torch.is_grad_enabled():
@@ -147,21 +168,6 @@ class Tap:
             call.unproven.discard(self.path)
         return self(*args, **kwargs)
 
-    def _tapped_forward(
-        self,
-        rule: Rule,
-        trainable: list[nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if type(rule).call is Rule.call:
-            return self._apply(rule, trainable, args, kwargs)
-
-        def tapped(*args: Any, **kwargs: Any) -> Any:
-            return self._apply(rule, trainable, args, kwargs)
-
-        return rule.call(self.layer, tapped, args, kwargs)
-
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
         axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
@@ -178,7 +184,7 @@ class Tap:
     def _apply(
         self,
         rule: Rule,
-        trainable: list[nn.Parameter],
+        trainable: list[tuple[str, nn.Parameter]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -186,27 +192,32 @@ class Tap:
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
             args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
-        call = self.recorder.current_forward
-        if isinstance(args[0], BareParameter) and call is not None:
-            args = (to_samples(args[0], call.batch_size or 1, self.path), *args[1:])
-        axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
-        self._check_input(args[0], trainable[0], axis)
-        if call is not None and not args[0].requires_grad and not rule.sets_batch:
-            call.note_rows(self.path, args[0], axis, self.recorder)
+        recorder = self.recorder
+        forward = recorder.current_forward
+        x = args[0]
+        if isinstance(x, BareParameter) and forward is not None:
+            x = to_samples(x, forward.batch_size or 1, self.path)
+            args = (x, *args[1:])
+        axis = rule.batch_axis(self.layer, 0 if recorder.batch_first else 1)
+        if not isinstance(x, Tensor) or x.device != trainable[0][1].device or x.dim() <= axis:
+            self._refuse_input(x, trainable[0][1])
+        if forward is not None and not x.requires_grad and not rule.sets_batch:
+            forward.note_rows(self.path, x, axis, recorder)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        output = TappedLayer.apply(self, rule, call, len(args), *args, *trainable)
-        if rule.sets_batch and call is not None:
-            call.batch_sizes = (output.shape[0],)
+        use = Use(self, rule, forward, len(args), trainable)
+        output = TappedLayer.apply(use, *args, *[param for _, param in trainable])
+        if rule.sets_batch and forward is not None:
+            forward.batch_sizes = (output.shape[0],)
         if not axis:
             return output
         if isinstance(output, Tensor):
             return output.transpose(0, axis)
         return tuple(part.transpose(0, axis) for part in output)
 
-    def _check_input(self, x: Any, param: nn.Parameter, axis: int) -> None:
+    def _refuse_input(self, x: Any, param: nn.Parameter) -> NoReturn:
         if not isinstance(x, Tensor):
             raise FlashClippingError(
                 f"{self.path}: expected a tensor as first input, found {type(x).__name__}."
@@ -216,11 +227,10 @@ class Tap:
                 f"{self.path}: its parameters are on {param.device}, but its input is on "
                 f"{x.device}. Move the model or the batch: module.to({str(x.device)!r})."
             )
-        if x.dim() <= axis:
-            raise FlashClippingError(
-                f"{self.path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
-                "expected [batch, ...]. Add the axis with unsqueeze(0)."
-            )
+        raise FlashClippingError(
+            f"{self.path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
+            "expected [batch, ...]. Add the axis with unsqueeze(0)."
+        )
 
     def _over_batch(self, x: Tensor) -> Tensor:
         """Expand an input that is the same for all samples (``[1, T]`` positions) to the batch."""
@@ -243,69 +253,115 @@ class ScopedForward(Tap):
             return self.original(*args, **kwargs)
 
 
+class Use:
+    """One call of a tapped layer: what its backward has to know.
+
+    Attributes:
+        forward: the call of the root that it belongs to, if any.
+        n_inputs: how many of the function's inputs are the layer's; its parameters follow.
+        params: the parameters themselves, as ``p.grad`` belongs to them.
+        readers: how many layers read the same input.
+        recomputed: whether this is checkpointing's second forward.
+    """
+
+    __slots__ = ("forward", "n_inputs", "params", "readers", "recomputed", "rule", "tap")
+
+    def __init__(
+        self,
+        tap: Tap,
+        rule: Rule,
+        forward: Forward | None,
+        n_inputs: int,
+        params: list[tuple[str, nn.Parameter]],
+    ):
+        self.tap = tap
+        self.rule = rule
+        self.forward = forward
+        self.n_inputs = n_inputs
+        self.params = params
+        self.readers: Readers | None = None
+        self.recomputed = in_backward()
+
+    def count_readers(self) -> int:
+        """How many layers read the input; 0 where a parameter has, or may have, other uses."""
+        if self.forward is None or self.readers is None:
+            return 0
+        uses = self.forward.uses
+        for _, param in self.params:
+            if uses.get(id(param)) != 1:
+                return 0
+        return self.readers.count
+
+
 class TappedLayer(torch.autograd.Function):
     """A layer with a rule. Its trainable parameters are inputs: its output then requires grad."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tap: Tap, rule: Rule, call: Any, n_inputs: int, *inputs_and_params: Any
-    ) -> Any:
-        inputs = inputs_and_params[:n_inputs]
-        output, saved = rule.forward(tap.layer, *inputs)
+    def forward(ctx: Any, use: Use, *inputs_and_params: Any) -> Any:
+        inputs = inputs_and_params[: use.n_inputs]
+        output, saved = use.rule.forward(use.tap.layer, *inputs)
         if isinstance(output, Tensor):
-            output = _fresh(output, inputs)
+            if output._is_view():
+                output = _fresh(output, inputs)
         else:
             output = tuple(_fresh(part, inputs) for part in output)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.save_for_backward(*[value for value in saved if isinstance(value, Tensor)])
-        ctx.others = [(i, v) for i, v in enumerate(saved) if not isinstance(v, Tensor)]
-        ctx.tap, ctx.rule, ctx.call, ctx.n_inputs = tap, rule, call, n_inputs
-        ctx.readers = None if call is None else call.readers_of(inputs[0])
-        # The parameters themselves, as p.grad belongs to them; not saved: they are not read.
-        ctx.params = tap.trainable()
-        ctx.recomputed = in_backward()
+        others = [
+            (i, value)
+            for i, value in enumerate(saved)
+            if value is not None and not isinstance(value, Tensor)
+        ]
+        if others:
+            saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
+        ctx.save_for_backward(*saved)
+        ctx.use, ctx.others = use, others
+        if use.forward is not None:
+            use.readers = use.forward.readers_of(inputs[0])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        tap: Tap = ctx.tap
+        use: Use = ctx.use
+        tap, params, n_inputs = use.tap, use.params, use.n_inputs
         if torch.is_grad_enabled():
             raise FlashClippingError(
                 f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
                 "flash clipping does not have. Call backward() without create_graph, or take "
                 "such gradients on the unwrapped model."
             )
-        recorder, n_inputs, params = tap.recorder, ctx.n_inputs, ctx.params
+        recorder = tap.recorder
         needs = Needs(
-            ctx.needs_input_grad[4 : 4 + n_inputs],
+            ctx.needs_input_grad[1 : 1 + n_inputs],
             frozenset([name for name, _ in params]),
             recorder.backend,
         )
-        saved = list(ctx.saved_tensors)
-        for i, value in ctx.others:
-            saved.insert(i, value)
+        saved = ctx.saved_tensors
+        if ctx.others:
+            saved = list(saved)
+            for i, value in ctx.others:
+                saved[i] = value
+            saved = tuple(saved)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        grads, factors = ctx.rule.backward(tap.layer, tuple(saved), grad_output, needs)
+        grads, factors = use.rule.backward(tap.layer, saved, grad_output, needs)
         if not isinstance(grads, tuple):
             grads = (grads,)
-        for name, _ in params:
-            if name not in factors:
-                raise FlashClippingError(
-                    f"{tap.path}: its rule {type(ctx.rule).__name__} returned no factor for "
-                    f"{name}; return one for every name in needs.params."
-                )
-        head = (None, None, None, None, *grads, *[None] * (n_inputs - len(grads)))
+        try:
+            of_params = [(param, factors[name]) for name, param in params]
+        except KeyError as missing:
+            raise FlashClippingError(
+                f"{tap.path}: its rule {type(use.rule).__name__} returned no factor for "
+                f"{missing.args[0]}; return one for every name in needs.params."
+            ) from None
+        missing_grads = (None,) * (n_inputs - len(grads))
         if not recorder.enabled:
             # An ordinary backward: ordinary gradients.
             ordinary = [
-                factors[name].clipped_sum(None, recorder.backend).view_as(p) for name, p in params
+                factor.clipped_sum(None, recorder.backend).view_as(param)
+                for param, factor in of_params
             ]
-            return (*head, *ordinary)
-        call, readers = ctx.call, 0
-        if call is not None and all(call.uses[id(param)] == 1 for _, param in params):
-            readers = ctx.readers.count
-        record(tap, [(p, factors[name]) for name, p in params], ctx.recomputed, readers)
-        return (*head, *[None] * len(params))
+            return (None, *grads, *missing_grads, *ordinary)
+        record(tap, of_params, use.recomputed, use.count_readers())
+        return (None, *grads, *missing_grads, *(None,) * len(params))
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
@@ -316,27 +372,26 @@ def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     if any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in inputs):
         return output.clone()
     # A view of memory that nobody else has: the same tensor without the mark of a view.
-    unmarked: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-    return unmarked
+    return output.detach()
 
 
 def record(
-    tap: Tap,
-    factors: Iterable[tuple[nn.Parameter, Factor]],
-    recomputed: bool,
-    readers: int = 0,
+    tap: Tap, factors: Sequence[tuple[nn.Parameter, Factor]], recomputed: bool, readers: int = 0
 ) -> None:
     """Hand a layer's factors to the tape of the running backward."""
     recorder = tap.recorder
-    if recorder.tape is None and recomputed:
-        raise FlashClippingError(
-            f"{tap.path}: re-entrant activation checkpointing reached this layer before the "
-            "model's own output. Compute the loss from what the wrapped model returns, or use "
-            "checkpoint(..., use_reentrant=False)."
-        )
+    tape = recorder.tape
+    if tape is None:
+        if recomputed:
+            raise FlashClippingError(
+                f"{tap.path}: re-entrant activation checkpointing reached this layer before the "
+                "model's own output. Compute the loss from what the wrapped model returns, or use "
+                "checkpoint(..., use_reentrant=False)."
+            )
+        tape = recorder.begin_backward()
     if tap.folded:
         factors = [(param, _fold(tap, factor)) for param, factor in factors]
-    recorder.begin_backward().record(tap.path, factors, readers)
+    tape.record(tap.path, factors, readers)
 
 
 def _fold(tap: Tap, factor: Factor) -> Factor:

@@ -9,7 +9,6 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections import Counter
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from flash_clipping.factors import Dense, Factor, Outer, VectorStack, merge
+from flash_clipping.factors import Dense, Factor, Outer, RowSum, VectorStack, merge
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
+from flash_clipping.ops.upload import to_device
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
@@ -192,7 +192,8 @@ class Recorder:
         if forward is not None and not in_backward():
             uses = forward.uses
             for param in params:
-                uses[id(param)] += 1
+                key = id(param)
+                uses[key] = uses.get(key, 0) + 1
 
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""
@@ -289,20 +290,39 @@ class Recorder:
         )
 
 
+class Linear:
+    """Linear maps that read one input: ``G_l^T A`` for every ``l``."""
+
+    __slots__ = ("A_BTd", "Gs", "keys")
+
+    def __init__(self, A_BTd: Tensor):
+        self.A_BTd = A_BTd
+        self.keys: list[int] = []
+        self.Gs: list[Tensor] = []
+
+
 class Tape:
-    """The records of one backward pass."""
+    """The records of one backward pass.
+
+    Parameters go by their ``id`` (``key``): hashing one costs more than the rest of recording it.
+    """
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        # By id: hashing a parameter costs more than the rest of recording it.
         self.params: dict[int, nn.Parameter] = {}
         self.factors: dict[int, list[Factor]] = {}
+        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
-        self.vectors: list[tuple[list[int], VectorStack]] = []
+        # The same factors once their norms are asked for, by how they are handled together.
+        self.linear: list[Linear] = []
+        self.stacks: list[VectorStack] = []
+        self.stored: dict[int, Dense] = {}
+        self.others: dict[int, Factor] = {}
         self.uses = recorder.uses()
         self.batch_size: int | None = None
         self.first_path = ""
-        #: Set while the second pass of ``mode="two_pass"`` adds clipped gradients.
+        #: Coefficients by parameter; while the second pass of ``mode="two_pass"`` runs they are
+        #: known before the factors.
         self.coef: dict[int, Tensor] | None = None
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
@@ -317,6 +337,7 @@ class Tape:
         ``readers`` layers read the same input; 0 if the call's parameters have other uses in the
         same call of the root, or may have, so that none is worth storing by itself.
         """
+        stored = False
         for param, factor in factors:
             key = id(param)
             if factor.batch_size != self.batch_size:
@@ -336,8 +357,13 @@ class Tape:
                     self.sqnorms_B[key] = factor.sqnorms(self.backend)
                     continue
             elif readers and type(factor) is Outer and _worth_storing(factor, readers):
-                factor = factor.stored(self.backend)
-            self.factors.setdefault(key, []).append(factor)
+                factor, stored = factor.stored(self.backend), True
+            elif stored and type(factor) is RowSum:
+                factor = Dense(factor.dense())  # nobody else keeps these rows
+            if key in self.factors:
+                self.factors[key].append(factor)
+            else:
+                self.factors[key] = [factor]
 
     @property
     def backend(self) -> str:
@@ -380,130 +406,144 @@ class Tape:
     def forget(self) -> None:
         """Let go of all factors."""
         self.factors.clear()
-        self.vectors.clear()
+        self.linear.clear()
+        self.stacks.clear()
+        self.stored.clear()
+        self.others.clear()
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
-        merged = {key: merge(factors) for key, factors in self.factors.items()}
-        self.factors = {key: [factor] for key, factor in merged.items()}
-        self._outer_sqnorms(merged)
-        self._stack_vectors(merged)
-        self._sum_parts(merged)
-        for key, factor in merged.items():
-            if key not in self.sqnorms_B:
-                self.sqnorms_B[key] = factor.sqnorms(self.backend)
+        self._sort(self.merged())
+        # Squared norms [n, B] of several parameters at a time, and whose they are.
+        blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
+        self.sqnorms_B.clear()
+        operands = [(linear.A_BTd, linear.Gs) for linear in self.linear]
+        sqnorms = linear_sqnorms(operands, backend=self.backend)
+        blocks += [(linear.keys, sq) for linear, sq in zip(self.linear, sqnorms, strict=True)]
+        blocks += [(stack.keys, stack.sqnorms_PB()) for stack in self.stacks]
+        blocks += self._stored_sqnorms()
+        blocks += [
+            ([key], factor.sqnorms(self.backend).unsqueeze(0))
+            for key, factor in self.others.items()
+        ]
         params = self.recorder.trainable()
-        norms_PB = self._norms(params)
-        coef = self.recorder.clip(params, norms_PB)
+        coef = self.recorder.clip(params, self._norms(params, blocks))
         self.recorder.note_non_finite(coef == 0)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scaled = coef * self._own_gradient_scale()
         if scaled.dim() == 2:
-            rows = scaled.unbind(0)
             self.coef = {
                 id(param): row.to(param.device, non_blocking=True)
-                for param, row in zip(params, rows, strict=True)
+                for param, row in zip(params, scaled.unbind(0), strict=True)
             }
         else:
-            on_device = {scaled.device: scaled}
-            for param in params:
-                if param.device not in on_device:
-                    on_device[param.device] = scaled.to(param.device, non_blocking=True)
+            devices = {param.device for param in params}
+            on_device = {device: scaled.to(device, non_blocking=True) for device in devices}
             self.coef = {id(param): on_device[param.device] for param in params}
-        self.params.update((id(param), param) for param in params)
-        self.sqnorms_B.clear()
+        self.params.update({id(param): param for param in params})
+
+    def merged(self) -> dict[int, Factor]:
+        """One factor per parameter: all of its uses are in."""
+        return {
+            key: factors[0] if len(factors) == 1 else merge(factors)
+            for key, factors in self.factors.items()
+        }
+
+    def _sort(self, merged: Mapping[int, Factor]) -> None:
+        """Put factors that can be handled in one go together."""
+        self.factors.clear()
+        linear: dict[Any, Linear] = {}
+        kind: Any  # what members of one stack have in common
+        sums: dict[Any, list[tuple[int, RowSum]]] = {}
+        vectors: dict[Any, list[tuple[int, Dense]]] = {}
+        for key, factor in merged.items():
+            # Exactly these: a subclass may have its own way with norms and sums.
+            if type(factor) is Outer:
+                shared = factor.shares_input_with()
+                if shared not in linear:
+                    linear[shared] = Linear(factor.A_BTd)
+                linear[shared].keys.append(key)
+                linear[shared].Gs.append(factor.G_BTp)
+            elif type(factor) is RowSum:
+                rows = factor.rows_BTn
+                kind = (rows.shape, rows.dtype, rows.device, self.params[key].dtype)
+                sums.setdefault(kind, []).append((key, factor))
+            elif type(factor) is not Dense:
+                self.others[key] = factor
+            elif factor.sq_parts_Bn is None and factor.is_small:
+                grads = factor.grads
+                size = grads.shape[1:].numel()
+                kind = (grads.dtype, grads.device, self.params[key].dtype, size)
+                vectors.setdefault(kind, []).append((key, factor))
+            else:
+                self.stored[key] = factor
+        self.linear = list(linear.values())
+        for members in sums.values():
+            keys, rows_of = [key for key, _ in members], [factor for _, factor in members]
+            self.stacks.append(VectorStack.of_sums(keys, rows_of, self.backend))
+        for alike in vectors.values():
+            keys, dense = [key for key, _ in alike], [factor for _, factor in alike]
+            if len(keys) > 1:
+                self.stacks.append(VectorStack.of_dense(keys, dense))
+            else:
+                self.stored[keys[0]] = dense[0]
+
+    def _stored_sqnorms(self) -> list[tuple[list[int], Tensor]]:
+        """Norms of stored gradients; those that came with parts of it are added up together."""
+        blocks = []
+        by_shape: dict[Any, list[int]] = {}
+        for key, factor in self.stored.items():
+            parts_Bn = factor.sq_parts_Bn
+            if parts_Bn is None:
+                blocks.append(([key], factor.sqnorms(self.backend).unsqueeze(0)))
+            else:
+                by_shape.setdefault((parts_Bn.shape, parts_Bn.device), []).append(key)
+        for keys in by_shape.values():
+            parts = [self.stored[key].sq_parts_Bn for key in keys]
+            blocks.append((keys, torch.stack([part for part in parts if part is not None]).sum(-1)))
+        return blocks
 
     def _own_gradient_scale(self) -> float:
         mean = self.recorder.loss_reduction == "mean"
         return float(self.batch_size or 0) if mean else 1.0
 
-    def _outer_sqnorms(self, merged: Mapping[int, Factor]) -> None:
-        """Norms of all linear maps; those that read one input share the work on it."""
-        groups = group_by_input(merged)
-        if not groups:
-            return
-        operands = [(group[0][1].A_BTd, [factor.G_BTp for _, factor in group]) for group in groups]
-        for group, sq_LB in zip(
-            groups, linear_sqnorms(operands, backend=self.backend), strict=True
-        ):
-            for (key, _), sq_B in zip(group, sq_LB.unbind(0), strict=True):
-                self.sqnorms_B[key] = sq_B
-
-    def _stack_vectors(self, merged: Mapping[int, Factor]) -> None:
-        """Lay small per-sample gradients of one shape side by side, and take their norms at once.
-
-        A model has a bias and a norm layer for every few matrices; one by one, their launches
-        take longer than their arithmetic.
-        """
-        by_shape: dict[Any, list[int]] = {}
-        for key, factor in merged.items():
-            if type(factor) is Dense and factor.is_small and factor.sq_parts_Bn is None:
-                grads = factor.grads
-                by_shape.setdefault((grads.shape, grads.dtype, grads.device), []).append(key)
-        for keys in by_shape.values():
-            if len(keys) < 2:
-                continue
-            vectors = VectorStack([self.factors.pop(key)[0].dense() for key in keys])
-            self.vectors.append((keys, vectors))
-            self.sqnorms_B.update(zip(keys, vectors.sqnorms_PB().unbind(0), strict=True))
-
-    def _sum_parts(self, merged: Mapping[int, Factor]) -> None:
-        """Add up the norms that came with stored gradients, those of one shape at once."""
-        by_shape: dict[Any, list[tuple[int, Tensor]]] = {}
-        for key, factor in merged.items():
-            if type(factor) is Dense and factor.sq_parts_Bn is not None:
-                parts_Bn = factor.sq_parts_Bn
-                by_shape.setdefault((parts_Bn.shape, parts_Bn.device), []).append((key, parts_Bn))
-        for members in by_shape.values():
-            sums_PB = torch.stack([parts_Bn for _, parts_Bn in members]).sum(-1)
-            self.sqnorms_B.update(zip([key for key, _ in members], sums_PB.unbind(0), strict=True))
-
-    def _norms(self, params: list[nn.Parameter]) -> Tensor:
-        found = list(self.sqnorms_B.values())
-        device = found[0].device if found else params[0].device
-        wide = any(sq.dtype == torch.float64 for sq in found)
+    def _norms(self, params: list[nn.Parameter], blocks: list[tuple[list[int], Tensor]]) -> Tensor:
+        """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
+        device = blocks[0][1].device if blocks else params[0].device
+        wide = any(sq.dtype == torch.float64 for _, sq in blocks)
         dtype = torch.float64 if wide else torch.float32
-        zero_B = torch.zeros(self.batch_size or 0, dtype=dtype, device=device)
-        rows = [self.sqnorms_B.get(id(param), zero_B) for param in params]
-        if wide or any(row.device != device for row in rows):
-            rows = [row.to(device=device, dtype=dtype, non_blocking=True) for row in rows]
-        return torch.stack(rows).sqrt_().mul_(self._own_gradient_scale())
+        row_of: dict[int, int] = {}
+        for keys, _ in blocks:
+            for key in keys:
+                row_of[key] = len(row_of)
+        zero = len(row_of)
+        rows = [row_of.get(id(param), zero) for param in params]
+        found = [
+            sq
+            if sq.device == device and sq.dtype == dtype
+            # Norms are few: once per step, and without waiting.
+            else sq.to(device=device, dtype=dtype, non_blocking=True)
+            for _, sq in blocks
+        ]
+        if zero in rows:
+            found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
+        sq_PB = torch.cat(found).index_select(0, to_device(rows, device, torch.int64))
+        return sq_PB.sqrt_().mul_(self._own_gradient_scale())
 
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
         assert self.coef is not None
-        merged = {key: factors[0] for key, factors in self.factors.items()}
-        self.factors.clear()
-        groups = group_by_input(merged)
-        for group in groups:
-            for key, _ in group:
-                del merged[key]
-        self._add_small_products(groups)
-        while groups:
-            # Per-layer clipping scales a shared input differently for every reader.
-            by_coef: dict[int, list[tuple[int, Outer]]] = {}
-            for key, outer in groups.pop():
-                by_coef.setdefault(id(self.coef[key]), []).append((key, outer))
-            while by_coef:
-                _, part = by_coef.popitem()
-                grads = clipped_sums(
-                    part[0][1].A_BTd,
-                    [member.G_BTp for _, member in part],
-                    self.coef[part[0][0]],
-                    backend=self.backend,
-                )
-                for (key, _), grad in zip(part, grads, strict=True):
-                    add_into_grad(self.params[key], grad)
-            del part, outer, grads, grad
-        while self.vectors:
-            keys, vectors = self.vectors.pop()
-            rows = vectors.clipped_sums([self.coef[key] for key in keys], self.backend)
-            for key, row in zip(keys, rows, strict=True):
-                add_into_grad(self.params[key], row)
-        self._add_stored(merged)
-        while merged:
-            key, factor = merged.popitem()
-            add_into_grad(self.params[key], factor.clipped_sum(self.coef[key], self.backend))
+        self._add_small_products()
+        self._add_products()
+        while self.stacks:
+            stack = self.stacks.pop()
+            coefs = [self.coef[key] for key in stack.keys]
+            dtype = self.params[stack.keys[0]].dtype
+            self._add(stack.keys, stack.clipped_sums(coefs, dtype, self.backend))
+        self._add_stored()
+        while self.others:
+            key, factor = self.others.popitem()
+            self._add([key], [factor.clipped_sum(self.coef[key], self.backend)])
             del factor
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
         for key in self.coef:
@@ -511,14 +551,58 @@ class Tape:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
-    def _add_stored(self, merged: dict[int, Factor]) -> None:
-        """Take stored gradients out of ``merged``, and add several at a time, then let them go."""
+    def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        for key, grad in zip(keys, grads, strict=True):
+            add_into_grad(self.params[key], grad)
+
+    def _alike(self, keys: Iterable[int]) -> list[list[int]]:
+        """Those of these parameters together that are clipped by the same coefficients."""
         assert self.coef is not None
         by_coef: dict[int, list[int]] = {}
-        for key, factor in merged.items():
-            if type(factor) is Dense:
-                by_coef.setdefault(id(self.coef[key]), []).append(key)
-        for keys in by_coef.values():
+        for key in keys:
+            by_coef.setdefault(id(self.coef[key]), []).append(key)
+        return list(by_coef.values())
+
+    def _add_small_products(self) -> None:
+        """Linear maps that are bound by launches, many in one launch."""
+        assert self.coef is not None
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        large = []
+        for linear in self.linear:
+            if is_small(linear.A_BTd, linear.Gs):
+                A_BTd = linear.A_BTd
+                pairs.update({k: (A_BTd, G) for k, G in zip(linear.keys, linear.Gs, strict=True)})
+            else:
+                large.append(linear)
+        self.linear = large
+        for keys in self._alike(pairs):
+            products = [pairs[key] for key in keys]
+            coef_B = self.coef[keys[0]]
+            self._add(keys, clipped_sums_many(products, coef_B, backend=self.backend))
+
+    def _add_products(self) -> None:
+        """Linear maps that are worth a launch each; a shared input is scaled once."""
+        assert self.coef is not None
+        while self.linear:
+            linear = self.linear.pop()
+            Gs = dict(zip(linear.keys, linear.Gs, strict=True))
+            A_BTd = linear.A_BTd
+            del linear
+            # Per-layer clipping scales a shared input differently for every reader.
+            for keys in self._alike(list(Gs)):
+                grads = clipped_sums(
+                    A_BTd,
+                    [Gs.pop(key) for key in keys],
+                    self.coef[keys[0]],
+                    backend=self.backend,
+                )
+                self._add(keys, grads)
+                del grads
+
+    def _add_stored(self) -> None:
+        """Stored gradients, several at a time."""
+        assert self.coef is not None
+        for keys in self._alike(self.stored):
             while keys:
                 batch: list[int] = []
                 elements = 0
@@ -527,59 +611,17 @@ class Tape:
                 ):
                     batch.append(keys.pop())
                     elements += self.params[batch[-1]].numel()
-                sums = weighted_sums_many(
-                    [merged.pop(key).dense() for key in batch],
-                    self.coef[batch[0]],
-                    backend=self.backend,
-                )
-                for key, grad in zip(batch, sums, strict=True):
-                    add_into_grad(self.params[key], grad)
-
-    def _add_small_products(self, groups: list[list[tuple[int, Outer]]]) -> None:
-        """Take out of ``groups`` those that are bound by launches, and launch them together."""
-        assert self.coef is not None
-        small: list[list[tuple[int, Outer]]] = []
-        large: list[list[tuple[int, Outer]]] = []
-        for group in groups:
-            Gs = [outer.G_BTp for _, outer in group]
-            (small if is_small(group[0][1].A_BTd, Gs) else large).append(group)
-        groups[:] = large
-        by_coef: dict[int, list[tuple[int, Outer]]] = {}
-        for group in small:
-            for key, outer in group:
-                by_coef.setdefault(id(self.coef[key]), []).append((key, outer))
-        for members in by_coef.values():
-            grads = clipped_sums_many(
-                [(outer.A_BTd, outer.G_BTp) for _, outer in members],
-                self.coef[members[0][0]],
-                backend=self.backend,
-            )
-            for (key, _), grad in zip(members, grads, strict=True):
-                add_into_grad(self.params[key], grad)
+                grads = [self.stored.pop(key).dense() for key in batch]
+                coef_B = self.coef[batch[0]]
+                self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
 
 
 def _worth_storing(factor: Outer, readers: int) -> bool:
     """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
     B, T, d = factor.A_BTd.shape
     G = factor.G_BTp
-    return _choice(B, T, d, G.shape[-1], G.element_size(), readers, G.device.type) == "outer_store"
-
-
-@functools.lru_cache(maxsize=4096)
-def _choice(B: int, T: int, d: int, p: int, itemsize: int, shared: int, device_type: str) -> str:
-    machine = cost.machine_for(device_type, itemsize)
-    return cost.choose(
-        B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=True, shared=shared, machine=machine
-    )
-
-
-def group_by_input(merged: Mapping[int, Factor]) -> list[list[tuple[int, Outer]]]:
-    """Linear maps that read the same input together, in the order in which they were recorded."""
-    groups: dict[Any, list[tuple[int, Outer]]] = {}
-    for key, factor in merged.items():
-        if type(factor) is Outer:
-            groups.setdefault(factor.shares_input_with(), []).append((key, factor))
-    return list(groups.values())
+    p, itemsize = G.shape[-1], G.element_size()
+    return cost.choose_on(G.device.type, B, T, d, p, itemsize, readers, True) == "outer_store"
 
 
 def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:

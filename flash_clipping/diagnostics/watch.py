@@ -7,6 +7,7 @@ import math
 import statistics
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,19 @@ from torch import Tensor, nn
 from flash_clipping.diagnostics.batch import Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
-from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer, TiedEmbedding
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Lookup,
+    Outer,
+    RowSum,
+    TiedEmbedding,
+)
 from flash_clipping.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import cost
-from flash_clipping.tape import Tape, group_by_input
+from flash_clipping.tape import Tape
 
 
 @dataclass
@@ -120,11 +129,15 @@ class Flash:
 
     def merged(self, factors: Mapping[int, Factor], params: Mapping[int, nn.Parameter]) -> None:
         """All uses are in: linear maps that read one input share the work, which may decide."""
-        for group in group_by_input(factors):
-            for key, outer in group:
+        readers = Counter(
+            factor.shares_input_with() for factor in factors.values() if isinstance(factor, Outer)
+        )
+        for key, factor in factors.items():
+            if isinstance(factor, Outer):
                 seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = [], []
-                self._note(seen, _algorithm(outer, shared=len(group)), outer)
+                shared = readers[factor.shares_input_with()]
+                self._note(seen, _algorithm(factor, shared=shared), factor)
         for key, factor in factors.items():
             if isinstance(factor, TiedEmbedding):
                 seen = self.seen[self.names[params[key]]]
@@ -158,9 +171,10 @@ def _watched(flash: Flash) -> Iterator[None]:
                     stored = isinstance(factor, Outer) and isinstance(kept, Dense)
                     flash.recorded(path, param, factor, stored)
 
-        def take_norms(self) -> None:
-            super().take_norms()
-            flash.merged({key: factors[0] for key, factors in self.factors.items()}, self.params)
+        def merged(self) -> dict[int, Factor]:
+            factors = super().merged()
+            flash.merged(factors, self.params)
+            return factors
 
     recorder = flash.module._recorder
 
@@ -195,6 +209,7 @@ def fallbacks(notes: list[str]) -> Iterator[None]:
 
 _KINDS: dict[type[Factor], str] = {
     Dense: "vector",
+    RowSum: "vector",
     Lookup: "lookup",
     Convolution: "convolution",
     TiedEmbedding: "tied",

@@ -44,8 +44,10 @@ def clipped_sums_many(pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor) ->
         by_kind.setdefault((A.shape[:2], A.dtype, G.dtype), []).append(i)
     sums: dict[int, Tensor] = {}
     for (_, A_dtype, G_dtype), members in by_kind.items():
-        dtype = torch.promote_types(A_dtype, G_dtype)
-        alike = [(pairs[i][0].to(dtype), pairs[i][1].to(dtype)) for i in members]
+        alike = [pairs[i] for i in members]
+        if A_dtype != G_dtype:
+            dtype = torch.promote_types(A_dtype, G_dtype)
+            alike = [(A.to(dtype), G.to(dtype)) for A, G in alike]
         sums.update(zip(members, grouped_products(alike, coef_B), strict=True))
     return [sums[i] for i in range(len(pairs))]
 
@@ -73,7 +75,7 @@ def _repaired_product(scaled: Tensor, other: Tensor, coef_B: Tensor, *, swap: bo
     B, T, d = right.shape
     p = left.shape[-1]
     block = 64
-    grid = min(tiles.sm_count(product.device), triton.cdiv(p, block) * triton.cdiv(d, block))
+    grid = min(tiles.sm_count(product.device), tiles.cdiv(p, block) * tiles.cdiv(d, block))
     _repair_kernel[(grid,)](
         left,
         right,
@@ -86,7 +88,7 @@ def _repaired_product(scaled: Tensor, other: Tensor, coef_B: Tensor, *, swap: bo
         *left.stride()[:2],
         *right.stride()[:2],
         BLOCK=block,
-        BLOCK_B=triton.next_power_of_2(B),
+        BLOCK_B=tiles.next_power_of_2(B),
         BLOCK_T=32,
         PRECISION=tiles.dot_precision(product.dtype),
         num_warps=4,

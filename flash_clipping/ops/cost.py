@@ -12,6 +12,7 @@ the weight-gradient matmul, which is what each algorithm is compared with:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -135,3 +136,14 @@ def choose(
     if not may_store or not may_hold_gradients(T=T, d=d, p=p, shared=shared):
         del candidates["outer_store"]
     return min(candidates, key=candidates.__getitem__)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_on(
+    device_type: str, B: int, T: int, d: int, p: int, itemsize: int, shared: int, may_store: bool
+) -> str:
+    """:func:`choose` with the constants of a kind of device, remembered: steps ask it again."""
+    machine = machine_for(device_type, itemsize)
+    return choose(
+        B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=may_store, shared=shared, machine=machine
+    )

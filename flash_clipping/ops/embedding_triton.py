@@ -137,7 +137,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     B, T, d = G_BTd.shape
     # Stable, so that equal ids keep one order and the sums one rounding.
     sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
-    chunks, slices = triton.cdiv(T, CHUNK), triton.cdiv(d, SLICE_D)
+    chunks, slices = tiles.cdiv(T, CHUNK), tiles.cdiv(d, SLICE_D)
     # One part for each slice of a chunk, and one for each slice of a boundary between two.
     partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
     # Written, and read, only where a run crosses a boundary.
@@ -257,7 +257,7 @@ def tied_cross_term(
     if S == 0:
         return torch.zeros(B, dtype=torch.float32, device=Gemb_BTd.device)
     block, block_d = 64, 32 if Gemb_BTd.element_size() == 4 else 64
-    t_blocks, s_blocks = triton.cdiv(T, block), triton.cdiv(S, block)
+    t_blocks, s_blocks = tiles.cdiv(T, block), tiles.cdiv(S, block)
     partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
     _tied_kernel[(partial.numel(),)](
         ids_BT.contiguous(),

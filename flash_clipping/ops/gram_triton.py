@@ -30,8 +30,7 @@ from torch import Tensor
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.shapes import Group, GroupSqnorms
 from flash_clipping.ops.tiles_triton import sum_by_warp
-
-_TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from flash_clipping.ops.upload import to_device
 
 
 @triton.jit
@@ -333,32 +332,34 @@ class _Kind(NamedTuple):
 class _Rows:
     """A group's rows of the table: addresses, strides and widths of its operands."""
 
+    __slots__ = ("held", "input", "kind", "layers", "width")
+
     def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
-        self.A = tiles.with_unit_stride(A)  # held until the kernel has been launched
-        self.Gs = [tiles.with_unit_stride(G) for G in Gs]
-        if len(self.Gs) > 1 and len({G.dtype for G in self.Gs}) > 1:
-            self.Gs = [G.float() for G in self.Gs]
-        self.input = _row(self.A)
-        self.layers = [_row(G) for G in self.Gs]
-        self.width = self.input[3] + sum(row[3] for row in self.layers)
-        G = self.Gs[0]
-        each = G.element_size()
-        aligned = _is_aligned(self.input, self.A.element_size())
-        aligned = aligned and all(_is_aligned(row, each) for row in self.layers)
+        A = tiles.with_unit_stride(A)
+        Gs = [tiles.with_unit_stride(G) for G in Gs]
+        G_dtype = Gs[0].dtype
+        if len(Gs) > 1 and any(G.dtype != G_dtype for G in Gs):
+            Gs, G_dtype = [G.float() for G in Gs], torch.float32
+        self.held = (A, Gs)  # until the kernel has been launched
+        self.input, aligned = _row(A)
+        self.width = self.input[3]
+        self.layers = []
+        for G in Gs:
+            row, G_aligned = _row(G)
+            self.layers.append(row)
+            self.width += row[3]
+            aligned = aligned and G_aligned
         B, T, _ = A.shape
-        self.kind = _Kind(B, T, A.dtype, G.dtype, aligned, A.device)
+        self.kind = _Kind(B, T, A.dtype, G_dtype, aligned, A.device)
 
 
-def _row(x_BTf: Tensor) -> tuple[int, int, int, int]:
+def _row(x_BTf: Tensor) -> tuple[tuple[int, int, int, int], bool]:
+    """Address, strides and width; and whether a descriptor can address it: rows apart, and
+    everything on 16 bytes."""
+    address, width, each = x_BTf.data_ptr(), x_BTf.shape[2], x_BTf.element_size()
     stride_b, stride_t, _ = x_BTf.stride()
-    return x_BTf.data_ptr(), stride_b, stride_t, x_BTf.shape[2]
-
-
-def _is_aligned(row: tuple[int, int, int, int], each: int) -> bool:
-    """Whether a descriptor can address it: rows apart, and everything on 16 bytes."""
-    address, stride_b, stride_t, width = row
-    together = address | stride_b * each | stride_t * each | width * each
-    return together % 16 == 0 and stride_t > 0
+    aligned = (address | (stride_b | stride_t | width) * each) % 16 == 0 and stride_t > 0
+    return (address, stride_b, stride_t, width), aligned
 
 
 def launch_gram(
@@ -370,11 +371,11 @@ def launch_gram(
     inputs: list[int] = []
     layers: list[int] = []
     for group in groups:
-        inputs += [*group.input, len(layers) // 4, len(group.layers)]
+        inputs += (*group.input, len(layers) // 4, len(group.layers))
         for row in group.layers:
             layers += row
-    table = tiles.to_device(inputs + layers, device)
-    rows = triton.cdiv(T, config.block)
+    table = to_device(inputs + layers, device, torch.int64)
+    rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
     partial = torch.empty(
@@ -395,8 +396,8 @@ def launch_gram(
             BLOCK_F=config.block_f,
             PROMOTE=config.promote,
             GROUP=8,
-            A_DTYPE=_TL_DTYPE[A_dtype],
-            G_DTYPE=_TL_DTYPE[G_dtype],
+            A_DTYPE=tiles.TL_DTYPE[A_dtype],
+            G_DTYPE=tiles.TL_DTYPE[G_dtype],
             TMA=config.tma,
             ALIGNED=aligned,
             PARTS=parts,
@@ -413,13 +414,10 @@ def launch_gram(
         launch()
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     sums = partial.sum(-1).clamp_(min=0)
-    results: list[GroupSqnorms] = []
-    first = 0
-    for group in groups:
-        last = first + len(group.layers)
-        results.append((sums[0, first:last], sums[1, first:last] if bias else None))
-        first = last
-    return results
+    counts = [len(group.layers) for group in groups]
+    weights = sums[0].split(counts)
+    biases = sums[1].split(counts) if bias else [None] * len(counts)
+    return list(zip(weights, biases, strict=True))
 
 
 def _with_workspace(launch: Callable[[], object], device: torch.device) -> None:

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.upload import to_device
 
 _COLUMNS = 10  # of the table
-_TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -109,39 +109,44 @@ def grouped_products(
     pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, *, block: int = 128
 ) -> list[Tensor]:
     """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
-    pairs = [(tiles.with_unit_stride(A), tiles.with_unit_stride(G)) for A, G in pairs]
     A_BTd, _ = pairs[0]
     B, T, _ = A_BTd.shape
-    device, dtype = A_BTd.device, A_BTd.dtype
-    sizes = [G.shape[-1] * A.shape[-1] for A, G in pairs]
-    # One buffer for all results, each on a 16-byte boundary.
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += triton.cdiv(size, 8) * 8
-    buffer = torch.empty(end, dtype=dtype, device=device)
-    outs = [
-        buffer[start : start + size].view(G.shape[-1], A.shape[-1])
-        for start, size, (A, G) in zip(starts, sizes, pairs, strict=True)
-    ]
+    device, dtype, each = A_BTd.device, A_BTd.dtype, A_BTd.element_size()
+    held, sizes, shapes = [], [], []
     table: list[int] = []
-    aligned = True
-    count = 0
-    for (A, G), out in zip(pairs, outs, strict=True):
-        p, d = out.shape
-        table += [G.data_ptr(), G.stride(0), G.stride(1), A.data_ptr(), A.stride(0), A.stride(1)]
-        table += [out.data_ptr(), p, d, count]
-        count += triton.cdiv(p, block) * triton.cdiv(d, block)
-        aligned = aligned and tiles.fits_tma(A, G) and p % 8 == 0 and d % 8 == 0
+    aligned, count, end = True, 0, 0
+    for A, G in pairs:
+        A, G = tiles.with_unit_stride(A), tiles.with_unit_stride(G)
+        held.append((A, G))  # until the kernel has been launched
+        d, p = A.shape[2], G.shape[2]
+        A_stride_b, A_stride_t, _ = A.stride()
+        G_stride_b, G_stride_t, _ = G.stride()
+        row = (G.data_ptr(), G_stride_b, G_stride_t, A.data_ptr(), A_stride_b, A_stride_t)
+        strides = G_stride_b | G_stride_t | A_stride_b | A_stride_t
+        aligned = aligned and (row[0] | row[3] | (strides | p | d) * each) % 16 == 0
+        table += (*row, end * each, p, d, count)
+        count += tiles.cdiv(p, block) * tiles.cdiv(d, block)
+        # One buffer for all results, each on a 16-byte boundary.
+        sizes.append(tiles.cdiv(p * d, 8) * 8)
+        shapes.append((p, d))
+        end += sizes[-1]
+    buffer = torch.empty(end, dtype=dtype, device=device)
+    start = buffer.data_ptr()
+    for i in range(6, len(table), _COLUMNS):
+        table[i] += start
+    outs = [
+        (part if part.numel() == p * d else part[: p * d]).view(p, d)
+        for part, (p, d) in zip(buffer.split(sizes), shapes, strict=True)
+    ]
     _grouped_product_kernel[(count,)](
-        tiles.to_device(table, device),
+        to_device(table, device, torch.int64),
         coef_B.contiguous(),
         len(pairs),
         B,
         T,
-        DTYPE=_TL_DTYPE[dtype],
+        DTYPE=tiles.TL_DTYPE[dtype],
         ALIGNED=aligned,
-        LAYERS=triton.next_power_of_2(len(pairs)),
+        LAYERS=tiles.next_power_of_2(len(pairs)),
         COLUMNS=_COLUMNS,
         BLOCK=block,
         BLOCK_T=32 if dtype == torch.float32 else 64,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_sqnorms_many
 from flash_clipping.ops.outer import outer_sqnorms
-from flash_clipping.ops.shapes import accumulator, as_rows, check_same_rows
+from flash_clipping.ops.shapes import Group, accumulator, as_rows, check_same_rows
 
 
 def linear_sqnorms(
@@ -29,28 +29,29 @@ def linear_sqnorms(
     Returns:
         ``[L, B]`` for each group, fp32 (float64 for float64).
     """
-    ready = []
+    # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
+    gram: list[Group] = []
     rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet (gram)
     for A, Gs in groups:
         A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
-        ready.append((A_BTd, Gs_BTp))
-        done = {}
+        B, T, d = A_BTd.shape
+        device_type, itemsize = A_BTd.device.type, A_BTd.element_size()
+        done: dict[int, Tensor] = {}
         for layer, G in enumerate(Gs_BTp):
             check_same_rows(A_BTd, G, "A", "G")
-            algorithm = _choose(A_BTd, G, len(Gs))
+            p = G.shape[2]
+            algorithm = cost.choose_on(device_type, B, T, d, p, itemsize, len(Gs), False)
             if algorithm == "rank_one":
                 done[layer] = rank_one_sqnorms(A_BTd, G)
             elif algorithm != "gram":
                 done[layer] = outer_sqnorms(A_BTd, G, backend=backend)[0]
         rows.append(done)
-    # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
-    gram = [
-        (A, [G for layer, G in enumerate(Gs) if layer not in done])
-        for (A, Gs), done in zip(ready, rows, strict=True)
-    ]
+        if done:
+            Gs_BTp = [G for layer, G in enumerate(Gs_BTp) if layer not in done]
+        gram.append((A_BTd, Gs_BTp))
     norms = gram_sqnorms_many(gram, backend=backend)
     results = []
-    for (_, Gs), done, (gram_LB, _) in zip(ready, rows, norms, strict=True):
+    for (_, Gs), done, (gram_LB, _) in zip(groups, rows, norms, strict=True):
         if done:
             left = iter(gram_LB)
             gram_LB = torch.stack(
@@ -58,20 +59,6 @@ def linear_sqnorms(
             )
         results.append(gram_LB)
     return results
-
-
-def _choose(A_BTd: Tensor, G_BTp: Tensor, shared: int) -> str:
-    B, T, d = A_BTd.shape
-    return cost.choose(
-        B=B,
-        T=T,
-        d=d,
-        p=G_BTp.shape[-1],
-        itemsize=A_BTd.element_size(),
-        may_store=False,
-        shared=shared,
-        machine=cost.machine_for(A_BTd.device.type, A_BTd.element_size()),
-    )
 
 
 def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops import tiles_triton as tiles
+
 _KEY = 0x9E3779B97F4A7C15
 _BLOCK = 4096  # elements per program; every Philox call gives four normals
 
@@ -51,7 +53,7 @@ def noisy_mean(
 def draw(summed: Tensor, std: float, divisor: float, *, seed: int, offset: int) -> Tensor:
     """The same from a seed and an offset; equal ones give equal noise."""
     out = torch.empty_like(summed)
-    _noisy_mean_kernel[(triton.cdiv(summed.numel(), _BLOCK),)](
+    _noisy_mean_kernel[(tiles.cdiv(summed.numel(), _BLOCK),)](
         summed,
         out,
         summed.numel(),

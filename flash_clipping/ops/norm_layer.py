@@ -23,6 +23,7 @@ def norm_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    in_parts: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``y = weight · x̂ + bias`` with ``x̂ = (x - mean) · rstd``, in one pass.
@@ -34,6 +35,8 @@ def norm_backward(
         mean, rstd: statistics of every row, ``[B, ...]`` (a trailing 1 is accepted).
         weight_d: the layer's weight, or None when it has none.
         input_grad, weight_grad, bias_grad: which results are wanted.
+        in_parts: leave sums over positions as parts ``[B, n, d]`` that are still to be added up,
+            for a caller who has many to add up at once.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
@@ -46,7 +49,7 @@ def norm_backward(
     if x_BTd.shape != G_BTd.shape:
         raise ValueError(f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}.")
     rows = x_BTd.shape[:2]
-    dx, w_Bd, b_Bd = backends.run(
+    dx, w_Bnd, b_Bnd = backends.run(
         norm_layer_torch.norm_backward,
         backend,
         x_BTd,
@@ -59,7 +62,17 @@ def norm_backward(
         weight_grad,
         bias_grad,
     )
-    return None if dx is None else dx.reshape(shape), w_Bd, b_Bd
+    if dx is not None and dx.shape != shape:
+        dx = dx.reshape(shape)
+    if in_parts:
+        return dx, w_Bnd, b_Bnd
+    return dx, _added_up(w_Bnd), _added_up(b_Bnd)
+
+
+def _added_up(parts_Bnd: Tensor | None) -> Tensor | None:
+    if parts_Bnd is None:
+        return None
+    return parts_Bnd.squeeze(1) if parts_Bnd.shape[1] == 1 else parts_Bnd.sum(1)
 
 
 def group_norm_grads(

@@ -27,7 +27,7 @@ def norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """See :func:`flash_clipping.ops.norm_layer.norm_backward`."""
+    """See :func:`flash_clipping.ops.norm_layer.norm_backward`; vectors come as ``[B, 1, d]``."""
     B, T, d = x_BTd.shape
     dtype = accumulator(x_BTd)
     dx_BTd = (
@@ -58,7 +58,11 @@ def norm_backward(
             dx.mul_(rstd).addcmul_(centred, slope, value=-1)
             if dx_BTd.dtype != dtype:
                 dx_BTd[chunk] = dx
-    return dx_BTd, w_Bd, b_Bd
+    return (
+        dx_BTd,
+        None if w_Bd is None else w_Bd.unsqueeze(1),
+        None if b_Bd is None else b_Bd.unsqueeze(1),
+    )
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ def norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """See :func:`flash_clipping.ops.norm_layer.norm_backward`."""
+    """See :func:`flash_clipping.ops.norm_layer.norm_backward`; vectors in parts ``[B, n, d]``."""
     if x_BTd.shape[-1] > MAX_WIDTH:
         return norm_layer_torch.norm_backward(
             x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, input_grad, weight_grad, bias_grad
@@ -140,13 +140,13 @@ def launch_norm(
     """The same with the launch's parameters open to benchmarks."""
     x_BTd, G_BTd = tiles.with_unit_stride(x_BTd), tiles.with_unit_stride(G_BTd)
     B, T, d = x_BTd.shape
-    width = triton.next_power_of_2(d)
-    rows = max(1, min(elements // width, triton.next_power_of_2(T)))
+    width = tiles.next_power_of_2(d)
+    rows = max(1, min(elements // width, tiles.next_power_of_2(T)))
     num_warps = num_warps or max(1, min(16, rows * width // 512))
     min_rows = min_rows or MIN_ROWS[d > 2048]
-    wanted = triton.cdiv(programs_per_sm * tiles.sm_count(x_BTd.device), B)
-    rows_per_chunk = triton.cdiv(max(triton.cdiv(T, wanted), min_rows), rows) * rows
-    chunks = triton.cdiv(T, rows_per_chunk)
+    wanted = tiles.cdiv(programs_per_sm * tiles.sm_count(x_BTd.device), B)
+    rows_per_chunk = tiles.cdiv(max(tiles.cdiv(T, wanted), min_rows), rows) * rows
+    chunks = tiles.cdiv(T, rows_per_chunk)
     vectors = x_BTd.new_empty((weight_grad + bias_grad, B, chunks, d), dtype=torch.float32)
     dx_BTd = x_BTd.new_empty((B, T, d)) if input_grad else None
     rstd_BT = rstd_BT.contiguous()
@@ -174,11 +174,10 @@ def launch_norm(
         STAGES=stages,
         num_warps=num_warps,
     )
-    sums = vectors.squeeze(2) if chunks == 1 else vectors.sum(2)
     return (
         dx_BTd,
-        sums[0] if weight_grad else None,
-        sums[-1] if bias_grad else None,
+        vectors[0] if weight_grad else None,
+        vectors[-1] if bias_grad else None,
     )
 
 
@@ -239,9 +238,9 @@ def group_norm_grads(
     """See :func:`flash_clipping.ops.norm_layer.group_norm_grads`."""
     B, C, S = x_BCS.shape
     channels_last = x_BCS.stride(1) == 1 and S > 1
-    channels = min(64, triton.next_power_of_2(C)) if channels_last else 4
-    positions = min(4096 // channels, triton.next_power_of_2(S))
-    channel_blocks = triton.cdiv(C, channels)
+    channels = min(64, tiles.next_power_of_2(C)) if channels_last else 4
+    positions = min(4096 // channels, tiles.next_power_of_2(S))
+    channel_blocks = tiles.cdiv(C, channels)
     w_BC = torch.empty((B, C), dtype=torch.float32, device=x_BCS.device)
     b_BC = torch.empty_like(w_BC)
     _group_norm_kernel[(B * channel_blocks,)](

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.tiles_triton import load_tile, sum_by_warp
+from flash_clipping.ops.upload import to_device
 
 GROUP = 8
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
@@ -131,7 +132,7 @@ def launch_outer(
     config = config or config_for(A_BTd.dtype, T, d, p, store, tma)
     tma = tma and config.tma
     tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
-    tiles_p, tiles_d = triton.cdiv(p, config.block_p), triton.cdiv(d, config.block_d)
+    tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
     partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
     out = partial if grads_Bpd is None else grads_Bpd
@@ -199,7 +200,7 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
         grads = grads.contiguous()
     out = torch.empty(grads.shape[1:], dtype=grads.dtype, device=grads.device)
     N = out.numel()
-    _weighted_sum_kernel[(triton.cdiv(N, WEIGHTED_BLOCK),)](
+    _weighted_sum_kernel[(tiles.cdiv(N, WEIGHTED_BLOCK),)](
         grads,
         coef_B.contiguous(),
         out,
@@ -214,7 +215,6 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
 
 
 _TABLE_COLUMNS = 4  # address, address of the result, elements, first block
-_TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -261,19 +261,21 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     )
     if not plain or len(grads) == 1:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
-    outs, table, blocks = [], [], 0
+    outs: list[Tensor] = []
+    table: list[int] = []
+    blocks = 0
     for tensor in grads:
         out = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
         outs.append(out)
-        table += [tensor.data_ptr(), out.data_ptr(), out.numel(), blocks]
-        blocks += triton.cdiv(out.numel(), WEIGHTED_BLOCK)
+        table += (tensor.data_ptr(), out.data_ptr(), out.numel(), blocks)
+        blocks += tiles.cdiv(out.numel(), WEIGHTED_BLOCK)
     _weighted_sums_kernel[(blocks,)](
-        tiles.to_device(table, first.device),
+        to_device(table, first.device, torch.int64),
         coef_B.contiguous(),
         len(grads),
         first.shape[0],
-        DTYPE=_TL_DTYPE[first.dtype],
-        TENSORS=triton.next_power_of_2(len(grads)),
+        DTYPE=tiles.TL_DTYPE[first.dtype],
+        TENSORS=tiles.next_power_of_2(len(grads)),
         COLUMNS=_TABLE_COLUMNS,
         BLOCK=WEIGHTED_BLOCK,
         UNROLL=WEIGHTED_UNROLL,

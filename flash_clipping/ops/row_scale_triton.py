@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops import tiles_triton as tiles
+
 BLOCK = 2048
 
 
@@ -86,7 +88,7 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     out = torch.empty_like(x)
     B = coef_B.shape[0]
     size = x.numel() // B
-    programs = B * triton.cdiv(size, BLOCK)
+    programs = B * tiles.cdiv(size, BLOCK)
     _contiguous_kernel[(programs,)](
         coef_B, x, out, size, programs, x, out, size, BOTH=False, BLOCK=BLOCK, num_warps=4
     )
@@ -102,8 +104,8 @@ def scale_and_clean(x: Tensor, y: Tensor, coef_B: Tensor) -> tuple[Tensor, Tenso
     x_out, y_out = torch.empty_like(x), torch.empty_like(y)
     B = coef_B.shape[0]
     x_size, y_size = x.numel() // B, y.numel() // B
-    x_programs = B * triton.cdiv(x_size, BLOCK)
-    _contiguous_kernel[(x_programs + B * triton.cdiv(y_size, BLOCK),)](
+    x_programs = B * tiles.cdiv(x_size, BLOCK)
+    _contiguous_kernel[(x_programs + B * tiles.cdiv(y_size, BLOCK),)](
         coef_B, x, x_out, x_size, x_programs, y, y_out, y_size, BOTH=True, BLOCK=BLOCK, num_warps=4
     )
     return x_out, y_out
@@ -113,9 +115,9 @@ def _scale_strided(x_BTF: Tensor, coef_B: Tensor, *, keep: bool) -> Tensor:
     """Rows contiguous, samples and positions anywhere; the copy keeps the order of the axes."""
     out = torch.empty_like(x_BTF)
     B, T, F = x_BTF.shape
-    columns = min(BLOCK, triton.next_power_of_2(F))
-    rows = min(BLOCK // columns, triton.next_power_of_2(T))
-    _strided_kernel[(B * triton.cdiv(T, rows) * triton.cdiv(F, columns),)](
+    columns = min(BLOCK, tiles.next_power_of_2(F))
+    rows = min(BLOCK // columns, tiles.next_power_of_2(T))
+    _strided_kernel[(B * tiles.cdiv(T, rows) * tiles.cdiv(F, columns),)](
         coef_B,
         x_BTF,
         out,

@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Rounded up. Triton's own serves kernels too, which costs the host microseconds."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is not below ``n``; see :func:`cdiv`."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 @functools.cache
@@ -74,14 +86,6 @@ def dot_precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return "tf32"  # says nothing about bf16 and fp16, whose products are exact
     return "ieee" if torch.version.hip is not None else "tf32x3"
-
-
-def to_device(table: list[int], device: torch.device) -> Tensor:
-    """Addresses and sizes for a kernel, copied to the device without waiting for it."""
-    on_host = torch.tensor(table, dtype=torch.int64)
-    if device.type == "cpu":
-        return on_host
-    return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:

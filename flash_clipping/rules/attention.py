@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense, Factor, Outer, Stacked
-from flash_clipping.rules.linear import bias_factor
+from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
 from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
 
 
@@ -130,7 +129,7 @@ class MultiheadAttentionRule(Rule):
             if name in needs.params:
                 factors[name] = outer
         if "in_proj_bias" in needs.params:
-            factors["in_proj_bias"] = Dense(torch.cat([bias_factor(G).grads for G in grads], 1))
+            factors["in_proj_bias"] = Dense(torch.cat([RowSum(G).dense() for G in grads], 1))
         grad_inputs = tuple(
             G @ weight if wanted else None
             for G, weight, wanted in zip(grads, weights, needs.inputs, strict=True)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Convolution, Factor
-from flash_clipping.rules.linear import bias_factor
+from flash_clipping.factors import Convolution, Dense, Factor, RowSum
 from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
 
 
@@ -55,7 +54,7 @@ class ConvolutionRule(Rule):
                 padded, grad_output, weight, layer.stride, layer.dilation, layer.groups
             )
         if "bias" in needs.params:
-            factors["bias"] = bias_factor(grad_output.flatten(2).mT)
+            factors["bias"] = Dense(RowSum(grad_output.flatten(2).mT).dense())
         return grad_input, factors
 
     @staticmethod

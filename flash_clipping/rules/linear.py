@@ -8,13 +8,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense, Factor, Outer, accumulation_dtype
+from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.rules.registry import Needs, Rule, as_BTd, autocast_operands, register_rule
 
 
-def bias_factor(G_BTp: Tensor) -> Dense:
-    """A bias: ``g_b = sum_t G_bt``, small enough to keep (fp32)."""
-    return Dense(G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype)))
+def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
+    """A bias: ``g_b = sum_t G_bt``, added up later if the weight's factor holds ``G`` anyway."""
+    factor = RowSum(G_BTp)
+    return factor if "weight" in needs.params else Dense(factor.dense())
 
 
 @register_rule(nn.Linear)
@@ -36,7 +37,7 @@ class LinearRule(Rule):
         if "weight" in needs.params:
             factors["weight"] = Outer(as_BTd(x), G_BTp)
         if "bias" in needs.params:
-            factors["bias"] = bias_factor(G_BTp)
+            factors["bias"] = bias_factor(G_BTp, needs)
         return grad_input, factors
 
 
@@ -58,7 +59,7 @@ class TransposedLinearRule(Rule):
         if "weight" in needs.params:
             factors["weight"] = Outer(A_BTd=G_BTp, G_BTp=as_BTd(x))
         if "bias" in needs.params:
-            factors["bias"] = bias_factor(G_BTp)
+            factors["bias"] = bias_factor(G_BTp, needs)
         return grad_input, factors
 
 

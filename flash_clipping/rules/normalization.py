@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.rules.registry import Needs, Rule, register_rule
 
@@ -31,6 +31,12 @@ def _vectors(
     }
 
 
+def _sum_of_parts(parts_Bnd: Tensor, shape: tuple[int, ...]) -> Factor:
+    """Partial sums over positions, to be added up with those of other layers if they are few."""
+    factor = RowSum(parts_Bnd, None if len(shape) == 1 else shape)
+    return factor if parts_Bnd.numel() <= RowSum.SMALL else Dense(factor.dense())
+
+
 def _normalized_backward(
     layer: Any,
     x: Tensor,
@@ -51,7 +57,7 @@ def _normalized_backward(
         x_flat, G_flat = x, grad_output
     if x_flat.dim() == 2:
         x_flat, G_flat = x_flat.unsqueeze(1), G_flat.unsqueeze(1)
-    grad_input, weight_BD, bias_BD = norm_backward(
+    grad_input, weight_BnD, bias_BnD = norm_backward(
         x_flat,
         G_flat,
         mean,
@@ -60,10 +66,17 @@ def _normalized_backward(
         input_grad=needs.input,
         weight_grad="weight" in needs.params,
         bias_grad="bias" in needs.params,
+        in_parts=True,
         backend=needs.backend,
     )
-    factors = _vectors(weight_BD, bias_BD, shape)
-    return None if grad_input is None else grad_input.view_as(x), factors
+    factors: dict[str, Factor] = {}
+    if weight_BnD is not None:
+        factors["weight"] = _sum_of_parts(weight_BnD, shape)
+    if bias_BnD is not None:
+        factors["bias"] = _sum_of_parts(bias_BnD, shape)
+    if grad_input is not None and grad_input.shape != x.shape:
+        grad_input = grad_input.view_as(x)
+    return grad_input, factors
 
 
 @register_rule(nn.LayerNorm)

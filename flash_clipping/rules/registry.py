@@ -179,19 +179,19 @@ def as_BTd(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])
 
 
-def autocast_operands(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast as autocast would cast the operands of a matmul or convolution.
 
     Done by the rule itself so that the operands that were multiplied are also the ones saved: the
     norm is then the norm of what the backward pass really computes.
     """
-    device_type = next(tensor for tensor in tensors if tensor is not None).device.type
+    device_type = "cuda" if x.is_cuda else x.device.type
     if not torch.is_autocast_enabled(device_type):
-        return tensors
+        return (x, *others)
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor
         if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
         else tensor.to(dtype)
-        for tensor in tensors
+        for tensor in (x, *others)
     )

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_clipping.ops.row_sum import row_sums
+from tests.ops.cases import Case, every_case, relative_error
+
+
+@every_case
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 17, 24), (2, 1, 130), (1, 70, 5), (4, 33, 257), (0, 4, 4), (2, 0, 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("tensors", [1, 3])
+def test_sums_over_positions(case: Case, shape: tuple, tensors: int) -> None:
+    rows = [case.randn(*shape) for _ in range(tensors)]
+    sums = row_sums(rows, backend=case.backend)
+    assert sums.shape == (shape[0], tensors, shape[2])
+    assert sums.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    oracle = torch.stack([x.cpu().double().sum(1) for x in rows], dim=1)
+    assert relative_error(sums, oracle) <= 1e-5
+
+
+@every_case
+def test_strided_and_shifted_tensors(case: Case) -> None:
+    wide = case.randn(3, 20, 40)
+    rows = [wide[:, :, 3:24], wide.transpose(0, 1)[:3, :3, :21].transpose(0, 1)[:, :3]]
+    rows = [rows[0][:, :3], rows[1], case.randn(3, 21, 3).mT]
+    sums = row_sums(rows, backend=case.backend)
+    oracle = torch.stack([x.cpu().double().sum(1) for x in rows], dim=1)
+    assert relative_error(sums, oracle) <= 1e-5
+
+
+@every_case
+def test_a_poisoned_sample_stays_alone(case: Case) -> None:
+    x = case.randn(3, 5, 8)
+    x[1, 2] = float("nan")
+    sums = row_sums([x, case.randn(3, 5, 8)], backend=case.backend)
+    assert (
+        sums[1, 0].isnan().all() and sums[[0, 2]].isfinite().all() and sums[1, 1].isfinite().all()
+    )
+
+
+def test_tensors_of_different_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one shape and dtype; found torch.float32 \(2, 4, 3\)"):
+        row_sums([torch.randn(2, 3, 3), torch.randn(2, 4, 3)])
