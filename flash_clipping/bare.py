@@ -173,7 +173,7 @@ def _is_plain(leaf: Any) -> bool:
 def _carry_samples(tap: Tap, tensors: list[Tensor]) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
-    certain = any(_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad)
+    certain = any([_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad])
     return [_carries_samples(tap, tensor, note=not certain) for tensor in tensors]
 
 
@@ -183,16 +183,23 @@ def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
     What requires grad came out of a tapped layer. What does not is taken for data when its first
     axis has the batch's size and it is none of the model's own parameters and buffers.
     """
-    if tensor.requires_grad:
-        return not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
     forward = tap.recorder.current_forward
-    if tensor.dim() == 0 or forward is None or tensor.shape[0] != forward.batch_size:
+    if tensor.requires_grad:
+        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
+            return False
+        if note and forward is not None:
+            forward.note_rows(tap.path, tensor, 0, tap.recorder)
+        return True
+    if tensor.dim() == 0 or forward is None:
+        return False
+    rows = tensor.shape[0]
+    if rows not in (forward.batch_size, forward.whole_batch):
         return False
     if tensor.untyped_storage().data_ptr() in tap.recorder.model_storages():
         return False
     if note:
         forward.note_rows(tap.path, tensor, 0, tap.recorder)
-    return True
+    return rows == forward.batch_size
 
 
 @dataclass

@@ -228,8 +228,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if call is None or not torch.is_grad_enabled():
             return
         recorder = self._recorder
-        if call.unproven:
-            prove_rows(module, recorder, args, kwargs, call)
+        if call.rows:
+            forward = module.forward
+            if isinstance(forward, TwoPassForward):
+                forward = forward.original
+            prove_rows(module, forward, recorder, args, kwargs, call)
         if self.mode == "two_pass":
             return
 

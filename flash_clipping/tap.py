@@ -111,17 +111,38 @@ class Tap:
             recorder.count_use(trainable)
             if torch.is_grad_enabled():
                 return self._tapped_forward(self.rule, trainable, args, kwargs)
+            if self._note_checkpointed(args, kwargs) and self.rule.allows_children:
+                # Its own forward need not call its children, and their uses must be counted.
+                return self._untapped_forward(self.rule, args, kwargs)
         elif not self.generic:
             if torch.is_grad_enabled():
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
             recorder.count_use([*trainable, *trainable])
+            self._note_checkpointed(args, kwargs)
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if torch.is_grad_enabled():
                 return generic_forward(self, args, kwargs)
+            self._note_checkpointed(args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _note_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note what is read in the first forward of re-entrant checkpointing, if this is one."""
+        call = self.recorder.current_forward
+        if call is None or not call.recorded or in_backward():
+            return False
+        axis = 0 if self.recorder.batch_first else 1
+        if self.rule is None and not self.generic:
+            call.doubt(self.path, self.recorder)  # what its parameters will meet is not known yet
+        elif self.rule is None or not self.rule.sets_batch:
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if self.rule is not None:
+                axis, inputs = self.rule.batch_axis(self.layer, axis), inputs[:1]
+            for x in inputs:
+                call.note_rows(self.path, x, axis, self.recorder)
+        return True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are the layer's own and trainable now, by name."""
@@ -191,8 +212,8 @@ class Tap:
             args = (to_samples(args[0], call.batch_size or 1, self.path), *args[1:])
         axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
         self._check_input(args[0], trainable[0], axis)
-        if call is not None and not args[0].requires_grad and not rule.sets_batch:
-            call.note_rows(self.path, args[0], axis, self.recorder)
+        if call is not None and not rule.sets_batch:
+            call.note_rows(self.path, args[0], axis, self.recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
@@ -401,8 +422,8 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     ]
     call = recorder.current_forward
     if call is not None:
-        for leaf, is_mapped in zip(leaves, mapped, strict=True):
-            if is_mapped and not leaf.requires_grad:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
                 call.note_rows(tap.path, leaf, axis, recorder)
     shim = _Original(tap)
 

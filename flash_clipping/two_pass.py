@@ -46,6 +46,8 @@ class _Call:
         self.leaves = leaves
         self.spec = spec
         self.inner_inputs: list[Tensor] = []
+        #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
+        self.forward = root.recorder.current_forward
         #: Gradients of the outputs, until the second walk takes them.
         self.grads: list[Tensor | None] = []
         #: The inner graph's root; ``None`` once it was walked for good.
