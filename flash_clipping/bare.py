@@ -190,8 +190,8 @@ def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
         if note and forward is not None:
             forward.note_rows(tap.path, tensor, 0, tap.recorder)
         return True
-    if tensor.dim() == 0 or forward is None:
-        return False
+    if tensor.dim() == 0 or forward is None or tap.folded:
+        return False  # rows of a folded module are not the batch's: see _Meeting.row_by_row
     rows = tensor.shape[0]
     if rows not in (forward.batch_size, forward.whole_batch):
         return False
@@ -245,8 +245,23 @@ class _Meeting:
         return output
 
     def by_row(self, bare: BareParameter, rank: int) -> bool:
-        """Whether the first axis of this operand is the batch."""
+        """Whether the first axis of this operand is the batch, each row the same."""
         return bare.row is not None and bare.dim() == rank and bare.shape[0] != 1
+
+    def row_by_row(self, bare: BareParameter, plain: list[Tensor], G: Tensor) -> bool:
+        """Whether every sample meets a row of its own of this operand.
+
+        So it is where a parameter and a constant with a row per sample made it: an attention mask
+        that was added to a table of biases before both are added to the scores.
+        """
+        if bare.row is not None or bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
+            return False
+        first = [x[:1] if batched else x for x, batched in zip(plain, self.batched, strict=True)]
+        try:
+            output = self.call(first, [other.value.detach() for other in self.bares])
+        except RuntimeError:
+            return True  # one row and all of the operand do not fit
+        return output.shape[0] != 1
 
 
 def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
@@ -343,9 +358,14 @@ def _per_sample_grads(
     meeting: _Meeting, plain: list[Tensor], G: Tensor
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
-    for bare, grads_B in zip(meeting.bares, _operand_grads(meeting, plain, G), strict=True):
+    own_row = [meeting.row_by_row(bare, plain, G) for bare in meeting.bares]
+    operand_grads = _operand_grads(meeting, plain, G, own_row)
+    for bare, grads_B, has_own in zip(meeting.bares, operand_grads, own_row, strict=True):
         origin = bare.row if meeting.by_row(bare, G.dim()) else bare.value
         assert origin is not None
+        if has_own:
+            yield from _through_rows(bare, grads_B)
+            continue
         for leaf, param in bare.leaves.items():
             if origin is leaf:
                 yield param, grads_B
@@ -362,12 +382,31 @@ def _per_sample_grads(
                 yield param, found
 
 
-def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Tensor]:
-    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``."""
+def _through_rows(bare: BareParameter, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The same where sample ``b`` met row ``b`` of the operand: ``grads_B [B, 1, *row]``."""
+    for leaf, param in bare.leaves.items():
+        found = []
+        for b in range(len(grads_B)):  # all at once would take B times the operand
+            with torch.enable_grad():
+                row = bare.value[b : b + 1]
+            (grad,) = torch.autograd.grad(
+                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
+            )
+            found.append(torch.zeros_like(leaf) if grad is None else grad)
+        yield param, torch.stack(found)
+
+
+def _operand_grads(
+    meeting: _Meeting, plain: list[Tensor], G: Tensor, own_row: list[bool]
+) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``.
+
+    Of an operand that has a row per sample, with respect to that row: ``[B, 1, *row]``.
+    """
     name = _name(meeting.func)
     bares = meeting.bares
     if len(bares) == 1 and len(plain) == 1 and plain[0].is_floating_point():
-        by_row = meeting.by_row(bares[0], G.dim())
+        by_row = meeting.by_row(bares[0], G.dim()) or own_row[0]
         shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
         if name in _ADDITION:
             return [_reduce_to(G, shape)]
@@ -386,7 +425,9 @@ def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Te
         vjp: Any = torch.func.vjp(run, *operands)[1]
         return vjp(G_1.unsqueeze(0))
 
-    rowwise = [meeting.by_row(bare, G.dim()) for bare in bares]
+    rowwise = [
+        meeting.by_row(bare, G.dim()) or own for bare, own in zip(bares, own_row, strict=True)
+    ]
     operands = [
         bare.value.detach().unsqueeze(1) if row else bare.value.detach()
         for bare, row in zip(bares, rowwise, strict=True)

@@ -88,7 +88,9 @@ class Forward:
         last ``features``, whose sizes the layer's parameters fix.
         """
         batch_size = self.batch_size
-        if path in recorder.proven or batch_size is None or batch_size < 2 or x.dim() <= axis:
+        if path in recorder.proven or batch_size is None or x.dim() <= axis:
+            return
+        if batch_size < 2 and self.whole_batch is None:
             return
         self.rows.append((path, x.shape[axis]))
         if x.requires_grad:

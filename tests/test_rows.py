@@ -120,6 +120,13 @@ def test_attention_that_expects_time_first(batch_size: int, checkpointing: str, 
     check(model, floats(batch_size, 5, 4), squares, mode=mode)
 
 
+def test_batch_of_two() -> None:
+    """One sample fewer is one, whose rows are looked at all the same."""
+    torch.manual_seed(0)
+    with pytest.raises(FlashClippingError, match="inner"):
+        check(Inside(nn.Linear(4, 4), "none").double(), floats(2, 2, 4), squares)
+
+
 class WindowsInFront(nn.Module):
     """``[windows, batch * positions, features]``, with as many windows as samples."""
 
