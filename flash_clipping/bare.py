@@ -12,6 +12,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,11 @@ class BareParameter(torch.Tensor):
     def wrap(
         value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Tap, row: Tensor | None = None
     ) -> BareParameter:
-        bare = value.detach().as_subclass(BareParameter)
+        # It requires grad so that a gradient which got past these functions is noticed.
+        bare = torch.Tensor._make_subclass(BareParameter, value.detach(), True)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        with torch._C.DisableTorchFunctionSubclass():
+            bare.register_hook(_Bypassed(tap))
         return bare
 
     @classmethod
@@ -86,9 +90,22 @@ class BareParameter(torch.Tensor):
             return _dispatch(func, args, dict(kwargs or {}))
 
 
+class _Bypassed:
+    """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
+
+    def __init__(self, tap: Tap):
+        self.tap = tap
+
+    def __call__(self, _: Tensor) -> None:
+        raise UnsupportedUse(
+            self.tap,
+            "it is an argument of a re-entrant checkpoint, or of another torch.autograd.Function",
+        )
+
+
 def _name(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
-    if name == "__get__":  # a property; its own name is on the descriptor
+    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
         name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
     return name
 
@@ -102,7 +119,9 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     others = [leaf for leaf in leaves if _is_plain(leaf)]
     if name in _DETACHING:
         return bares[0].value.detach()
-    if name == "__set__" or name == "__setitem__" or "out" in kwargs:
+    if name == "backward":
+        raise UnsupportedUse(tap, "backward() of something that no sample took part in")
+    if name.startswith("__set") or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
         in_place = name.endswith("_") and not name.startswith("__")
@@ -282,7 +301,14 @@ def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
         ),
         recomputed=in_backward(),
     )
+    if tap.entered not in (None, _circumstances()) and not meeting.recomputed:
+        tap.recorder.recomputed[tap.path] = functools.partial(recomputable, tap)
     return meeting.happen(plain)
+
+
+def _circumstances() -> Any:
+    """What a checkpoint changes while it runs its function: grad mode, or saved-tensor hooks."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Meet(torch.autograd.Function):
@@ -454,19 +480,45 @@ def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
     stood_in = tap.recorder.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)
+    outside, tap.entered = tap.entered, _circumstances()
     try:
         for module in owners:
             for name, param in module._parameters.items():
+                if isinstance(param, BareParameter):
+                    continue  # a recomputation: stood in for during the whole backward
                 if param is not None and param.requires_grad:
                     leaf = param.detach().requires_grad_()
                     stood_in.append((module, name, param))
                     module._parameters[name] = BareParameter.wrap(leaf, {leaf: param}, tap)  # type: ignore[assignment]
         yield
     finally:
+        tap.entered = outside
         while len(stood_in) > before:
             module, name, param = stood_in[-1]
             module._parameters[name] = param
             stood_in.pop()
+
+
+@contextlib.contextmanager
+def recomputable(tap: Tap) -> Iterator[None]:
+    """Stand in during backward, for what a checkpoint inside the module's forward recomputes.
+
+    A failed backward lets go of this whenever it is collected: it puts back only what it put in.
+    """
+    mine: list[tuple[nn.Module, str, nn.Parameter, BareParameter]] = []
+    try:
+        for module in tap.owners:
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    leaf = param.detach().requires_grad_()
+                    bare = BareParameter.wrap(leaf, {leaf: param}, tap)
+                    mine.append((module, name, param, bare))
+                    module._parameters[name] = bare  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, param, bare in mine:
+            if module._parameters.get(name) is bare:
+                module._parameters[name] = param
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +157,8 @@ class Recorder:
         self.undecided: set[tuple[torch.Size, ...]] = set()
         #: Parameters that have a stand-in now: (module, name, parameter).
         self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
+        #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
+        self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         self.warned_non_finite = False
         #: ``mode="two_pass"``: what the running outer backward will end with.
         self.walks: weakref.ref[Any] | None = None
@@ -207,7 +209,9 @@ class Recorder:
 
     def _recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
-        self._tape = None  # somebody may keep a failed backward's frames, and with them its tape
+        if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
+            tape.put_back()
+        self._tape = None
         self.bypassed = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
@@ -281,6 +285,7 @@ class Recorder:
 
     def new_tape(self) -> Tape:
         tape = Tape(self)
+        tape.stand_in()
         self._tape = weakref.ref(tape)
         return tape
 
@@ -337,7 +342,18 @@ class Tape:
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
 
+        self._stand_ins = ExitStack()
+
     # -- recording ----------------------------------------------------------------------------
+
+    def stand_in(self) -> None:
+        """Let checkpoints recompute with stand-ins, as they computed."""
+        for make in self.recorder.recomputed.values():
+            self._stand_ins.enter_context(make())
+
+    def put_back(self) -> None:
+        """The parameters themselves again."""
+        self._stand_ins.close()
 
     def record(
         self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
@@ -401,6 +417,7 @@ class Tape:
         """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
         with torch.no_grad():
             try:
+                self.put_back()
                 self.take_norms()
                 self.add_clipped_sums()
             finally:

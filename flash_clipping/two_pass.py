@@ -114,11 +114,14 @@ class _Walks:
                 with torch.no_grad():
                     for call in self.calls:
                         call.walk(last=False)
+                    tape.put_back()
                     tape.take_norms()
                     tape.forget()
                     tape.norms_only = False
+                    tape.stand_in()
                     for call in self.calls:
                         call.walk(last=True)
+                    tape.put_back()
                     tape.add_clipped_sums()
             else:
                 for call in self.calls:
