@@ -732,6 +732,67 @@ def test_error_unknown_option(option: dict[str, Any], text: str) -> None:
         wrapped(nn.Linear(4, 2), **option)
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_error_grad_scaler(make_optimizer: Any, unscale_first: bool) -> None:
+    """Norms and bounds would be those of scaled gradients: refused before any parameter moves."""
+    training = Training(FlashPrivacyEngine(), make_optimizer, poisson_sampling=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = next(iter(training.loader))
+    before = [p.detach().clone() for p in training.plain.parameters()]
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    scaler.scale(loss).backward()
+    if unscale_first:
+        scaler.unscale_(training.optimizer)
+    with pytest.raises(ValueError, match=r"GradScaler.* without the scaler"):
+        scaler.step(training.optimizer)
+    for was, param in zip(before, training.plain.parameters(), strict=True):
+        assert torch.equal(was, param)
+
+
+def test_disabled_grad_scaler_is_none() -> None:
+    """Mixed-precision loops pass ``enabled=False`` where they do not scale."""
+    found = Training(FlashPrivacyEngine(), poisson_sampling=False)
+    expected = Training(FlashPrivacyEngine(), poisson_sampling=False)
+    x, y = next(iter(found.loader))
+    expected.step(x, y)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    found.optimizer.zero_grad()
+    scaler.scale(found.criterion(found.model(x), y)).backward()
+    scaler.unscale_(found.optimizer)
+    scaler.step(found.optimizer)
+    scaler.update()
+    assert_states_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp16_autocast_without_a_scaler(dtype: torch.dtype) -> None:
+    """Norms and sums are those of the gradients that autocast gives."""
+    training = Training(FlashPrivacyEngine(), poisson_sampling=False, max_grad_norm=0.5)
+    x, y = next(iter(training.loader))
+    x, y = x[:16], y[:16]
+    plain = network()
+    rows = []
+    for b in range(len(x)):
+        plain.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = nn.functional.cross_entropy(plain(x[b : b + 1]), y[b : b + 1])
+        loss.backward()
+        rows.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).double())
+    truth = torch.stack(rows)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    loss.backward()
+    norms = training.wrapper.get_norm_sample().double()
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert ((norms - truth.norm(dim=1)).abs() <= tolerance * truth.norm(dim=1)).all()
+    coef = (0.5 / truth.norm(dim=1)).clamp(max=1)
+    clipped = (coef[:, None] * truth).sum(0)
+    sums = torch.cat([p.grad.flatten() for p in training.plain.parameters()]).double()
+    assert (sums - clipped).norm() <= tolerance * clipped.norm()
+
+
 def test_error_unknown_grad_sample_mode() -> None:
     with pytest.raises(ValueError, match="flush"):
         Training(FlashPrivacyEngine(), grad_sample_mode="flush")
