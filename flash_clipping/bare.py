@@ -120,7 +120,10 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if name in _DETACHING:
         return bares[0].value.detach()
     if name == "backward":
-        raise UnsupportedUse(tap, "backward() of something that no sample took part in")
+        raise UnsupportedUse(
+            tap,
+            "backward() of something that no tensor with the batch as its first axis took part in",
+        )
     if name.startswith("__set") or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
@@ -528,8 +531,10 @@ def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
-            "the same for all samples; the layer's own parameters then have no per-sample "
-            "gradients. Expand it over the batch first: x.expand(batch_size, ...)."
+            f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "
+            f"({batch_size}); the layer's own parameters then have no per-sample gradients. "
+            "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
+            "keep the batch the first axis of what meets parameters."
         )
     row = BareParameter.wrap(x.row, x.leaves, x.tap)
     like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))

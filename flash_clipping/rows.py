@@ -83,7 +83,11 @@ def prove_rows(
         ):
             # Recording, so that taps note what they read; detached, so that nothing comes of it.
             forward(*shorter_args, **shorter_kwargs)
-    except (FlashClippingError, torch.OutOfMemoryError):
+    except FlashClippingError as error:
+        raise FlashClippingError(
+            f"{error} (Found when the model was run on the batch without its last sample.)"
+        ) from error
+    except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
         recorder.undecided.add(shapes)

@@ -44,6 +44,10 @@ def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
 
 
+class RefusedByRule(FlashClippingError, ValueError):
+    """A ``ValueError`` of a layer's rule, with the path of the layer."""
+
+
 class Tap:
     """Stands in for ``layer.forward`` while the model is wrapped.
 
@@ -178,13 +182,18 @@ class Tap:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if type(rule).call is Rule.call:
-            return self._apply(rule, trainable, args, kwargs)
+        try:
+            if type(rule).call is Rule.call:
+                return self._apply(rule, trainable, args, kwargs)
 
-        def tapped(*args: Any, **kwargs: Any) -> Any:
-            return self._apply(rule, trainable, args, kwargs)
+            def tapped(*args: Any, **kwargs: Any) -> Any:
+                return self._apply(rule, trainable, args, kwargs)
 
-        return rule.call(self.layer, tapped, args, kwargs)
+            return rule.call(self.layer, tapped, args, kwargs)
+        except ValueError as error:  # of a rule, which does not know where its layer is
+            if isinstance(error, FlashClippingError):
+                raise
+            raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""

@@ -677,10 +677,92 @@ def test_error_batch_norm() -> None:
         NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples: .* nn\.GroupNorm .*fix"
     ):
         wrapped(model, strict=False)
-    with pytest.raises(NotImplementedError):
-        wrapped(model)
+    with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples"):
+        wrapped(model)  # not that the layer has buffers
     with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
         Training(FlashPrivacyEngine(), model=model)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(
+    ("layer", "x", "text"),
+    [
+        (
+            nn.Embedding(5, 4, scale_grad_by_freq=True),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(Embedding\): .*mixes samples.* Set scale_grad_by_freq=False",
+        ),
+        (
+            nn.EmbeddingBag(5, 4, mode="max"),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(EmbeddingBag\): .*mode='max'.* expected mode 'sum' or 'mean'",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            torch.zeros(2, 5, 5),
+            r"body\.0 \(Conv2d\): .*expected an input of 4 dimensions, found shape \(2, 5, 5\).*"
+            r"unsqueeze\(0\)",
+        ),
+    ],
+    ids=["scale_grad_by_freq", "bag_max", "convolution"],
+)
+def test_error_of_a_rule_names_the_layer(layer: nn.Module, x: Tensor, text: str, mode: str) -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(copy.deepcopy(layer))})
+    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=text):
+        wrapped(model, mode=mode)(x)
+
+
+def test_error_of_an_attention_names_it_once() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    with pytest.raises(ValueError, match=r"attention .*expected a query of 3.*unsqueeze") as error:
+        wrapped(Attending())(torch.zeros(3, 4))
+    assert str(error.value).count("(MultiheadAttention)") == 1
+
+
+class TransposedFirst(nn.Module):
+    """Its data meet a bare parameter with the batch on the second axis."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.gain, self.table = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 1, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = x + self.table if self.kind == "added" else x * self.gain
+        return x.transpose(0, 1) if self.kind == "last" else self.head(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("batch_size", [5, 3])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "added",
+            r"head \(Linear\): .*parameters of the model \(TransposedFirst\).*batch the first",
+        ),
+        (
+            "multiplied",
+            r"head \(Linear\): .*the model \(TransposedFirst\).*keep the batch the first",
+        ),
+        ("last", r"the model \(TransposedFirst\): .*the batch as its first|the batch the first"),
+    ],
+)
+def test_error_data_transposed_before_a_bare_parameter(
+    kind: str, text: str, batch_size: int
+) -> None:
+    module = wrapped(TransposedFirst(kind))
+    with pytest.raises(FlashClippingError, match=text):
+        module(torch.randn(batch_size, 3, 4)).square().sum().backward()
 
 
 def test_error_input_without_a_batch_axis() -> None:
