@@ -44,8 +44,15 @@ def prove_rows(
     """
     batch_size = call.batch_size
     assert batch_size is not None  # else nothing was noted
-    read = Counter(path for path, rows in call.rows if rows == batch_size)
-    others = {path for path, rows in call.rows if rows != batch_size}
+    parts: dict[str, set[int]] = {}  # rows per sample: 1, unless they are declared to be parts
+    read: Counter[str] = Counter()
+    others: set[str] = set()
+    for path, rows in call.rows:
+        if rows == batch_size or (path in recorder.folded and rows % batch_size == 0):
+            read[path] += 1
+            parts.setdefault(path, set()).add(rows // batch_size)
+        else:
+            others.add(path)
     # Only one axis can be the batch: so it is, whatever sizes a later batch has.
     recorder.proven |= read.keys() - others - call.unproven
     if not any(read[path] for path in call.unproven):
@@ -95,14 +102,20 @@ def prove_rows(
     finally:
         probe.spent = True
         recorder.resume_forward(call)
-    followed = Counter(path for path, rows in probe.rows if rows == batch_size - 1)
-    stayed = {path for path, rows in probe.rows if rows == batch_size}
+    followed: Counter[str] = Counter()
+    stayed: dict[str, int] = {}
+    for path, rows in probe.rows:
+        found = parts.get(path, ())
+        if any(rows == part * (batch_size - 1) for part in found):
+            followed[path] += 1
+        elif any(rows == part * batch_size for part in found):
+            stayed[path] = rows
     for path in sorted(call.unproven):
         if not read[path]:
             continue
         if path in stayed:
             raise FlashClippingError(
-                f"{path}: what it reads has {batch_size} rows for a batch of {batch_size}, and "
+                f"{path}: what it reads has {stayed[path]} rows for a batch of {batch_size}, and "
                 f"still for a batch of {batch_size - 1}: the rows are not samples, and its "
                 "parameters have no per-sample gradients. Keep the batch the "
                 f"{'first' if axis == 0 else 'second'} axis of what the layer reads; expand what "

@@ -83,6 +83,8 @@ class Tap:
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
         self.folded = folded
+        if folded:
+            recorder.folded.add(self.path)
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
         self._loop = False  # whether vmap was tried on this module and failed

@@ -151,6 +151,8 @@ class Recorder:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: Layers whose rows were declared to be parts of samples.
+        self.folded: set[str] = set()
         #: Layers whose rows are known to be samples (:mod:`flash_clipping.rows`).
         self.proven: set[str] = set()
         #: Shapes of inputs on which another batch size was tried, and told nothing.

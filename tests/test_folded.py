@@ -129,3 +129,30 @@ def test_mask_and_bare_biases_in_windows(shape: tuple[int, ...], windows: str, m
     )
     step(module, case, batch, "mean")
     check(module, truth, bound, 1e-10)
+
+
+class BiasFromCoordinates(nn.Module):
+    """Windows whose bias is computed by a network over a table of coordinates, as in Swin v2."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.attention = nn.ModuleDict({"mix": nn.Linear(8, 8), "bias": nn.Linear(1, 8)})
+        self.register_buffer("table", torch.linspace(-1, 1, rows)[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.embed(x).unflatten(1, (-1, 4)).flatten(0, 1)
+        bias = self.attention["bias"](self.table.to(x.dtype)).mean(0)
+        rows = torch.tanh(self.attention["mix"](rows) + bias)
+        return self.head(rows.unflatten(0, (len(x), -1)).flatten(1, 2))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+@pytest.mark.parametrize("rows", [3, 6, 12])
+def test_constants_in_a_folded_module_are_refused(rows: int, batch_size: int) -> None:
+    """However many rows they have: those of samples become fewer with the batch."""
+    case = Case(lambda: BiasFromCoordinates(rows), floats(batch_size, 12, 3))
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, folded_modules=["attention*"], strict=False)
+    with pytest.raises(FlashClippingError, match=r"attention\.bias"):
+        step(module, case, batch, "mean")
