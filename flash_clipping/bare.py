@@ -12,6 +12,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,11 @@ class BareParameter(torch.Tensor):
     def wrap(
         value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Tap, row: Tensor | None = None
     ) -> BareParameter:
-        bare = value.detach().as_subclass(BareParameter)
+        # It requires grad so that a gradient which got past these functions is noticed.
+        bare = torch.Tensor._make_subclass(BareParameter, value.detach(), True)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        with torch._C.DisableTorchFunctionSubclass():
+            bare.register_hook(_Bypassed(tap))
         return bare
 
     @classmethod
@@ -86,9 +90,22 @@ class BareParameter(torch.Tensor):
             return _dispatch(func, args, dict(kwargs or {}))
 
 
+class _Bypassed:
+    """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
+
+    def __init__(self, tap: Tap):
+        self.tap = tap
+
+    def __call__(self, _: Tensor) -> None:
+        raise UnsupportedUse(
+            self.tap,
+            "it is an argument of a re-entrant checkpoint, or of another torch.autograd.Function",
+        )
+
+
 def _name(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
-    if name == "__get__":  # a property; its own name is on the descriptor
+    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
         name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
     return name
 
@@ -102,7 +119,12 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     others = [leaf for leaf in leaves if _is_plain(leaf)]
     if name in _DETACHING:
         return bares[0].value.detach()
-    if name == "__set__" or name == "__setitem__" or "out" in kwargs:
+    if name == "backward":
+        raise UnsupportedUse(
+            tap,
+            "backward() of something that no tensor with the batch as its first axis took part in",
+        )
+    if name.startswith("__set") or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
         in_place = name.endswith("_") and not name.startswith("__")
@@ -173,7 +195,7 @@ def _is_plain(leaf: Any) -> bool:
 def _carry_samples(tap: Tap, tensors: list[Tensor]) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
-    certain = any(_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad)
+    certain = any([_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad])
     return [_carries_samples(tap, tensor, note=not certain) for tensor in tensors]
 
 
@@ -183,16 +205,23 @@ def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
     What requires grad came out of a tapped layer. What does not is taken for data when its first
     axis has the batch's size and it is none of the model's own parameters and buffers.
     """
-    if tensor.requires_grad:
-        return not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
     forward = tap.recorder.current_forward
-    if tensor.dim() == 0 or forward is None or tensor.shape[0] != forward.batch_size:
+    if tensor.requires_grad:
+        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
+            return False
+        if note and forward is not None:
+            forward.note_rows(tap.path, tensor, 0, tap.recorder)
+        return True
+    if tensor.dim() == 0 or forward is None or tap.folded:
+        return False  # rows of a folded module are not the batch's: see _Meeting.row_by_row
+    rows = tensor.shape[0]
+    if rows not in (forward.batch_size, forward.whole_batch):
         return False
     if tensor.untyped_storage().data_ptr() in tap.recorder.model_storages():
         return False
     if note:
         forward.note_rows(tap.path, tensor, 0, tap.recorder)
-    return True
+    return rows == forward.batch_size
 
 
 @dataclass
@@ -238,8 +267,23 @@ class _Meeting:
         return output
 
     def by_row(self, bare: BareParameter, rank: int) -> bool:
-        """Whether the first axis of this operand is the batch."""
+        """Whether the first axis of this operand is the batch, each row the same."""
         return bare.row is not None and bare.dim() == rank and bare.shape[0] != 1
+
+    def row_by_row(self, bare: BareParameter, plain: list[Tensor], G: Tensor) -> bool:
+        """Whether every sample meets a row of its own of this operand.
+
+        So it is where a parameter and a constant with a row per sample made it: an attention mask
+        that was added to a table of biases before both are added to the scores.
+        """
+        if bare.row is not None or bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
+            return False
+        first = [x[:1] if batched else x for x, batched in zip(plain, self.batched, strict=True)]
+        try:
+            output = self.call(first, [other.value.detach() for other in self.bares])
+        except RuntimeError:
+            return True  # one row and all of the operand do not fit
+        return output.shape[0] != 1
 
 
 def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
@@ -260,7 +304,14 @@ def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
         ),
         recomputed=in_backward(),
     )
+    if tap.entered not in (None, _circumstances()) and not meeting.recomputed:
+        tap.recorder.recomputed[tap.path] = functools.partial(recomputable, tap)
     return meeting.happen(plain)
+
+
+def _circumstances() -> Any:
+    """What a checkpoint changes while it runs its function: grad mode, or saved-tensor hooks."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Meet(torch.autograd.Function):
@@ -336,9 +387,14 @@ def _per_sample_grads(
     meeting: _Meeting, plain: list[Tensor], G: Tensor
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
-    for bare, grads_B in zip(meeting.bares, _operand_grads(meeting, plain, G), strict=True):
+    own_row = [meeting.row_by_row(bare, plain, G) for bare in meeting.bares]
+    operand_grads = _operand_grads(meeting, plain, G, own_row)
+    for bare, grads_B, has_own in zip(meeting.bares, operand_grads, own_row, strict=True):
         origin = bare.row if meeting.by_row(bare, G.dim()) else bare.value
         assert origin is not None
+        if has_own:
+            yield from _through_rows(bare, grads_B)
+            continue
         for leaf, param in bare.leaves.items():
             if origin is leaf:
                 yield param, grads_B
@@ -355,12 +411,31 @@ def _per_sample_grads(
                 yield param, found
 
 
-def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Tensor]:
-    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``."""
+def _through_rows(bare: BareParameter, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The same where sample ``b`` met row ``b`` of the operand: ``grads_B [B, 1, *row]``."""
+    for leaf, param in bare.leaves.items():
+        found = []
+        for b in range(len(grads_B)):  # all at once would take B times the operand
+            with torch.enable_grad():
+                row = bare.value[b : b + 1]
+            (grad,) = torch.autograd.grad(
+                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
+            )
+            found.append(torch.zeros_like(leaf) if grad is None else grad)
+        yield param, torch.stack(found)
+
+
+def _operand_grads(
+    meeting: _Meeting, plain: list[Tensor], G: Tensor, own_row: list[bool]
+) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``.
+
+    Of an operand that has a row per sample, with respect to that row: ``[B, 1, *row]``.
+    """
     name = _name(meeting.func)
     bares = meeting.bares
     if len(bares) == 1 and len(plain) == 1 and plain[0].is_floating_point():
-        by_row = meeting.by_row(bares[0], G.dim())
+        by_row = meeting.by_row(bares[0], G.dim()) or own_row[0]
         shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
         if name in _ADDITION:
             return [_reduce_to(G, shape)]
@@ -379,7 +454,9 @@ def _operand_grads(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Te
         vjp: Any = torch.func.vjp(run, *operands)[1]
         return vjp(G_1.unsqueeze(0))
 
-    rowwise = [meeting.by_row(bare, G.dim()) for bare in bares]
+    rowwise = [
+        meeting.by_row(bare, G.dim()) or own for bare, own in zip(bares, own_row, strict=True)
+    ]
     operands = [
         bare.value.detach().unsqueeze(1) if row else bare.value.detach()
         for bare, row in zip(bares, rowwise, strict=True)
@@ -406,19 +483,45 @@ def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
     stood_in = tap.recorder.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)
+    outside, tap.entered = tap.entered, _circumstances()
     try:
         for module in owners:
             for name, param in module._parameters.items():
+                if isinstance(param, BareParameter):
+                    continue  # a recomputation: stood in for during the whole backward
                 if param is not None and param.requires_grad:
                     leaf = param.detach().requires_grad_()
                     stood_in.append((module, name, param))
                     module._parameters[name] = BareParameter.wrap(leaf, {leaf: param}, tap)  # type: ignore[assignment]
         yield
     finally:
+        tap.entered = outside
         while len(stood_in) > before:
             module, name, param = stood_in[-1]
             module._parameters[name] = param
             stood_in.pop()
+
+
+@contextlib.contextmanager
+def recomputable(tap: Tap) -> Iterator[None]:
+    """Stand in during backward, for what a checkpoint inside the module's forward recomputes.
+
+    A failed backward lets go of this whenever it is collected: it puts back only what it put in.
+    """
+    mine: list[tuple[nn.Module, str, nn.Parameter, BareParameter]] = []
+    try:
+        for module in tap.owners:
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    leaf = param.detach().requires_grad_()
+                    bare = BareParameter.wrap(leaf, {leaf: param}, tap)
+                    mine.append((module, name, param, bare))
+                    module._parameters[name] = bare  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, param, bare in mine:
+            if module._parameters.get(name) is bare:
+                module._parameters[name] = param
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
@@ -428,8 +531,10 @@ def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
-            "the same for all samples; the layer's own parameters then have no per-sample "
-            "gradients. Expand it over the batch first: x.expand(batch_size, ...)."
+            f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "
+            f"({batch_size}); the layer's own parameters then have no per-sample gradients. "
+            "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
+            "keep the batch the first axis of what meets parameters."
         )
     row = BareParameter.wrap(x.row, x.leaves, x.tap)
     like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))

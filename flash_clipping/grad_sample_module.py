@@ -103,6 +103,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 f"backend={backend!r} is unknown; expected one of {', '.join(BACKENDS)}."
             )
         check_clipping(clipping)
+        _refuse(m)  # before Opacus says that the layer has buffers
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
@@ -148,25 +149,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         root = self._module
         if hasattr(root, "autograd_grad_sample_hooks"):
             raise ValueError("Trying to add hooks twice to the same model")
-        for path, module in root.named_modules():
-            if isinstance(module, _MIXING_LAYERS):
-                raise NotImplementedError(
-                    f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
-                    "depends on the others, so no clipping can bound it. Replace it by "
-                    "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
-                )
-            if isinstance(module, DistributedDataParallel):
-                raise NotImplementedError(
-                    f"{path or 'the model'}: torch's DistributedDataParallel reduces gradients "
-                    "before they are clipped. Wrap the model in opacus.distributed."
-                    "DifferentiallyPrivateDistributedDataParallel instead."
-                )
-            if type(module) in _REPLACED_LAYERS:
-                raise NotImplementedError(
-                    f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
-                    f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
-                    "(opacus.validators.ModuleValidator.fix(model) does)."
-                )
+        _refuse(root)
         # Opacus' users and tests find the handles under this name.
         root.autograd_grad_sample_hooks = []
         self.autograd_grad_sample_hooks = root.autograd_grad_sample_hooks
@@ -228,8 +211,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if call is None or not torch.is_grad_enabled():
             return
         recorder = self._recorder
-        if call.unproven:
-            prove_rows(module, recorder, args, kwargs, call)
+        if call.rows:
+            forward = module.forward
+            if isinstance(forward, TwoPassForward):
+                forward = forward.original
+            prove_rows(module, forward, recorder, args, kwargs, call)
         if self.mode == "two_pass":
             return
 
@@ -332,6 +318,29 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 "model, then loss.backward(), with hooks enabled, and ask again."
             )
         return torch.stack([row.to(found[0].device) for row in found])
+
+
+def _refuse(root: nn.Module) -> None:
+    """Refuse layers that no clipping can bound, or that no tap can serve."""
+    for path, module in root.named_modules():
+        if isinstance(module, _MIXING_LAYERS):
+            raise NotImplementedError(
+                f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
+                "depends on the others, so no clipping can bound it. Replace it by "
+                "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
+            )
+        if isinstance(module, DistributedDataParallel):
+            raise NotImplementedError(
+                f"{path or 'the model'}: torch's DistributedDataParallel reduces gradients "
+                "before they are clipped. Wrap the model in opacus.distributed."
+                "DifferentiallyPrivateDistributedDataParallel instead."
+            )
+        if type(module) in _REPLACED_LAYERS:
+            raise NotImplementedError(
+                f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
+                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
+                "(opacus.validators.ModuleValidator.fix(model) does)."
+            )
 
 
 class GradSampleModuleFlashClipping(

@@ -55,6 +55,22 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return pending or self._iterations
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given.
+
+        Raises:
+            ValueError: always. The scale is in the norms, so that samples are clipped at
+                ``max_grad_norm / scale``; and a step that is skipped because of some sample's
+                overflow is a release without noise.
+        """
+        raise ValueError(
+            "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
+            "were clipped as they came, multiplied by the scale, and are divided by it before "
+            "noise is added. Call loss.backward() and optimizer.step() without the scaler (samples "
+            "that overflow are left out), or use bfloat16, which needs no scaling."
+        )
+
+    @property
     def max_grad_norm(self) -> float:
         """Sensitivity of the sum: what the noise multiplier is multiplied by."""
         return self._bound

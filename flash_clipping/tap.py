@@ -10,6 +10,7 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,6 +42,10 @@ def owners(module: nn.Module) -> list[nn.Module]:
 def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that the module's own forward uses directly."""
     return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
+
+
+class RefusedByRule(FlashClippingError, ValueError):
+    """A ``ValueError`` of a layer's rule, with the path of the layer."""
 
 
 class Tap:
@@ -79,6 +84,10 @@ class Tap:
         self.generic = generic
         self.folded = folded
         self._rule_calls = rule is not None and type(rule).call is not Rule.call
+        if folded:
+            recorder.folded.add(self.path)
+        #: Under which circumstances the module's forward, if it is running, was entered.
+        self.entered: Any = None
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -110,14 +119,22 @@ class Tap:
             return self._unruled_forward(trainable, args, kwargs)
         recorder.count_use([param for _, param in trainable])
         if not torch.is_grad_enabled():
+            if self._note_checkpointed(args, kwargs) and rule.allows_children:
+                # Its own forward need not call its children, and their uses must be counted.
+                return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
-        if self._rule_calls:
+        try:
+            if not self._rule_calls:
+                return self._apply(rule, trainable, args, kwargs)
 
             def tapped(*args: Any, **kwargs: Any) -> Any:
                 return self._apply(rule, trainable, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
-        return self._apply(rule, trainable, args, kwargs)
+        except ValueError as error:  # of a rule, which does not know where its layer is
+            if isinstance(error, FlashClippingError):
+                raise
+            raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _unruled_forward(
         self,
@@ -138,11 +155,29 @@ class Tap:
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
             recorder.count_use([param for _, param in [*trainable, *trainable]])
+            self._note_checkpointed(args, kwargs)
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if torch.is_grad_enabled():
                 return generic_forward(self, args, kwargs)
+            self._note_checkpointed(args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _note_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note what is read in the first forward of re-entrant checkpointing, if this is one."""
+        call = self.recorder.current_forward
+        if call is None or not call.recorded or in_backward():
+            return False
+        axis = 0 if self.recorder.batch_first else 1
+        if self.rule is None and not self.generic:
+            call.doubt(self.path, self.recorder)  # what its parameters will meet is not known yet
+        elif self.rule is None or not self.rule.sets_batch:
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if self.rule is not None:
+                axis, inputs = self.rule.batch_axis(self.layer, axis), inputs[:1]
+            for x in inputs:
+                call.note_rows(self.path, x, axis, self.recorder)
+        return True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are the layer's own and trainable now, by name."""
@@ -201,8 +236,8 @@ class Tap:
         axis = rule.batch_axis(self.layer, 0 if recorder.batch_first else 1)
         if not isinstance(x, Tensor) or x.device != trainable[0][1].device or x.dim() <= axis:
             self._refuse_input(x, trainable[0][1])
-        if forward is not None and not x.requires_grad and not rule.sets_batch:
-            forward.note_rows(self.path, x, axis, recorder)
+        if forward is not None and not rule.sets_batch:
+            forward.note_rows(self.path, x, axis, recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
@@ -456,8 +491,8 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     ]
     call = recorder.current_forward
     if call is not None:
-        for leaf, is_mapped in zip(leaves, mapped, strict=True):
-            if is_mapped and not leaf.requires_grad:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
                 call.note_rows(tap.path, leaf, axis, recorder)
     shim = _Original(tap)
 
@@ -489,7 +524,7 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             except FlashClippingError:
                 raise
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if not _may_be_of_vmap(error):
                     raise
                 outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
                 tap._loop = True  # the loop works where vmap does not: stay with it
@@ -502,6 +537,24 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
                 return outputs
         return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+
+
+def _may_be_of_vmap(error: Exception) -> bool:
+    """Whether an error came out of an operator, and not for want of memory.
+
+    What the module itself raises is its own to say, and is not tried a second time.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return False
+    if error.__cause__ is not None or error.__context__ is not None:
+        return True  # the module may have raised it for an operator's
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith("torch."):
+        return True
+    code = trace.tb_frame.f_code.co_code
+    return code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 
 def _pads_embeddings(layer: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,18 +67,43 @@ class Forward:
     spent: bool = False
     #: Memory of the root's tensor inputs, and the stride of their batch axis.
     input_storages: frozenset[tuple[int, int]] = frozenset()
-    #: Inputs of tapped layers that do not require grad: (path of the layer, rows).
+    #: Whether autograd is on: what then runs without it in this call is checkpointed.
+    recorded: bool = False
+    #: A run on fewer samples: how many the batch really has.
+    whole_batch: int | None = None
+    #: Memory of buffers that such a run works on copies of.
+    put_aside: frozenset[int] = frozenset()
+    #: What tapped layers read whose rows are not proven to be samples: (path of the layer, rows).
     rows: list[tuple[str, int]] = field(default_factory=list)
-    #: Layers some of whose rows are neither the root's nor computed by tapped layers. Whether they
-    #: are samples, only another batch size can tell.
+    #: Layers some of whose rows may be something else. Only another batch size can tell.
     unproven: set[str] = field(default_factory=set)
 
-    def note_rows(self, path: str, x: Tensor, axis: int, recorder: Recorder) -> None:
-        """Note an input of a tapped layer that does not require grad, and its batch axis."""
-        if recorder.rows_are_proven or x.dim() <= axis:
+    def note_rows(
+        self, path: str, x: Tensor, axis: int, recorder: Recorder, features: int = 0
+    ) -> None:
+        """Note what a tapped layer reads, until its rows are proven to be samples.
+
+        They are in doubt where ``x`` is neither the root's own input nor computed by tapped
+        layers, and where the batch could be another of its axes, or a part of one; not one of the
+        last ``features``, whose sizes the layer's parameters fix.
+        """
+        batch_size = self.batch_size
+        if path in recorder.proven or batch_size is None or x.dim() <= axis:
+            return
+        if batch_size < 2 and self.whole_batch is None:
             return
         self.rows.append((path, x.shape[axis]))
-        if (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
+        if x.requires_grad:
+            axes = x.shape[: x.dim() - features]
+            if sum(size % batch_size == 0 for size in axes) > 1:
+                self.unproven.add(path)
+        elif (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
+            self.unproven.add(path)
+
+    def doubt(self, path: str, recorder: Recorder) -> None:
+        """Note a layer that will read something only when it is recomputed in backward."""
+        if path not in recorder.proven and self.batch_size is not None and self.batch_size > 1:
+            self.rows.append((path, self.batch_size))
             self.unproven.add(path)
 
     def readers_of(self, x: Tensor) -> Readers:
@@ -126,10 +151,16 @@ class Recorder:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
-        #: Whether another batch size has shown which rows are samples.
-        self.rows_are_proven = False
+        #: Layers whose rows were declared to be parts of samples.
+        self.folded: set[str] = set()
+        #: Layers whose rows are known to be samples (:mod:`flash_clipping.rows`).
+        self.proven: set[str] = set()
+        #: Shapes of inputs on which another batch size was tried, and told nothing.
+        self.undecided: set[tuple[torch.Size, ...]] = set()
         #: Parameters that have a stand-in now: (module, name, parameter).
         self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
+        #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
+        self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         self.warned_non_finite = False
         #: ``mode="two_pass"``: what the running outer backward will end with.
         self.walks: weakref.ref[Any] | None = None
@@ -168,6 +199,7 @@ class Recorder:
         axis = 0 if self.batch_first else 1
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
         forward = Forward(
+            recorded=torch.is_grad_enabled(),
             batch_sizes=tuple(dict.fromkeys(sizes)),
             input_storages=frozenset(
                 (t.untyped_storage().data_ptr(), t.stride(axis)) for t in tensors if t.dim() > axis
@@ -179,7 +211,9 @@ class Recorder:
 
     def _recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
-        self._tape = None  # somebody may keep a failed backward's frames, and with them its tape
+        if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
+            tape.put_back()
+        self._tape = None
         self.bypassed = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
@@ -209,7 +243,9 @@ class Recorder:
 
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
+        forward = self.current_forward
+        aside = forward.put_aside if forward is not None else ()
+        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}.union(aside)
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
@@ -252,6 +288,7 @@ class Recorder:
 
     def new_tape(self) -> Tape:
         tape = Tape(self)
+        tape.stand_in()
         self._tape = weakref.ref(tape)
         return tape
 
@@ -327,7 +364,18 @@ class Tape:
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
 
+        self._stand_ins = ExitStack()
+
     # -- recording ----------------------------------------------------------------------------
+
+    def stand_in(self) -> None:
+        """Let checkpoints recompute with stand-ins, as they computed."""
+        for make in self.recorder.recomputed.values():
+            self._stand_ins.enter_context(make())
+
+    def put_back(self) -> None:
+        """The parameters themselves again."""
+        self._stand_ins.close()
 
     def record(
         self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
@@ -397,6 +445,7 @@ class Tape:
         """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
         with torch.no_grad():
             try:
+                self.put_back()
                 self.take_norms()
                 self.add_clipped_sums()
             finally:

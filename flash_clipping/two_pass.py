@@ -46,6 +46,8 @@ class _Call:
         self.leaves = leaves
         self.spec = spec
         self.inner_inputs: list[Tensor] = []
+        #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
+        self.forward = root.recorder.current_forward
         #: Gradients of the outputs, until the second walk takes them.
         self.grads: list[Tensor | None] = []
         #: The inner graph's root; ``None`` once it was walked for good.
@@ -112,11 +114,14 @@ class _Walks:
                 with torch.no_grad():
                     for call in self.calls:
                         call.walk(last=False)
+                    tape.put_back()
                     tape.take_norms()
                     tape.forget()
                     tape.norms_only = False
+                    tape.stand_in()
                     for call in self.calls:
                         call.walk(last=True)
+                    tape.put_back()
                     tape.add_clipped_sums()
             else:
                 for call in self.calls:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.models import CASES, Case, Scale, Wrapped, floats
 from tests.oracle import per_sample_truth
 from tests.test_norms import bound_between, check, make, step
+from tests.test_shared_parameters import truth_by_autograd
 
 Forward = Callable[["Uses", Tensor], Tensor]
 B, T, D = 4, 5, 6
@@ -174,6 +177,103 @@ def test_dropout_is_the_one_that_was_applied() -> None:
     for n, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(clipped[n], p.grad)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints functions that read parameters of the module that calls them."""
+
+    def __init__(self, kind: str, reentrant: bool):
+        super().__init__()
+        self.kind, self.reentrant = kind, reentrant
+        self.first, self.head = nn.Linear(3, D), nn.Linear(D, 2)
+        self.gain, self.table = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(1, T, D))
+
+    def work(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x * self.gain.exp() + self.table) @ torch.diag(self.gain))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        gain, table = self.gain, self.table
+
+        def with_arguments(x: Tensor, gain: Tensor, table: Tensor) -> Tensor:
+            return torch.tanh(x * gain + table)
+
+        functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+            "method": (self.work, ()),
+            "local": (lambda x: torch.tanh(x * gain + table), ()),
+            "arguments": (with_arguments, (gain, table)),
+        }
+        function, arguments = functions[self.kind]
+        return self.head(checkpoint(function, x, *arguments, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["method", "local", "arguments"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint_inside_the_forward(inside: bool, kind: str, reentrant: bool, mode: str) -> None:
+    """Exact, but for arguments of a re-entrant checkpoint, which detaches them: refused."""
+
+    def build() -> nn.Module:
+        model = Checkpointed(kind, reentrant)
+        return Wrapped(nn.Linear(3, 3), model) if inside else model
+
+    case = Case(build, floats(B, T, 3))
+    model, batch = make(case, torch.float64)
+    plain, _ = make(Case(build, floats(B, T, 3)), torch.float64)
+    plain.load_state_dict(model.state_dict())
+    truth = truth_by_autograd(plain, batch, lambda m, b: case.loss(m, b).mean())
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        if kind == "arguments" and reentrant:
+            with pytest.raises(FlashClippingError, match=r"Checkpointed\).*re-entrant checkpoint"):
+                step(module, case, batch, "mean")
+        else:
+            step(module, case, batch, "mean")
+            check(module, truth, bound, 1e-10)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_failed_backward_puts_parameters_back() -> None:
+    model = Checkpointed("method", reentrant=False)
+    before = list(model.parameters())
+    seen: list[type] = []
+
+    def fail(_: Tensor) -> None:
+        seen.append(type(model.gain))
+        raise KeyboardInterrupt
+
+    model.first.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
+    module = GradSampleModuleFlashClipping(model)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            module(torch.randn(B, T, 3)).square().sum().backward()
+        assert seen.pop() is not nn.Parameter  # stood in for, while checkpoints may recompute
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return G * gain, (G * x).flatten(0, -2).sum(0)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_autograd_function_is_refused(derived: bool) -> None:
+    """It gets past the stand-in, whose gradient would be lost without a word."""
+    case = case_of(lambda m, x: Scaling.apply(x, m.vector.exp() if derived else m.vector))
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, strict=False)
+    with pytest.raises(FlashClippingError, match=r"Uses\).*autograd.Function"):
+        step(module, case, batch, "mean")
 
 
 def test_layer_on_parameters_alone_is_refused() -> None:

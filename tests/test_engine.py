@@ -677,10 +677,92 @@ def test_error_batch_norm() -> None:
         NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples: .* nn\.GroupNorm .*fix"
     ):
         wrapped(model, strict=False)
-    with pytest.raises(NotImplementedError):
-        wrapped(model)
+    with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples"):
+        wrapped(model)  # not that the layer has buffers
     with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
         Training(FlashPrivacyEngine(), model=model)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(
+    ("layer", "x", "text"),
+    [
+        (
+            nn.Embedding(5, 4, scale_grad_by_freq=True),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(Embedding\): .*mixes samples.* Set scale_grad_by_freq=False",
+        ),
+        (
+            nn.EmbeddingBag(5, 4, mode="max"),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(EmbeddingBag\): .*mode='max'.* expected mode 'sum' or 'mean'",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            torch.zeros(2, 5, 5),
+            r"body\.0 \(Conv2d\): .*expected an input of 4 dimensions, found shape \(2, 5, 5\).*"
+            r"unsqueeze\(0\)",
+        ),
+    ],
+    ids=["scale_grad_by_freq", "bag_max", "convolution"],
+)
+def test_error_of_a_rule_names_the_layer(layer: nn.Module, x: Tensor, text: str, mode: str) -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(copy.deepcopy(layer))})
+    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=text):
+        wrapped(model, mode=mode)(x)
+
+
+def test_error_of_an_attention_names_it_once() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    with pytest.raises(ValueError, match=r"attention .*expected a query of 3.*unsqueeze") as error:
+        wrapped(Attending())(torch.zeros(3, 4))
+    assert str(error.value).count("(MultiheadAttention)") == 1
+
+
+class TransposedFirst(nn.Module):
+    """Its data meet a bare parameter with the batch on the second axis."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.gain, self.table = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 1, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = x + self.table if self.kind == "added" else x * self.gain
+        return x.transpose(0, 1) if self.kind == "last" else self.head(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("batch_size", [5, 3])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "added",
+            r"head \(Linear\): .*parameters of the model \(TransposedFirst\).*batch the first",
+        ),
+        (
+            "multiplied",
+            r"head \(Linear\): .*the model \(TransposedFirst\).*keep the batch the first",
+        ),
+        ("last", r"the model \(TransposedFirst\): .*the batch as its first|the batch the first"),
+    ],
+)
+def test_error_data_transposed_before_a_bare_parameter(
+    kind: str, text: str, batch_size: int
+) -> None:
+    module = wrapped(TransposedFirst(kind))
+    with pytest.raises(FlashClippingError, match=text):
+        module(torch.randn(batch_size, 3, 4)).square().sum().backward()
 
 
 def test_error_input_without_a_batch_axis() -> None:
@@ -730,6 +812,67 @@ def test_error_reductions_do_not_match() -> None:
 def test_error_unknown_option(option: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         wrapped(nn.Linear(4, 2), **option)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_error_grad_scaler(make_optimizer: Any, unscale_first: bool) -> None:
+    """Norms and bounds would be those of scaled gradients: refused before any parameter moves."""
+    training = Training(FlashPrivacyEngine(), make_optimizer, poisson_sampling=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = next(iter(training.loader))
+    before = [p.detach().clone() for p in training.plain.parameters()]
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    scaler.scale(loss).backward()
+    if unscale_first:
+        scaler.unscale_(training.optimizer)
+    with pytest.raises(ValueError, match=r"GradScaler.* without the scaler"):
+        scaler.step(training.optimizer)
+    for was, param in zip(before, training.plain.parameters(), strict=True):
+        assert torch.equal(was, param)
+
+
+def test_disabled_grad_scaler_is_none() -> None:
+    """Mixed-precision loops pass ``enabled=False`` where they do not scale."""
+    found = Training(FlashPrivacyEngine(), poisson_sampling=False)
+    expected = Training(FlashPrivacyEngine(), poisson_sampling=False)
+    x, y = next(iter(found.loader))
+    expected.step(x, y)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    found.optimizer.zero_grad()
+    scaler.scale(found.criterion(found.model(x), y)).backward()
+    scaler.unscale_(found.optimizer)
+    scaler.step(found.optimizer)
+    scaler.update()
+    assert_states_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp16_autocast_without_a_scaler(dtype: torch.dtype) -> None:
+    """Norms and sums are those of the gradients that autocast gives."""
+    training = Training(FlashPrivacyEngine(), poisson_sampling=False, max_grad_norm=0.5)
+    x, y = next(iter(training.loader))
+    x, y = x[:16], y[:16]
+    plain = network()
+    rows = []
+    for b in range(len(x)):
+        plain.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = nn.functional.cross_entropy(plain(x[b : b + 1]), y[b : b + 1])
+        loss.backward()
+        rows.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).double())
+    truth = torch.stack(rows)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    loss.backward()
+    norms = training.wrapper.get_norm_sample().double()
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert ((norms - truth.norm(dim=1)).abs() <= tolerance * truth.norm(dim=1)).all()
+    coef = (0.5 / truth.norm(dim=1)).clamp(max=1)
+    clipped = (coef[:, None] * truth).sum(0)
+    sums = torch.cat([p.grad.flatten() for p in training.plain.parameters()]).double()
+    assert (sums - clipped).norm() <= tolerance * clipped.norm()
 
 
 def test_error_unknown_grad_sample_mode() -> None:

@@ -221,7 +221,8 @@ def fail_at_operators(options: dict[str, Any], positions: range, remember: bool 
             try:
                 trainer.step(batch())
             except (Exception, KeyboardInterrupt) as error:
-                assert error.args in (("injected",), ()), where
+                # A ValueError inside a rule also says in which layer.
+                assert not error.args or "injected" in error.args[0], where
                 raised = True
                 if remember:
                     remembered.append(error)
@@ -751,6 +752,7 @@ def test_matmul_work_of_a_step(mode: str) -> None:
     torch.manual_seed(0)
     plain = Chain(widths)
     module = GradSampleModuleFlashClipping(copy.deepcopy(plain), mode=mode)
+    module(torch.randn(B, T, widths[0]))  # the first time, it is run on fewer samples as well
     flop = []
     for model in (plain, module):
         with FlopCounterMode(display=False) as counter:

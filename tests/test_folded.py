@@ -76,3 +76,83 @@ def test_through_the_engine() -> None:
     )
     step(module, CASE, batch, "mean")
     assert module.get_norm_sample().shape == (3,)
+
+
+class BiasedAttention(nn.Module):
+    """Attention with a bare table of biases, to which a mask per window may be added first."""
+
+    def __init__(self, width: int, windows: str):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.table = nn.Parameter(torch.randn(7, 2))
+        self.windows = windows
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = heads
+        places = torch.arange(4)
+        bias = self.table[places[:, None] - places + 3].permute(2, 0, 1)[None]
+        scores = q @ k.mT
+        if self.windows == "all":  # one mask per row, as transformers' Swin has it
+            scores = scores + (bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None])
+        else:  # one mask per window of a sample
+            bias = bias + mask[:, None]
+            scores = (scores.unflatten(0, (-1, len(mask))) + bias).flatten(0, 1)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class MaskedWindows(nn.Module):
+    def __init__(self, windows: str) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Linear(3, 8), BiasedAttention(8, windows)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.embed(x).unflatten(1, (-1, 4)).flatten(0, 1)
+        mask = torch.zeros(len(rows) // len(x), 4, 4, dtype=x.dtype)
+        mask[-1, :2, 2:] = mask[-1, 2:, :2] = -3
+        rows = rows + self.attention(rows, mask)
+        return self.head(rows.unflatten(0, (len(x), -1)).flatten(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("windows", ["all", "own"])
+@pytest.mark.parametrize("shape", [(3, 4, 3), (3, 12, 3), (3, 24, 3), (2, 8, 3)])
+def test_mask_and_bare_biases_in_windows(shape: tuple[int, ...], windows: str, mode: str) -> None:
+    """With fewer windows than samples, as many, and more."""
+    case = Case(lambda: MaskedWindows(windows), floats(*shape))
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bound, mode=mode, folded_modules=["attention*"]
+    )
+    step(module, case, batch, "mean")
+    check(module, truth, bound, 1e-10)
+
+
+class BiasFromCoordinates(nn.Module):
+    """Windows whose bias is computed by a network over a table of coordinates, as in Swin v2."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.attention = nn.ModuleDict({"mix": nn.Linear(8, 8), "bias": nn.Linear(1, 8)})
+        self.register_buffer("table", torch.linspace(-1, 1, rows)[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.embed(x).unflatten(1, (-1, 4)).flatten(0, 1)
+        bias = self.attention["bias"](self.table.to(x.dtype)).mean(0)
+        rows = torch.tanh(self.attention["mix"](rows) + bias)
+        return self.head(rows.unflatten(0, (len(x), -1)).flatten(1, 2))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+@pytest.mark.parametrize("rows", [3, 6, 12])
+def test_constants_in_a_folded_module_are_refused(rows: int, batch_size: int) -> None:
+    """However many rows they have: those of samples become fewer with the batch."""
+    case = Case(lambda: BiasFromCoordinates(rows), floats(batch_size, 12, 3))
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, folded_modules=["attention*"], strict=False)
+    with pytest.raises(FlashClippingError, match=r"attention\.bias"):
+        step(module, case, batch, "mean")

@@ -135,6 +135,49 @@ def test_module_that_vmap_cannot_run() -> None:
     check(module, truth, 0.3, 1e-10)
 
 
+class FailsOnce(nn.Module):
+    """Fails the first time, in a way that has nothing to do with ``vmap``."""
+
+    def __init__(self, error: BaseException | str):
+        super().__init__()
+        self.weight, self.runs, self.error = nn.Parameter(torch.randn(2, 3)), 0, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 1:
+            if isinstance(self.error, str):
+                torch.empty(1 << 62, dtype=torch.uint8)  # more than there is
+            else:
+                raise self.error
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the module's own"),
+        ValueError("the module's own"),
+        NotImplementedError("the module's own"),
+        TypeError("the module's own"),
+        torch.OutOfMemoryError("no memory on the device"),
+        "out of memory on the host",
+    ],
+    ids=lambda error: error if isinstance(error, str) else type(error).__name__,
+)
+@pytest.mark.filterwarnings("error")
+def test_only_failures_of_vmap_lead_to_the_loop(error: BaseException | str) -> None:
+    """Another error is the caller's to see, once, and leaves the way that is fast."""
+    model = FailsOnce(error)
+    module = GradSampleModuleFlashClipping(model, force_functorch=True)
+    x = torch.randn(5, 3)
+    kind = RuntimeError if isinstance(error, str) else type(error)
+    with pytest.raises(kind, match="own|memory"):
+        module(x)
+    assert model.runs == 1
+    module(x).square().sum(1).mean().backward()
+    assert model.runs == 2  # not once per sample
+
+
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_autocast(mode: str) -> None:
     """Under bf16 autocast: the norms of what autocast computes, not of what fp32 would have."""

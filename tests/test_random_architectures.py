@@ -317,11 +317,6 @@ class TimeFirstGain(nn.Module):
         return torch.tanh(self.embed(ids).transpose(0, 1) * self.gain).transpose(0, 1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the rows of what a tapped layer computed are not proven: wrong norms for T = B",
-)
 @pytest.mark.parametrize("model_type", [TimeFirstInside, TimeFirstGain])
 def test_time_first_inside_with_as_many_positions_as_samples(model_type: type[nn.Module]) -> None:
     """Exact or refused, but never a wrong norm."""

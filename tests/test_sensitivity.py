@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops import clipped_sums, linear_sqnorms
-from tests.models import Attention, Block, Scale
+from tests.models import CASES, Attention, Block, Scale
 from tests.strategies import PROFILE, profile
 
 CLASSES, POSITIONS = 7, 8
@@ -322,6 +322,46 @@ def test_sensitivity_half(
         line += f"; Opacus ghost {theirs.change:.5f} C, {theirs.excess:+.2f} u (|S| + |S'|)"
     print(line)
     assert ours.excess <= ALLOWED, line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sensitivity_bf16_of_every_rule(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Above ``C`` by less than ``u (|S| + |S'| + C)``.
+
+    Every entry of both sums may be off by one rounding, and so may every entry of the removed
+    sample's output gradient, which is multiplied by its coefficient before it is multiplied by the
+    input. The models are small, so that entries are few and roundings do not average out.
+    """
+    case, worst = CASES[name], Worst()
+
+    def release(model: nn.Module, batch: tuple[Tensor, ...], C: float) -> tuple[Tensor, Tensor]:
+        model = copy.deepcopy(model)
+        flash = GradSampleModuleFlashClipping(
+            model, max_grad_norm=C, loss_reduction="sum", strict=False
+        )
+        case.loss(flash, batch).sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return flash.get_norm_sample(), torch.cat([grad.double().flatten() for grad in grads])
+
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = case.make().bfloat16()
+        batch = tuple(x.bfloat16() if x.is_floating_point() else x for x in case.batch())
+        median = release(model, batch, 1.0)[0].median().item()
+        for C in (0.3 * median, median, 0.01 * median):
+            whole = release(model, batch, C)[1]
+            for b in range(len(batch[0])):
+                rest = release(model, tuple(without(b, x) for x in batch), C)[1]
+                change = (whole - rest).norm().item()
+                rounding = UNIT["bf16"] * (whole.norm() + rest.norm() + C).item()
+                worst.change = max(worst.change, change / C)
+                worst.excess = max(worst.excess, (change - C) / rounding)
+    record_property("sensitivity", worst.change)
+    line = f"{name}, bf16: {worst.change:.5f} C, {worst.excess:+.2f} u (|S| + |S'| + C)"
+    print(line)
+    assert worst.excess <= 1, line
 
 
 @pytest.mark.parametrize("loss_scale", [1e3, 1e4, 1e5])

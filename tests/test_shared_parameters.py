@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -246,21 +246,7 @@ def test_layer_whose_bias_is_its_weight() -> None:
     check(model.double(), floats(4, 4), squares)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "one_pass",
-        pytest.param(
-            "two_pass",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=CheckpointError,
-                reason="in a model without a tapped layer nothing holds the Forward until backward "
-                "(a two_pass call should); the recomputation then knows no batch size",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_checkpointed_concatenation_with_bare_parameters(mode: str) -> None:
     """A class token alone is trained, and joined to the batch under checkpointing."""
 
@@ -304,21 +290,7 @@ def test_checkpointed_data_meets_bare_parameters(mode: str) -> None:
     check(Scales().double(), floats(5, 3, 4), squares, mode=mode)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "one_pass",
-        pytest.param(
-            "two_pass",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=FlashClippingError,
-                reason="in the forward of re-entrant checkpointing the attention runs as PyTorch's "
-                "own, which does not call out_proj: its use there is not counted",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_attention_output_shared_with_a_layer_outside_its_checkpoint(mode: str) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -526,12 +498,6 @@ class Prompted(nn.Module):
         return self.body(inputs_embeds=torch.cat([prompt, embedded], dim=1)).logits
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FlashClippingError,
-    reason="the run on one sample fewer calls the root's own forward past the root's tap: its bare "
-    "parameters note nothing there, and what they met is taken for fixed",
-)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_prompt_tuning(wrapper: str, mode: str) -> None:

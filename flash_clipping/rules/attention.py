@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
+from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
 
 
@@ -68,7 +70,11 @@ class MultiheadAttentionRule(Rule):
         else:
             weights = None
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        output = layer.out_proj(self._like_query(layer, heads.transpose(1, 2).flatten(2)))
+        heads_BLE = heads.transpose(1, 2).flatten(2)
+        if isinstance(layer.out_proj, NonDynamicallyQuantizableLinear):  # see OutputRule
+            output = self._like_query(layer, layer.out_proj(heads_BLE))
+        else:
+            output = layer.out_proj(self._like_query(layer, heads_BLE))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return output, weights
@@ -135,6 +141,14 @@ class MultiheadAttentionRule(Rule):
             for G, weight, wanted in zip(grads, weights, needs.inputs, strict=True)
         )
         return grad_inputs, factors
+
+
+@register_rule(NonDynamicallyQuantizableLinear)
+class OutputRule(LinearRule):
+    """``out_proj``, which gets the batch first, whatever the attention or the model has there."""
+
+    def batch_axis(self, layer: Any, default: int) -> int:
+        return 0
 
 
 def _additive_mask(
