@@ -14,10 +14,9 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
+from flash_clipping.inputs import batched_inputs
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
@@ -373,18 +372,6 @@ class _Guard:
                 "own module's forward, detach it where it is used elsewhere, or, for a penalty on "
                 "weights, use the optimizer's weight_decay."
             )
-
-
-def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors in a call's arguments; a packed sequence counts by its samples, not its rows."""
-    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for leaf in leaves:
-        if isinstance(leaf, PackedSequence):
-            samples = int(leaf.batch_sizes[0])  # on the CPU by definition
-            tensors[:0] = [torch.empty(samples, samples, device="meta")]
-            tensors.append(leaf.data)
-    return tensors
 
 
 def plan_taps(

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
+from flash_clipping.inputs import batched_inputs, map_tensors
 from flash_clipping.tape import FlashClippingError, Forward, Recorder
 
 
@@ -61,19 +60,16 @@ def prove_rows(
 
     shortened: list[Tensor] = []
 
-    def shorten(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size:
-            shortened.append(leaf)
-            return leaf.detach().narrow(axis, 0, batch_size - 1)
-        return leaf
+    def shorten(x: Tensor) -> Tensor:
+        if x.dim() > axis and x.shape[axis] == batch_size:
+            shortened.append(x)
+            return x.detach().narrow(axis, 0, batch_size - 1)
+        return x
 
-    shorter_args, shorter_kwargs = pytree.tree_map(
-        shorten, (args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)
-    )
+    shorter_args, shorter_kwargs = map_tensors(shorten, (args, kwargs))
     if not shortened:  # a packed sequence, say: its layout is not ours to change
         return
-    leaves = pytree.tree_leaves((shorter_args, shorter_kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = batched_inputs(shorter_args, shorter_kwargs)
     shapes = tuple(tensor.shape for tensor in tensors)
     if shapes in recorder.undecided:
         return

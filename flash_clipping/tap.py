@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.factors import Dense, Factor
-from flash_clipping.rules.registry import Needs, Rule, Scope
+from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 from flash_clipping.tape import FlashClippingError, Forward, Readers, Recorder, in_backward
 
 #: Modules that hold parameters for their parent and are never called.
@@ -45,7 +45,7 @@ def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class RefusedByRule(FlashClippingError, ValueError):
-    """A ``ValueError`` of a layer's rule, with the path of the layer."""
+    """What a rule said of a layer that it cannot serve, with the path of the layer."""
 
 
 class Tap:
@@ -131,9 +131,7 @@ class Tap:
                 return self._apply(rule, trainable, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
-        except ValueError as error:  # of a rule, which does not know where its layer is
-            if isinstance(error, FlashClippingError):
-                raise
+        except UnsupportedLayer as error:  # of a rule, which does not know where its layer is
             raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _unruled_forward(

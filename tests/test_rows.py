@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import weakref
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.oracle import assert_close
@@ -145,6 +149,77 @@ def test_windows_in_front_of_the_batch() -> None:
     torch.manual_seed(0)
     with pytest.raises(FlashClippingError, match="mix"):
         check(WindowsInFront().double(), floats(3, 6, 4), squares)
+
+
+@dataclass(frozen=True)
+class Fields:
+    ids: Tensor
+    length: int = 5
+
+
+class Attributes:
+    def __init__(self, ids: Tensor):
+        self.inner = {"fields": [Fields(ids)]}
+
+    @property
+    def ids(self) -> Tensor:
+        return self.inner["fields"][0].ids
+
+
+class Packed(nn.Module):
+    """Takes its batch in one object; one layer may read it with time first."""
+
+    def __init__(self, transposed: bool):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.transposed = transposed
+
+    def forward(self, batch: Any) -> Tensor:
+        x = self.embed(batch.ids if hasattr(batch, "ids") else batch["ids"])
+        if self.transposed:
+            return self.head(torch.tanh(self.mix(x.transpose(0, 1))).transpose(0, 1))
+        return self.head(torch.tanh(self.mix(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda ids: {"ids": ids},
+        lambda ids: UserDict(ids=ids),
+        lambda ids: BatchEncoding({"ids": ids}),
+        Fields,
+        Attributes,
+    ],
+    ids=["dict", "UserDict", "BatchEncoding", "dataclass", "attributes"],
+)
+def test_batch_inside_an_object(pack: Callable[[Tensor], Any], transposed: bool, mode: str) -> None:
+    """The size of the batch is known however its tensors are packed."""
+    torch.manual_seed(0)
+    model = Packed(transposed).double()
+    batch = (torch.randint(0, 9, (5, 5)),)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return mean_squares(model(pack(*batch)))
+
+    if transposed:
+        with pytest.raises(FlashClippingError, match=r"mix .* 5 rows"):
+            check(model, batch, loss, mode=mode)
+    else:
+        check(model, batch, loss, mode=mode)
+
+
+def test_arguments_are_as_they_were() -> None:
+    """The run on fewer samples gets copies of the objects that hold the batch."""
+    ids = torch.randint(0, 9, (5, 5))
+    batch = Attributes(ids)
+    model = Packed(transposed=False)
+    seen: list[Any] = []
+    model.embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    GradSampleModuleFlashClipping(model)(batch)
+    assert seen == [5, 4]
+    assert batch.ids is ids and batch.inner["fields"][0].length == 5
 
 
 # -- the run on one sample fewer leaves no trace --------------------------------------------------

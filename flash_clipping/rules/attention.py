@@ -15,7 +15,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
 from flash_clipping.rules.linear import LinearRule
-from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
+from flash_clipping.rules.registry import (
+    Needs,
+    Rule,
+    UnsupportedLayer,
+    autocast_operands,
+    register_rule,
+)
 
 
 @register_rule(nn.MultiheadAttention)
@@ -46,12 +52,12 @@ class MultiheadAttentionRule(Rule):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if query.dim() != 3:
-            raise ValueError(
+            raise UnsupportedLayer(
                 "nn.MultiheadAttention without a batch axis has no samples: expected a query of 3 "
                 f"dimensions, found shape {tuple(query.shape)}. Add the axis with unsqueeze."
             )
         if is_causal and attn_mask is None:
-            raise ValueError("nn.MultiheadAttention: is_causal=True needs attn_mask as well.")
+            raise UnsupportedLayer("nn.MultiheadAttention: is_causal=True needs attn_mask as well.")
         projected = tapped(query, key, value)
         if not layer.batch_first:
             projected = tuple(x.transpose(0, 1) for x in projected)

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.factors import Convolution, Dense, Factor, RowSum
-from flash_clipping.rules.registry import Needs, Rule, autocast_operands, register_rule
+from flash_clipping.rules.registry import (
+    Needs,
+    Rule,
+    UnsupportedLayer,
+    autocast_operands,
+    register_rule,
+)
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -19,7 +25,7 @@ class ConvolutionRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if x.dim() != layer.weight.dim():
-            raise ValueError(
+            raise UnsupportedLayer(
                 f"a {type(layer).__name__} without a batch axis has no samples: expected an input "
                 f"of {layer.weight.dim()} dimensions, found shape {tuple(x.shape)}. "
                 "Add the batch axis, x.unsqueeze(0)."

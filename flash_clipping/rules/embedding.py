@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.factors import Bag, Factor, Lookup
-from flash_clipping.rules.registry import Needs, Rule, as_BTd, register_rule
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, as_BTd, register_rule
 
 
 @register_rule(nn.Embedding)
@@ -26,7 +26,7 @@ class EmbeddingRule(Rule):
 
     def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
-            raise ValueError(
+            raise UnsupportedLayer(
                 "nn.Embedding(scale_grad_by_freq=True) mixes samples: its gradient depends on how "
                 "often an id occurs in the whole batch. Set scale_grad_by_freq=False."
             )
@@ -63,13 +63,13 @@ class EmbeddingBagRule(Rule):
         per_sample_weights: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.mode == "max" or layer.scale_grad_by_freq:
-            raise ValueError(
+            raise UnsupportedLayer(
                 f"nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
                 f"{layer.scale_grad_by_freq}) has no per-sample gradients here; expected mode "
                 "'sum' or 'mean' and scale_grad_by_freq=False."
             )
         if per_sample_weights is not None and per_sample_weights.requires_grad:
-            raise ValueError(
+            raise UnsupportedLayer(
                 "nn.EmbeddingBag: per_sample_weights require grad, which is not supported. Use "
                 "nn.Embedding, multiply by the weights and sum."
             )

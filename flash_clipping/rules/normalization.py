@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
-from flash_clipping.rules.registry import Needs, Rule, register_rule
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, register_rule
 
 
 def _normalization_input(x: Tensor) -> Tensor:
@@ -178,13 +178,13 @@ class InstanceNormRule(GroupNormRule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.track_running_stats:
-            raise ValueError(
+            raise UnsupportedLayer(
                 f"{type(layer).__name__}(track_running_stats=True) keeps statistics of the "
                 "samples that are not private. Set track_running_stats=False."
             )
         layer._check_input_dim(x)
         if x.dim() == layer._get_no_batch_dim():
-            raise ValueError(
+            raise UnsupportedLayer(
                 f"{type(layer).__name__} without a batch axis has no samples: found shape "
                 f"{tuple(x.shape)}. Add the batch axis, x.unsqueeze(0)."
             )

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from flash_clipping.factors import Factor
 
 
+class UnsupportedLayer(ValueError):
+    """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path."""
+
+
 @dataclass(slots=True)
 class Needs:
     """What a backward is asked for.
