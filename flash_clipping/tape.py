@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from flash_clipping.factors import Dense, Factor, Outer, VectorStack, merge
+from flash_clipping.factors import Convolution, Dense, Factor, Outer, VectorStack, merge
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorms
@@ -337,6 +337,8 @@ class Tape:
                     continue
             elif readers and type(factor) is Outer and _worth_storing(factor, readers):
                 factor = factor.stored(self.backend)
+            elif readers and type(factor) is Convolution and factor.is_worth_storing():
+                factor = factor.stored()
             self.factors.setdefault(key, []).append(factor)
 
     @property
