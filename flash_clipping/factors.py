@@ -455,19 +455,41 @@ class Convolution(Factor):
 
     def stored(self) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""
+        with torch.no_grad(), full_precision(self.G.device):
+            grads = self._by_groups() if self._groups_are_fast() else self._by_patches()
+            norm_B = torch.linalg.vector_norm(
+                grads.flatten(1), dim=1, dtype=accumulation_dtype(grads.dtype)
+            )
+        return Dense(grads, norm_B.square_().unsqueeze(1))
+
+    def _groups_are_fast(self) -> bool:
+        """Whether oneDNN is there, whose kernels work on blocks of channels."""
+        channels = (self.weight_shape[0] // self.groups, self.weight_shape[1])
+        return (
+            self.G.dtype == torch.float32
+            and torch.backends.mkldnn.is_available()
+            and all(count % 8 == 0 for count in channels)
+        )
+
+    def _by_groups(self) -> Tensor:
+        """A batch as one sample with ``B`` times the channels and groups: nothing is unfolded."""
+        B, *shape = self.batch_size, *self.weight_shape
+        return self._weight_grad(
+            self.x.reshape(1, -1, *self.x.shape[2:]),
+            self.G.reshape(1, -1, *self.G.shape[2:]),
+            (B * shape[0], *shape[1:]),
+            B * self.groups,
+        ).view(B, *shape)
+
+    def _by_patches(self) -> Tensor:
         B, groups = self.batch_size, self.groups
         grads = self.G.new_empty((B, *self.weight_shape))
         grads_Npd = grads.view(B * groups, self.weight_shape[0] // groups, -1)
-        sq_B = grads.new_empty(B, dtype=accumulation_dtype(grads.dtype))
-        with torch.no_grad(), full_precision(grads.device):
-            for rows in self._chunks():
-                outer = self._outer(rows)
-                chunk = slice(rows.start * groups, rows.stop * groups)
-                torch.bmm(outer.G_BTp.mT, outer.A_BTd, out=grads_Npd[chunk])
-                # What is measured is what is kept, while it is in the cache.
-                norm_B = torch.linalg.vector_norm(grads[rows].flatten(1), dim=1, dtype=sq_B.dtype)
-                sq_B[rows] = norm_B.square_()
-        return Dense(grads, sq_B.unsqueeze(1))
+        for rows in self._chunks():
+            outer = self._outer(rows)
+            chunk = slice(rows.start * groups, rows.stop * groups)
+            torch.bmm(outer.G_BTp.mT, outer.A_BTd, out=grads_Npd[chunk])
+        return grads
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         x, G = self.x, self.G
@@ -478,17 +500,21 @@ class Convolution(Factor):
             if coef_B.device.type != "cpu" or bool((coef_B == 0).any()):
                 keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
                 x = torch.where(keep, x, x.new_zeros(()))
+        return self._weight_grad(x, G, self.weight_shape, self.groups)
+
+    def _weight_grad(self, x: Tensor, G: Tensor, shape: Sequence[int], groups: int) -> Tensor:
+        """What PyTorch's own backward gives for a weight of this shape."""
         return torch.ops.aten.convolution_backward(
             G,
             x,
-            x.new_empty(self.weight_shape),
+            x.new_empty(shape),
             None,
             self.stride,
             self.padding,
             self.dilation,
             False,
             [0] * (x.dim() - 2),
-            self.groups,
+            groups,
             [False, True, False],
         )[1]
 
