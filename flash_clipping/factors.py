@@ -367,6 +367,9 @@ class Convolution(Factor):
     CHUNK_ELEMENTS = 1 << 24
     CHUNK_ELEMENTS_CPU = 1 << 18
 
+    # Elements that oneDNN lays out anew for one call: less than it does for a whole batch.
+    COPIED_ELEMENTS = 1 << 20
+
     def __init__(
         self,
         x: Tensor,
@@ -472,14 +475,24 @@ class Convolution(Factor):
         )
 
     def _by_groups(self) -> Tensor:
-        """A batch as one sample with ``B`` times the channels and groups: nothing is unfolded."""
-        B, *shape = self.batch_size, *self.weight_shape
-        return self._weight_grad(
-            self.x.reshape(1, -1, *self.x.shape[2:]),
-            self.G.reshape(1, -1, *self.G.shape[2:]),
-            (B * shape[0], *shape[1:]),
-            B * self.groups,
-        ).view(B, *shape)
+        """A few samples as one with so many times the channels and groups: nothing is unfolded."""
+        grads = self.G.new_empty((self.batch_size, *self.weight_shape))
+        copied = self.x[:1].numel() + self.G[:1].numel() + self.weight_shape.numel()
+        step = max(1, self.COPIED_ELEMENTS // max(1, copied))
+        for x, G, out in zip(
+            self.x.split(step), self.G.split(step), grads.split(step), strict=True
+        ):
+            groups = out.shape[0] * self.groups
+            # The weight that is asked for gives shape only: the result's own place will do.
+            out.flatten(0, 1).copy_(
+                self._weight_grad(
+                    x.reshape(1, -1, *x.shape[2:]),
+                    G.reshape(1, -1, *G.shape[2:]),
+                    out.flatten(0, 1),
+                    groups,
+                )
+            )
+        return grads
 
     def _by_patches(self) -> Tensor:
         B, groups = self.batch_size, self.groups
@@ -500,14 +513,14 @@ class Convolution(Factor):
             if coef_B.device.type != "cpu" or bool((coef_B == 0).any()):
                 keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
                 x = torch.where(keep, x, x.new_zeros(()))
-        return self._weight_grad(x, G, self.weight_shape, self.groups)
+        return self._weight_grad(x, G, x.new_empty(self.weight_shape), self.groups)
 
-    def _weight_grad(self, x: Tensor, G: Tensor, shape: Sequence[int], groups: int) -> Tensor:
-        """What PyTorch's own backward gives for a weight of this shape."""
+    def _weight_grad(self, x: Tensor, G: Tensor, like: Tensor, groups: int) -> Tensor:
+        """What PyTorch's own backward gives for a weight of this shape; its values are not read."""
         return torch.ops.aten.convolution_backward(
             G,
             x,
-            x.new_empty(shape),
+            like,
             None,
             self.stride,
             self.padding,

@@ -65,6 +65,7 @@ def test_norms(
     name: str, dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Convolution, "CHUNK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(Convolution, "COPIED_ELEMENTS", elements)
     factor, truth = factor_and_truth(name, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected = truth.flatten(1).square().sum(1)
