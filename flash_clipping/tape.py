@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from flash_clipping.factors import Dense, Factor, Outer, RowSum, VectorStack, merge
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Outer,
+    RowSum,
+    VectorStack,
+    merge,
+)
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorms
@@ -406,6 +414,8 @@ class Tape:
                     continue
             elif readers and type(factor) is Outer and _worth_storing(factor, readers):
                 factor, stored = factor.stored(self.backend), True
+            elif readers and type(factor) is Convolution and factor.is_worth_storing():
+                factor = factor.stored()
             elif stored and type(factor) is RowSum:
                 factor = Dense(factor.dense())  # nobody else keeps these rows
             if key in self.factors:

@@ -168,7 +168,7 @@ def _watched(flash: Flash) -> Iterator[None]:
             with torch.no_grad():
                 for param, factor in factors:
                     kept = self.factors.get(id(param), [factor])[-1]
-                    stored = isinstance(factor, Outer) and isinstance(kept, Dense)
+                    stored = kept is not factor and isinstance(kept, Dense)
                     flash.recorded(path, param, factor, stored)
 
         def merged(self) -> dict[int, Factor]:

@@ -4,6 +4,7 @@ With ``g = G · weight``, ``x̂ = (x - mean) · rstd`` and ``⟨·⟩`` the mean
 ``dx = rstd · (g - ⟨g⟩ - x̂ ⟨g·x̂⟩)``. RMSNorm subtracts no mean: there ``x̂ = x · rstd`` and ``⟨g⟩``
 is absent. A row's ``rstd`` is taken out of sums over features, ``⟨g·x̂⟩ = rstd ⟨g·(x - mean)⟩``, and
 made the weights of sums over positions: these are matrix products, which saves half of the passes.
+PyTorch's own kernel gives LayerNorm's ``dx`` in one pass where all dtypes are one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def norm_backward(
     """See :func:`flash_clipping.ops.norm_layer.norm_backward`; vectors come as ``[B, 1, d]``."""
     B, T, d = x_BTd.shape
     dtype = accumulator(x_BTd)
-    dx_BTd = (
-        torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device) if input_grad else None
-    )
+    dx_BTd = native_BTd = None
+    if input_grad:
+        native_BTd = _native_input_grad(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d)
+        if native_BTd is None:
+            dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
     w_Bd = x_BTd.new_empty((B, d), dtype=dtype) if weight_grad else None
     b_Bd = x_BTd.new_empty((B, d), dtype=dtype) if bias_grad else None
     weight = None if weight_d is None else weight_d.to(dtype)
@@ -46,9 +49,10 @@ def norm_backward(
             continue
         x, rstd = x_BTd[chunk].to(dtype), rstd_BT[chunk].unsqueeze(-1).to(dtype)
         centred = x if mean_BT is None else x - mean_BT[chunk].unsqueeze(-1)
-        products = G * centred
+        in_place = centred is not x and dx_BTd is None
+        products = centred.mul_(G) if in_place else G * centred
         if w_Bd is not None:
-            w_Bd[chunk] = torch.bmm(rstd.mT, products).squeeze(1)
+            torch.bmm(rstd.mT, products, out=w_Bd[chunk].unsqueeze(1))
         if dx_BTd is not None:
             dx = dx_BTd[chunk] if dx_BTd.dtype == dtype else torch.empty_like(G)
             torch.mul(G, 1 if weight is None else weight, out=dx)
@@ -59,10 +63,25 @@ def norm_backward(
             if dx_BTd.dtype != dtype:
                 dx_BTd[chunk] = dx
     return (
-        dx_BTd,
+        dx_BTd if native_BTd is None else native_BTd,
         None if w_Bd is None else w_Bd.unsqueeze(1),
         None if b_Bd is None else b_Bd.unsqueeze(1),
     )
+
+
+def _native_input_grad(
+    x_BTd: Tensor, G_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, weight_d: Tensor | None
+) -> Tensor | None:
+    """``dx`` of LayerNorm by PyTorch's kernel, which wants one dtype; else None."""
+    if mean_BT is None:
+        return None
+    others = (G_BTd, mean_BT, rstd_BT) + (() if weight_d is None else (weight_d,))
+    if accumulator(x_BTd) != x_BTd.dtype or any(t.dtype != x_BTd.dtype for t in others):
+        return None
+    mean, rstd = mean_BT.unsqueeze(-1).contiguous(), rstd_BT.unsqueeze(-1).contiguous()
+    return torch.ops.aten.native_layer_norm_backward(
+        G_BTd, x_BTd, x_BTd.shape[-1:], mean, rstd, weight_d, None, [True, False, False]
+    )[0]
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:

@@ -41,8 +41,12 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.outer.weighted_sum`."""
     dtype = accumulator(grads)
+    on_cpu = grads.device.type == "cpu"  # where looking at a coefficient costs nothing
+    if on_cpu and grads.dtype == coef_B.dtype == dtype and not bool((coef_B == 0).any()):
+        flat_BN = grads.reshape(grads.shape[0], grads.shape[1:].numel())
+        return torch.mv(flat_BN.mT, coef_B).view(grads.shape[1:])
     total = torch.zeros(grads.shape[1:], dtype=dtype, device=grads.device)
-    if grads.device.type == "cpu":  # reading a coefficient costs nothing here
+    if on_cpu:
         for gradient, coefficient in zip(grads, coef_B.tolist(), strict=True):
             if coefficient != 0:
                 total.add_(gradient, alpha=coefficient)

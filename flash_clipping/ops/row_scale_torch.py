@@ -13,4 +13,6 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     coef = coef_B.to(accumulator(x)).view(-1, *(1,) * (x.dim() - 1))
     out = torch.empty_like(x)
     torch.mul(x, coef, out=out)
+    if coef.device.type == "cpu" and bool((coef != 0).all()):
+        return out  # looking costs nothing here, and saves a pass over x
     return out.masked_fill_(coef == 0, 0)

@@ -52,12 +52,14 @@ class ConvolutionRule(Rule):
         grad_input = self._input_grad(layer, x, weight, grad_output) if needs.input else None
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
-            padded = self._pad(layer, x)
-            pads = self._zero_padding(layer)
-            if any(pads):
-                padded = F.pad(padded, [pad for pad in reversed(pads) for _ in range(2)])
             factors["weight"] = Convolution(
-                padded, grad_output, weight, layer.stride, layer.dilation, layer.groups
+                self._pad(layer, x),
+                grad_output,
+                weight,
+                layer.stride,
+                self._zero_padding(layer),
+                layer.dilation,
+                layer.groups,
             )
         if "bias" in needs.params:
             factors["bias"] = Dense(RowSum(grad_output.flatten(2).mT).dense())

@@ -142,27 +142,40 @@ class GroupNormRule(Rule):
         B, C = x.shape[:2]
         S = x.shape[2:].numel()
         grad_output = grad_output.contiguous()
-        grad_input = None
-        if needs.input:
-            grad_input = torch.ops.aten.native_group_norm_backward(
+        groups = self.groups(layer)
+        # On a CPU, in one dtype: a batch as one sample with B times the channels and groups, whose
+        # gradients of scale and shift are the samples' own. One pass gives all three.
+        folded = (
+            bool(needs.params)
+            and x.device.type == "cpu"
+            and B > 0
+            and x.dtype == accumulation_dtype(x.dtype)
+            and x.dtype == grad_output.dtype == mean.dtype == weight.dtype
+        )
+        rows, fold = (1, B) if folded else (B, 1)
+        grads: tuple[Any, ...] = (None, None, None)  # of input, scale and shift
+        if needs.input or folded:
+            grads = torch.ops.aten.native_group_norm_backward(
                 grad_output,
                 x,
-                mean,
-                rstd,
-                weight,
-                B,
-                C,
+                mean.view(rows, fold * groups),
+                rstd.view(rows, fold * groups),
+                weight.repeat(B) if folded else weight,
+                rows,
+                fold * C,
                 S,
-                self.groups(layer),
-                [True, False, False],
-            )[0]
+                fold * groups,
+                [needs.input, folded, folded],
+            )
         factors: dict[str, Factor] = {}
-        if needs.params:
+        if folded:
+            factors = _vectors(grads[1].view(B, C), grads[2].view(B, C), (C,))
+        elif needs.params:
             weight_BC, bias_BC = group_norm_grads(
                 x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
             )
             factors = _vectors(weight_BC, bias_BC, (C,))
-        return grad_input, {name: factors[name] for name in needs.params}
+        return grads[0], {name: factors[name] for name in needs.params}
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
