@@ -146,12 +146,13 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *outputs: Tensor) -> Tensor:
-        ctx.call = call
+        # Not owned: the call owns this graph, and what a failed step leaves must go at once.
+        ctx.call = weakref.ref(call)
         return outputs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        call: _Call = ctx.call
+        call: _Call = ctx.call()
         grads = call.grads
         tape = call.root.recorder.tape
         if tape is None or not tape.norms_only:
