@@ -31,7 +31,7 @@ from flash_clipping.factors import (
     merge,
 )
 from flash_clipping.ops import cost
-from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
+from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
@@ -39,6 +39,9 @@ from flash_clipping.ops.upload import to_device
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
 STORED_AT_ONCE = 1 << 26
+
+#: Bytes of operands of clipped sums that are let go of together.
+HELD_AT_ONCE = 1 << 28
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
@@ -345,6 +348,14 @@ class Linear:
         self.keys: list[int] = []
         self.Gs: list[Tensor] = []
 
+    def items(self) -> Iterator[tuple[int, Tensor]]:
+        return zip(self.keys, self.Gs, strict=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the operands."""
+        return self.A_BTd.nbytes + sum([G.nbytes for G in self.Gs])
+
 
 class Tape:
     """The records of one backward pass.
@@ -630,7 +641,7 @@ class Tape:
         for linear in self.linear:
             if is_small(linear.A_BTd, linear.Gs):
                 A_BTd = linear.A_BTd
-                pairs.update({k: (A_BTd, G) for k, G in zip(linear.keys, linear.Gs, strict=True)})
+                pairs.update({key: (A_BTd, G) for key, G in linear.items()})
             else:
                 large.append(linear)
         self.linear = large
@@ -643,20 +654,24 @@ class Tape:
         """Linear maps that are worth a launch each; a shared input is scaled once."""
         assert self.coef is not None
         while self.linear:
-            linear = self.linear.pop()
-            Gs = dict(zip(linear.keys, linear.Gs, strict=True))
-            A_BTd = linear.A_BTd
-            del linear
+            # On a GPU a few at a time: their operands live until the launch that all share.
+            batch = [self.linear.pop()]
+            room = HELD_AT_ONCE - batch[0].nbytes if batch[0].A_BTd.is_cuda else 0
+            while self.linear and self.linear[-1].nbytes <= room:
+                batch.append(self.linear.pop())
+                room -= batch[-1].nbytes
             # Per-layer clipping scales a shared input differently for every reader.
-            for keys in self._alike(list(Gs)):
-                grads = clipped_sums(
-                    A_BTd,
-                    [Gs.pop(key) for key in keys],
-                    self.coef[keys[0]],
-                    backend=self.backend,
-                )
-                self._add(keys, grads)
-                del grads
+            for alike in self._alike([key for linear in batch for key in linear.keys]):
+                chosen = set(alike)
+                groups = [
+                    (linear.A_BTd, [G for k, G in linear.items() if k in chosen])
+                    for linear in batch
+                ]
+                groups = [(A_BTd, Gs) for A_BTd, Gs in groups if Gs]
+                sums = clipped_sums_of(groups, self.coef[alike[0]], backend=self.backend)
+                self._add(alike, [grad for grads in sums for grad in grads])
+                del groups, sums
+            del batch
 
     def _add_stored(self) -> None:
         """Stored gradients, several at a time."""

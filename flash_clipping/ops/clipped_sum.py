@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import clipped_sum_torch
-from flash_clipping.ops.shapes import as_rows, check_coefficients, check_same_rows
+from flash_clipping.ops.shapes import Group, as_rows, check_coefficients, check_same_rows
 
 
 def clipped_sums(
@@ -30,18 +30,37 @@ def clipped_sums(
     Returns:
         ``[p, d]`` for each layer, in the operands' dtype (the wider if they differ).
     """
-    A_BTd = as_rows(A_BTd, "A")
-    Gs = [as_rows(G, "G") for G in Gs]
-    for G in Gs:
-        check_same_rows(A_BTd, G, "A", "G")
-    check_coefficients(coef_B, A_BTd, "A")
-    if any(x.dtype == torch.float16 for x in (A_BTd, *Gs)):
-        # Below 6e-5 fp16 has ever fewer bits: a scaled operand would lose what makes a small
-        # coefficient times a large gradient come out at the bound. Coefficients meet the fp32
-        # product instead.
-        pairs = [(A_BTd, G) for G in Gs]
-        return backends.run(clipped_sum_torch.clipped_sums_many, backend, A_BTd, pairs, coef_B)
-    return backends.run(clipped_sum_torch.clipped_sums, backend, A_BTd, A_BTd, Gs, coef_B)
+    return clipped_sums_of([(A_BTd, Gs)], coef_B, backend=backend)[0]
+
+
+def clipped_sums_of(
+    groups: Sequence[Group], coef_B: Tensor, *, backend: str = "auto"
+) -> list[list[Tensor]]:
+    """:func:`clipped_sums` of groups ``(A, [G, ...])`` that are held at one time anyway.
+
+    On a GPU one launch looks after the dropped samples of all of them.
+    """
+    ready: list[tuple[Tensor, list[Tensor]]] = []
+    half = False
+    for A, Gs in groups:
+        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
+        check_coefficients(coef_B, A_BTd, "A")
+        half = half or A_BTd.dtype == torch.float16
+        for G in Gs_BTp:
+            check_same_rows(A_BTd, G, "A", "G")
+            half = half or G.dtype == torch.float16
+        ready.append((A_BTd, Gs_BTp))
+    if not ready:
+        return []
+    first = ready[0][0]
+    if not half:
+        return backends.run(clipped_sum_torch.clipped_sums_of, backend, first, ready, coef_B)
+    # Below 6e-5 fp16 has ever fewer bits: a scaled operand would lose what makes a small
+    # coefficient times a large gradient come out at the bound. Coefficients meet the fp32
+    # product instead.
+    pairs = [(A, G) for A, Gs in ready for G in Gs]
+    sums = iter(backends.run(clipped_sum_torch.clipped_sums_many, backend, first, pairs, coef_B))
+    return [[next(sums) for _ in Gs] for _, Gs in ready]
 
 
 #: A product of fewer FLOP takes the host longer to launch than the device to compute.

@@ -1,4 +1,4 @@
-"""Kernel for the clipped sums of many small layers in one launch.
+"""Kernel for the clipped sums of many layers in one launch: small ones, and those to be repaired.
 
 B samples, T positions, d input features, p output features.
 
@@ -54,8 +54,13 @@ def _grouped_product_kernel(
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
     tile = tl.program_id(0)
+    if SAMPLES > 0:  # a repair: nothing to do unless some sample was dropped
+        samples = tl.arange(0, SAMPLES)
+        coefs = tl.load(coef_ptr + samples, mask=samples < B, other=1.0)
+        B = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, B, 0)
     # The layer whose range of tiles holds this one.
     index = tl.arange(0, LAYERS)
     first = tl.load(table_ptr + index * COLUMNS + 9, mask=index < layers, other=1 << 40)
@@ -101,7 +106,7 @@ def _grouped_product_kernel(
     tl.store(
         out_ptr + rows[:, None].to(tl.int64) * d + columns[None, :],
         total.to(DTYPE),
-        mask=(rows[:, None] < p) & (columns[None, :] < d),
+        mask=(rows[:, None] < p) & (columns[None, :] < tl.where(B > 0, d, 0)),
     )
 
 
@@ -110,34 +115,55 @@ def grouped_products(
 ) -> list[Tensor]:
     """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
     A_BTd, _ = pairs[0]
+    each = A_BTd.element_size()
+    # One buffer for all results, each on a 16-byte boundary.
+    sizes = [tiles.cdiv(A.shape[2] * G.shape[2], 8) * 8 for A, G in pairs]
+    buffer = torch.empty(sum(sizes), dtype=A_BTd.dtype, device=A_BTd.device)
+    outs = []
+    for part, (A, G) in zip(buffer.split(sizes), pairs, strict=True):
+        d, p = A.shape[2], G.shape[2]
+        outs.append((part if part.numel() == p * d else part[: p * d]).view(p, d))
+    start, addresses = buffer.data_ptr(), []
+    for size in sizes:
+        addresses.append(start)
+        start += size * each
+    _launch(pairs, addresses, coef_B, repair=False, block=block)
+    return outs
+
+
+def repair_products(
+    pairs: Sequence[tuple[Tensor, Tensor]], products: Sequence[Tensor], coef_B: Tensor
+) -> None:
+    """If some sample was dropped, overwrite the products by those of :func:`grouped_products`."""
+    addresses = [product.data_ptr() for product in products]
+    _launch(pairs, addresses, coef_B, repair=True, block=128)
+
+
+def _launch(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    addresses: Sequence[int],
+    coef_B: Tensor,
+    *,
+    repair: bool,
+    block: int,
+) -> None:
+    A_BTd, _ = pairs[0]
     B, T, _ = A_BTd.shape
     device, dtype, each = A_BTd.device, A_BTd.dtype, A_BTd.element_size()
-    held, sizes, shapes = [], [], []
+    held = []  # until the kernel has been launched
     table: list[int] = []
-    aligned, count, end = True, 0, 0
-    for A, G in pairs:
+    aligned, count = True, 0
+    for (A, G), address in zip(pairs, addresses, strict=True):
         A, G = tiles.with_unit_stride(A), tiles.with_unit_stride(G)
-        held.append((A, G))  # until the kernel has been launched
+        held.append((A, G))
         d, p = A.shape[2], G.shape[2]
         A_stride_b, A_stride_t, _ = A.stride()
         G_stride_b, G_stride_t, _ = G.stride()
         row = (G.data_ptr(), G_stride_b, G_stride_t, A.data_ptr(), A_stride_b, A_stride_t)
         strides = G_stride_b | G_stride_t | A_stride_b | A_stride_t
-        aligned = aligned and (row[0] | row[3] | (strides | p | d) * each) % 16 == 0
-        table += (*row, end * each, p, d, count)
+        aligned = aligned and (row[0] | row[3] | address | (strides | p | d) * each) % 16 == 0
+        table += (*row, address, p, d, count)
         count += tiles.cdiv(p, block) * tiles.cdiv(d, block)
-        # One buffer for all results, each on a 16-byte boundary.
-        sizes.append(tiles.cdiv(p * d, 8) * 8)
-        shapes.append((p, d))
-        end += sizes[-1]
-    buffer = torch.empty(end, dtype=dtype, device=device)
-    start = buffer.data_ptr()
-    for i in range(6, len(table), _COLUMNS):
-        table[i] += start
-    outs = [
-        (part if part.numel() == p * d else part[: p * d]).view(p, d)
-        for part, (p, d) in zip(buffer.split(sizes), shapes, strict=True)
-    ]
     _grouped_product_kernel[(count,)](
         to_device(table, device, torch.int64),
         coef_B.contiguous(),
@@ -151,7 +177,7 @@ def grouped_products(
         BLOCK=block,
         BLOCK_T=32 if dtype == torch.float32 else 64,
         PRECISION=tiles.dot_precision(dtype),
+        SAMPLES=tiles.next_power_of_2(B) if repair else 0,
         num_warps=8,
         num_stages=3,
     )
-    return outs

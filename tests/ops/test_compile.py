@@ -60,7 +60,7 @@ for dtype in (torch.bfloat16, torch.float32):
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
-    clipped_sum_triton.clipped_sums(A[:, :8], [G[:, :8]], coef)
+    clipped_sum_triton.clipped_sums_of([(A[:, :8], [G[:, :8]])], coef)
     clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)
 print(" ".join(sorted(compiled)))
 """
@@ -73,7 +73,6 @@ KERNELS = {
     "_grouped_product_kernel",
     "_norm_kernel",
     "_outer_kernel",
-    "_repair_kernel",
     "_runs_kernel",
     "_strided_kernel",
     "_tied_kernel",
