@@ -810,3 +810,25 @@ def test_no_square_of_the_length_is_in_memory(mode: str) -> None:
         lengths = [size for size in shape if size >= TILE]
         assert len(lengths) < 2 or torch.Size(shape).numel() <= TILE * TILE, shape
         assert torch.Size(shape).numel() <= max(3 * T * 24, TILE * TILE), shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_fails_frees_the_forward_at_once(mode: str) -> None:
+    """Without waiting for a garbage collection: what ran out of memory may be tried again."""
+    activations: list[weakref.ref[Tensor]] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[1].register_forward_hook(lambda _, __, y: activations.append(weakref.ref(y)))
+    module = GradSampleModuleFlashClipping(model, mode=mode)
+
+    def step() -> None:
+        module(torch.randn(5, 4)).sum()
+        raise MemoryError
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError):
+            step()
+        assert activations.pop()() is None
+    finally:
+        gc.enable()
