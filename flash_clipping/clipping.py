@@ -74,5 +74,6 @@ def clipping_coefficients(
     if clipping == "automatic":
         coef = bound / (norms + AUTOMATIC_GAMMA)
     else:
-        coef = (bound / (norms + NORM_EPSILON)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), coef, coef.new_zeros(()))
+        coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
+    # bound / inf is 0 already; what is NaN comes from a norm that is.
+    return coef.nan_to_num_(nan=0.0)

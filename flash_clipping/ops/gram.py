@@ -56,6 +56,13 @@ def gram_sqnorms_many(
         for G in Gs_BTp:
             check_same_rows(A_BTd, G, "A", "G")
         ready.append((A_BTd, Gs_BTp))
+    return gram_of_checked(ready, bias=bias, backend=backend)
+
+
+def gram_of_checked(
+    ready: Sequence[Group], *, bias: bool = False, backend: str = "auto"
+) -> list[GroupSqnorms]:
+    """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
     # No kernel walks over a group without layers or rows.
     busy = [group for group in ready if group[1] and group[0].numel()]
     norms = iter(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops import cost
-from flash_clipping.ops.gram import gram_sqnorms_many
+from flash_clipping.ops.gram import gram_of_checked
 from flash_clipping.ops.outer import outer_sqnorms
 from flash_clipping.ops.shapes import Group, accumulator, as_rows, check_same_rows
 
@@ -49,7 +49,7 @@ def linear_sqnorms(
         if done:
             Gs_BTp = [G for layer, G in enumerate(Gs_BTp) if layer not in done]
         gram.append((A_BTd, Gs_BTp))
-    norms = gram_sqnorms_many(gram, backend=backend)
+    norms = gram_of_checked(gram, backend=backend)
     results = []
     for (_, Gs), done, (gram_LB, _) in zip(groups, rows, norms, strict=True):
         if done:

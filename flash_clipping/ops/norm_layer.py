@@ -49,14 +49,18 @@ def norm_backward(
     if x_BTd.shape != G_BTd.shape:
         raise ValueError(f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}.")
     rows = x_BTd.shape[:2]
+    if rstd.shape != rows:
+        rstd = rstd.reshape(rows)
+    if mean is not None and mean.shape != rows:
+        mean = mean.reshape(rows)
     dx, w_Bnd, b_Bnd = backends.run(
         norm_layer_torch.norm_backward,
         backend,
         x_BTd,
         x_BTd,
         G_BTd,
-        None if mean is None else mean.reshape(rows),
-        rstd.reshape(rows),
+        mean,
+        rstd,
         weight_d,
         input_grad,
         weight_grad,

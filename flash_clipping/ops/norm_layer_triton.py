@@ -5,6 +5,8 @@ B samples, T positions, d features; C channels, S positions, g groups.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -121,6 +123,19 @@ def norm_backward(
     return launch_norm(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, input_grad, weight_grad, bias_grad)
 
 
+@functools.lru_cache(maxsize=1024)
+def _split(
+    B: int, T: int, d: int, elements: int, programs: int, min_rows: int | None
+) -> tuple[int, int, int, int]:
+    """Padded width, rows at a time, rows of a chunk, and chunks of a sample."""
+    width = tiles.next_power_of_2(d)
+    rows = max(1, min(elements // width, tiles.next_power_of_2(T)))
+    min_rows = min_rows or MIN_ROWS[d > 2048]
+    wanted = tiles.cdiv(programs, B)
+    rows_per_chunk = tiles.cdiv(max(tiles.cdiv(T, wanted), min_rows), rows) * rows
+    return width, rows, rows_per_chunk, tiles.cdiv(T, rows_per_chunk)
+
+
 def launch_norm(
     x_BTd: Tensor,
     G_BTd: Tensor,
@@ -140,15 +155,12 @@ def launch_norm(
     """The same with the launch's parameters open to benchmarks."""
     x_BTd, G_BTd = tiles.with_unit_stride(x_BTd), tiles.with_unit_stride(G_BTd)
     B, T, d = x_BTd.shape
-    width = tiles.next_power_of_2(d)
-    rows = max(1, min(elements // width, tiles.next_power_of_2(T)))
+    programs = programs_per_sm * tiles.sm_count(x_BTd.device)
+    width, rows, rows_per_chunk, chunks = _split(B, T, d, elements, programs, min_rows)
     num_warps = num_warps or max(1, min(16, rows * width // 512))
-    min_rows = min_rows or MIN_ROWS[d > 2048]
-    wanted = tiles.cdiv(programs_per_sm * tiles.sm_count(x_BTd.device), B)
-    rows_per_chunk = tiles.cdiv(max(tiles.cdiv(T, wanted), min_rows), rows) * rows
-    chunks = tiles.cdiv(T, rows_per_chunk)
-    vectors = x_BTd.new_empty((weight_grad + bias_grad, B, chunks, d), dtype=torch.float32)
-    dx_BTd = x_BTd.new_empty((B, T, d)) if input_grad else None
+    shape = (weight_grad + bias_grad, B, chunks, d)
+    vectors = torch.empty(shape, dtype=torch.float32, device=x_BTd.device)
+    dx_BTd = torch.empty_like(x_BTd, memory_format=torch.contiguous_format) if input_grad else None
     rstd_BT = rstd_BT.contiguous()
     _norm_kernel[(B * chunks,)](
         x_BTd,
