@@ -10,7 +10,6 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -527,7 +526,7 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             except FlashClippingError:
                 raise
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if not _may_be_of_vmap(error):
+                if not _is_of_vmap(error):
                     raise
                 outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
                 tap._loop = True  # the loop works where vmap does not: stay with it
@@ -542,22 +541,18 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
 
 
-def _may_be_of_vmap(error: Exception) -> bool:
-    """Whether an error came out of an operator, and not for want of memory.
+#: What vmap's own errors speak of: itself, what it lacks for an operator, or tensors of its that
+#: have no memory to look at.
+_VMAP_SPEAKS_OF = ("vmap", "functorch", "atching rule", "data pointer", "storage")
 
-    What the module itself raises is its own to say, and is not tried a second time.
-    """
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-        return False
-    if error.__cause__ is not None or error.__context__ is not None:
-        return True  # the module may have raised it for an operator's
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith("torch."):
-        return True
-    code = trace.tb_frame.f_code.co_code
-    return code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
+
+def _is_of_vmap(error: BaseException | None) -> bool:
+    """Whether an error is vmap's, or was raised because of one; what a module says is its own."""
+    while error is not None:
+        if any(word in str(error) for word in _VMAP_SPEAKS_OF):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _pads_embeddings(layer: nn.Module) -> bool:
