@@ -41,7 +41,7 @@ from flash_clipping.ops.upload import to_device
 STORED_AT_ONCE = 1 << 26
 
 #: Bytes of operands of clipped sums that are let go of together.
-HELD_AT_ONCE = 1 << 29
+HELD_AT_ONCE = 1 << 28
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_clipping.ops.clipped_sum_torch import rows_for_matmul, scales_input
 from flash_clipping.ops.grouped_product_triton import grouped_products, repair_products
-from flash_clipping.ops.row_scale_triton import row_scale, scale_and_clean
+from flash_clipping.ops.row_scale_triton import row_scale_many, scale_and_clean
 from flash_clipping.ops.shapes import Group
 
 SMALL_BYTES = 4 * 2**20
@@ -25,35 +25,33 @@ SMALL_BYTES = 4 * 2**20
 
 def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor]]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_of`."""
-    sums = []
-    # What may have to be computed again, by what one launch has in common.
-    doubtful: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    whole: list[int] = []  # groups whose products are looked after together
+    to_scale: list[Tensor] = []
+    sums: list[list[Tensor]] = []
     for A_BTd, Gs in groups:
         scale_A = scales_input(A_BTd, Gs)
-        scaled = None
-        of_group = []
+        x, y = (A_BTd, Gs[0]) if scale_A else (Gs[0], A_BTd)
+        if len(Gs) == 1 and y.numel() * y.element_size() <= SMALL_BYTES:
+            sums.append([_product(*scale_and_clean(x, y, coef_B), swap=not scale_A)])
+        else:
+            whole.append(len(sums))
+            to_scale.append(x)
+            sums.append([])
+    if not whole:
+        return sums
+    # What may have to be computed again, by what one launch has in common.
+    doubtful: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for i, scaled in zip(whole, row_scale_many(to_scale, coef_B), strict=True):
+        A_BTd, Gs = groups[i]
+        scale_A = scales_input(A_BTd, Gs)
         for G_BTp in Gs:
-            other = G_BTp if scale_A else A_BTd
-            if len(Gs) == 1 and other.numel() * other.element_size() <= SMALL_BYTES:
-                x, y = (A_BTd, G_BTp) if scale_A else (G_BTp, A_BTd)
-                of_group.append(_product(*scale_and_clean(x, y, coef_B), swap=not scale_A))
-                continue
-            if scaled is None:
-                scaled = row_scale(A_BTd if scale_A else G_BTp, coef_B)
-            product = _product(scaled, other, swap=not scale_A)
-            of_group.append(product)
+            product = _product(scaled, G_BTp if scale_A else A_BTd, swap=not scale_A)
+            sums[i].append(product)
             kind = (A_BTd.shape[:2], product.dtype)
             doubtful.setdefault(kind, []).append((A_BTd, G_BTp, product))
-        sums.append(of_group)
     for (_, dtype), members in doubtful.items():
-        repair_products(
-            [
-                (A if A.dtype == dtype else A.to(dtype), G if G.dtype == dtype else G.to(dtype))
-                for A, G, _ in members
-            ],
-            [product for _, _, product in members],
-            coef_B,
-        )
+        operands = [(A.to(dtype), G.to(dtype)) for A, G, _ in members]
+        repair_products(operands, [product for _, _, product in members], coef_B)
     return sums
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.upload import to_device
 
 BLOCK = 2048
 
@@ -93,6 +96,62 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
         coef_B, x, out, size, programs, x, out, size, BOTH=False, BLOCK=BLOCK, num_warps=4
     )
     return out
+
+
+_COLUMNS = 4  # of the table: address, address of the copy, elements of a sample, first program
+
+
+@triton.jit
+def _many_kernel(
+    table_ptr,
+    coef_ptr,
+    tensors,
+    DTYPE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """:func:`_contiguous_kernel` for tensors named by a table; the blocks of all in one grid."""
+    pid = tl.program_id(0)
+    index = tl.arange(0, TENSORS)
+    firsts = tl.load(table_ptr + index * COLUMNS + 3, mask=index < tensors, other=1 << 40)
+    row = table_ptr + (tl.sum(tl.where(firsts <= pid, 1, 0), 0) - 1) * COLUMNS
+    x_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
+    out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(DTYPE)), 16)
+    size = tl.multiple_of(tl.load(row + 2), 8).to(tl.int32)
+    block = pid - tl.load(row + 3).to(tl.int32)
+    _scale_block(x_ptr, coef_ptr, out_ptr, block, size, False, BLOCK)
+
+
+def row_scale_many(xs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """:func:`row_scale` of several tensors by the same coefficients, in one launch."""
+    first = xs[0]
+    B = coef_B.shape[0]
+    outs: list[Tensor] = []
+    table: list[int] = []
+    programs = 0
+    for x in xs:
+        size = x.numel() // B
+        plain = x.is_contiguous() and x.data_ptr() % 16 == 0 and size % 8 == 0
+        if not plain or x.dtype != first.dtype or size >= 2**31:
+            return [row_scale(x, coef_B) for x in xs]
+        out = torch.empty_like(x)
+        outs.append(out)
+        table += (x.data_ptr(), out.data_ptr(), size, programs)
+        programs += B * tiles.cdiv(size, BLOCK)
+    if len(xs) == 1 or programs >= 2**31:
+        return [row_scale(x, coef_B) for x in xs]
+    _many_kernel[(programs,)](
+        to_device(table, first.device, torch.int64),
+        coef_B.contiguous(),
+        len(xs),
+        DTYPE=tiles.TL_DTYPE[first.dtype],
+        TENSORS=tiles.next_power_of_2(len(xs)),
+        COLUMNS=_COLUMNS,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return outs
 
 
 def scale_and_clean(x: Tensor, y: Tensor, coef_B: Tensor) -> tuple[Tensor, Tensor]:

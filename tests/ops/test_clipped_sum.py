@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, clipped_sums_of
 from tests.ops.cases import Case, every_case, per_sample_gradients, relative_error
 
 SHAPES = [
@@ -59,6 +59,34 @@ def test_a_dropped_sample_adds_nothing(
     coef = torch.tensor([0.5, 1.0, 0.0, 0.25], device=case.device)
     for total, G in zip(clipped_sums(A, Gs, coef, backend=case.backend), Gs, strict=True):
         assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+
+
+@every_case
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+def test_several_groups_at_once(
+    case: Case, dropped: bool, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large and case.backend == "triton":
+        kernels = pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+        monkeypatch.setattr(kernels, "SMALL_BYTES", 0)
+    shapes = [(24, [40]), (40, [24]), (16, [8, 24]), (7, [5])]  # the last: nothing is aligned
+    groups = []
+    for i, (d, ps) in enumerate(shapes):
+        A = case.randn(4, 9, d, seed=10 * i)
+        Gs = [case.randn(4, 9, p, seed=10 * i + j + 1) for j, p in enumerate(ps)]
+        groups.append((A, Gs))
+    coef = torch.tensor([0.5, 1.0, 0.125, 0.25], device=case.device)
+    if dropped:
+        coef[1] = 0
+        for A, Gs in groups:
+            A[1, 3, 1] = float("inf")
+            for G in Gs:
+                G[1, 2, 0] = float("nan")
+    sums = clipped_sums_of(groups, coef, backend=case.backend)
+    for (A, Gs), totals in zip(groups, sums, strict=True):
+        for total, G in zip(totals, Gs, strict=True):
+            assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
 
 
 @every_case

@@ -37,7 +37,7 @@ jit.JITFunction.run = compile_only
 
 from flash_clipping.ops import (
     clipped_sum_triton, embedding_triton, gram_triton, norm_layer_triton, outer_triton,
-    row_scale_triton, tiles_triton,
+    row_scale_triton, row_sum_triton, tiles_triton,
 )
 
 tiles_triton.has_tma = lambda device: tma
@@ -54,7 +54,10 @@ for dtype in (torch.bfloat16, torch.float32):
     outer_triton.outer_sqnorms(A, G, True)
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
     outer_triton.weighted_sum(A, coef)
+    outer_triton.weighted_sums_many([A, G], coef)
     row_scale_triton.row_scale(A, coef)
+    row_scale_triton.row_scale_many([A, G], coef)
+    row_sum_triton.row_sums([A, A])
     row_scale_triton.scale_and_clean(A.transpose(0, 1)[:2], A.transpose(0, 1)[:2], coef)
     norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
@@ -71,12 +74,15 @@ KERNELS = {
     "_gram_kernel",
     "_group_norm_kernel",
     "_grouped_product_kernel",
+    "_many_kernel",
     "_norm_kernel",
     "_outer_kernel",
+    "_row_sums_kernel",
     "_runs_kernel",
     "_strided_kernel",
     "_tied_kernel",
     "_weighted_sum_kernel",
+    "_weighted_sums_kernel",
 }
 
 
