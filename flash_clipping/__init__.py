@@ -2,6 +2,7 @@
 
 from flash_clipping.clipping import clipping_coefficients
 from flash_clipping.criterion import FlashLoss
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
 from flash_clipping.ghost_norms import register_flash_norm_samplers
 from flash_clipping.grad_sample_module import (
@@ -12,7 +13,6 @@ from flash_clipping.ops.backend import is_triton_available
 from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.privacy_engine import FlashPrivacyEngine
 from flash_clipping.rules import Needs, Rule, register_rule
-from flash_clipping.tape import FlashClippingError
 
 __version__ = "0.1.0"
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, accumulation_dtype
-from flash_clipping.tape import FlashClippingError, in_backward
+from flash_clipping.recorder import in_backward
 
 if TYPE_CHECKING:
     from flash_clipping.tap import Tap

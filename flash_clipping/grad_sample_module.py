@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
 from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.recorder import Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
-from flash_clipping.tape import FlashClippingError, Forward, Recorder
 from flash_clipping.two_pass import TwoPassForward
 
 Mode = Literal["one_pass", "two_pass"]

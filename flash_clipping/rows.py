@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs, map_tensors
-from flash_clipping.tape import FlashClippingError, Forward, Recorder
+from flash_clipping.recorder import Forward, Recorder
 
 
 def prove_rows(

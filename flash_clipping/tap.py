@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor
+from flash_clipping.recorder import Forward, Readers, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
-from flash_clipping.tape import FlashClippingError, Forward, Readers, Recorder, in_backward
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)

@@ -1,26 +1,21 @@
 """One backward pass's records: factors -> norms -> coefficients -> clipped gradients.
 
-A :class:`Recorder` lives as long as the model is wrapped and holds no tensors. A :class:`Tape`
-lives as long as the backward pass that fills it: autograd's engine owns it through the callback
-that will finish it, so a backward that fails takes its records with it.
+A :class:`Tape` lives as long as the backward pass that fills it: autograd's engine owns it through
+the callback that will finish it, so a backward that fails takes its records with it.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
     Convolution,
     Dense,
@@ -36,306 +31,15 @@ from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
 
+if TYPE_CHECKING:
+    from flash_clipping.recorder import Recorder
+
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
 STORED_AT_ONCE = 1 << 26
 
 #: Bytes of operands of clipped sums that are let go of together.
 HELD_AT_ONCE = 1 << 28
-
-#: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
-ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class FlashClippingError(RuntimeError):
-    """A model or a step that would give a wrong norm; the message says what to change."""
-
-
-@dataclass(slots=True)
-class Readers:
-    """How many tapped layers read one input."""
-
-    count: int = 0
-
-
-@dataclass(eq=False)
-class Forward:
-    """One call of the root module: what a later backward has to know about it."""
-
-    #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
-    batch_sizes: tuple[int, ...] = ()
-    #: How often each parameter, by ``id``, was used by a tapped layer (checkpointed: once).
-    uses: Counter[int] = field(default_factory=Counter)
-    #: The input that the last tapped layer read, and how many have read it in a row.
-    last_input: weakref.ref[Tensor] | None = None
-    last_readers: Readers | None = None
-    #: Whether the norms of this call have been taken.
-    spent: bool = False
-    #: Memory of the root's tensor inputs, and the stride of their batch axis.
-    input_storages: frozenset[tuple[int, int]] = frozenset()
-    #: Whether autograd is on: what then runs without it in this call is checkpointed.
-    recorded: bool = False
-    #: A run on fewer samples: how many the batch really has.
-    whole_batch: int | None = None
-    #: Memory of buffers that such a run works on copies of.
-    put_aside: frozenset[int] = frozenset()
-    #: What tapped layers read whose rows are not proven to be samples: (path of the layer, rows).
-    rows: list[tuple[str, int]] = field(default_factory=list)
-    #: Layers some of whose rows may be something else. Only another batch size can tell.
-    unproven: set[str] = field(default_factory=set)
-
-    def note_rows(
-        self, path: str, x: Tensor, axis: int, recorder: Recorder, features: int = 0
-    ) -> None:
-        """Note what a tapped layer reads, until its rows are proven to be samples.
-
-        They are in doubt where ``x`` is neither the root's own input nor computed by tapped
-        layers, and where the batch could be another of its axes, or a part of one; not one of the
-        last ``features``, whose sizes the layer's parameters fix.
-        """
-        batch_size = self.batch_size
-        if path in recorder.proven or batch_size is None or x.dim() <= axis:
-            return
-        if batch_size < 2 and self.whole_batch is None:
-            return
-        self.rows.append((path, x.shape[axis]))
-        if x.requires_grad:
-            axes = x.shape[: x.dim() - features]
-            if sum(size % batch_size == 0 for size in axes) > 1:
-                self.unproven.add(path)
-        elif (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
-            self.unproven.add(path)
-
-    def doubt(self, path: str, recorder: Recorder) -> None:
-        """Note a layer that will read something only when it is recomputed in backward."""
-        if path not in recorder.proven and self.batch_size is not None and self.batch_size > 1:
-            self.rows.append((path, self.batch_size))
-            self.unproven.add(path)
-
-    def readers_of(self, x: Tensor) -> Readers:
-        """Count one more reader of this input; layers that share one are called in a row."""
-        if self.last_readers is None or self.last_input is None or self.last_input() is not x:
-            self.last_input, self.last_readers = weakref.ref(x), Readers()
-        self.last_readers.count += 1
-        return self.last_readers
-
-    @property
-    def batch_size(self) -> int | None:
-        """Size of the batch axis of the root's first tensor input."""
-        return self.batch_sizes[0] if self.batch_sizes else None
-
-
-class Recorder:
-    """What all taps of one model share.
-
-    Args:
-        clip: from per-parameter norms to coefficients; also where norms are published.
-        trainable: the trainable parameters, in order.
-        state: yields the model's parameters and buffers.
-        loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
-            ``"sum"``.
-        batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
-    """
-
-    def __init__(
-        self,
-        *,
-        clip: ClipFunction,
-        trainable: Callable[[], list[nn.Parameter]],
-        state: Callable[[], Iterator[Tensor]],
-        loss_reduction: str,
-        batch_first: bool,
-        backend: str,
-    ):
-        self.clip = clip
-        self.trainable = trainable
-        self.state = state
-        self.loss_reduction = loss_reduction
-        self.batch_first = batch_first
-        self.backend = backend
-        self.enabled = False
-        #: True while a generic rule runs a module whose own children are tapped too.
-        self.bypassed = False
-        #: Layers whose rows were declared to be parts of samples.
-        self.folded: set[str] = set()
-        #: Layers whose rows are known to be samples (:mod:`flash_clipping.rows`).
-        self.proven: set[str] = set()
-        #: Shapes of inputs on which another batch size was tried, and told nothing.
-        self.undecided: set[tuple[torch.Size, ...]] = set()
-        #: Parameters that have a stand-in now: (module, name, parameter).
-        self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
-        #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
-        self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
-        self.warned_non_finite = False
-        #: ``mode="two_pass"``: what the running outer backward will end with.
-        self.walks: weakref.ref[Any] | None = None
-        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._current_forward: weakref.ref[Forward] | None = None
-        self._tape: weakref.ref[Tape] | None = None
-        self._pending_flag: tuple[Tensor, torch.cuda.Event | None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles of a wrapped model start between steps.
-        state = self.__dict__.copy()
-        state.update(
-            _forwards=[], _current_forward=None, _tape=None, _pending_flag=None, walks=None
-        )
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forwards = weakref.WeakSet()
-
-    # -- forward ------------------------------------------------------------------------------
-
-    @property
-    def recording(self) -> bool:
-        """Whether a tapped layer that runs now is to be recorded in backward."""
-        return self.enabled and not self.bypassed and torch.is_grad_enabled()
-
-    @property
-    def current_forward(self) -> Forward | None:
-        return self._current_forward() if self._current_forward is not None else None
-
-    def begin_forward(self, tensors: list[Tensor]) -> Forward:
-        """Start a call of the root module with these tensor inputs."""
-        if not in_backward():
-            self._recover()
-        axis = 0 if self.batch_first else 1
-        sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
-        forward = Forward(
-            recorded=torch.is_grad_enabled(),
-            batch_sizes=tuple(dict.fromkeys(sizes)),
-            input_storages=frozenset(
-                (t.untyped_storage().data_ptr(), t.stride(axis)) for t in tensors if t.dim() > axis
-            ),
-        )
-        self._forwards.add(forward)
-        self._current_forward = weakref.ref(forward)
-        return forward
-
-    def _recover(self) -> None:
-        """Put right what an interrupt between two lines may have left behind."""
-        if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
-            tape.put_back()
-        self._tape = None
-        self.bypassed = False
-        while self.stood_in:
-            module, name, param = self.stood_in[-1]
-            module._parameters[name] = param
-            self.stood_in.pop()
-
-    def count_use(self, params: Sequence[nn.Parameter]) -> None:
-        """Note that a tapped layer reads these parameters, unless this is a recomputation."""
-        forward = self.current_forward
-        if forward is not None and not in_backward():
-            uses = forward.uses
-            for param in params:
-                key = id(param)
-                uses[key] = uses.get(key, 0) + 1
-
-    def uses(self) -> Counter[int]:
-        """Uses of every parameter that a backward may still ask about, by ``id``."""
-        counts: Counter[int] = Counter()
-        for forward in self._forwards:
-            if not forward.spent:
-                counts.update(forward.uses)
-        return counts
-
-    def resume_forward(self, forward: Forward) -> None:
-        """Go on with a call of the root that another one came between."""
-        self._current_forward = weakref.ref(forward)
-
-    def model_storages(self) -> set[int]:
-        """Memory that belongs to the model, not to a batch."""
-        forward = self.current_forward
-        aside = forward.put_aside if forward is not None else ()
-        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}.union(aside)
-
-    def live_calls(self) -> int:
-        """Calls of the root whose norms have not been taken."""
-        return sum(not forward.spent for forward in self._forwards)
-
-    def samples(self) -> int | None:
-        """Samples in the batch that the root module was called with."""
-        sizes = {f.batch_size for f in self._forwards if not f.spent}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def expected_batch_sizes(self) -> set[int]:
-        """Sizes that the batch may have: that of the first input of every call of the root."""
-        sizes = (f.batch_size for f in self._forwards if not f.spent)
-        return {size for size in sizes if size is not None}
-
-    @contextmanager
-    def bypass(self) -> Iterator[None]:
-        """Run tapped layers as ordinary ones."""
-        before, self.bypassed = self.bypassed, True
-        try:
-            yield
-        finally:
-            self.bypassed = before
-
-    # -- backward -----------------------------------------------------------------------------
-
-    @property
-    def tape(self) -> Tape | None:
-        """The tape of the backward pass that is running, if it has one already."""
-        return self._tape() if self._tape is not None else None
-
-    def begin_backward(self) -> Tape:
-        """The running backward's tape; made, and set to be finished at its end, if new."""
-        tape = self.tape
-        if tape is None:
-            tape = self.new_tape()
-            # The engine's callback is the only owner: a failed backward frees the records.
-            Variable._execution_engine.queue_callback(tape.finish)
-        return tape
-
-    def new_tape(self) -> Tape:
-        tape = Tape(self)
-        tape.stand_in()
-        self._tape = weakref.ref(tape)
-        return tape
-
-    def end_backward(self) -> None:
-        self._tape = None
-        for forward in self._forwards:
-            forward.spent = True
-
-    def note_non_finite(self, bad: Tensor) -> None:
-        """Warn once when some sample was not finite, without waiting for the device."""
-        if self.warned_non_finite:
-            return
-        if self._pending_flag is not None:
-            flag, event = self._pending_flag
-            if event is None or event.query():
-                self._pending_flag = None
-                if bool(flag):
-                    self._warn_non_finite()
-                    return
-        if bad.is_cuda:
-            if self._pending_flag is None and not torch.cuda.is_current_stream_capturing():
-                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-                flag.copy_(bad.any(), non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                self._pending_flag = (flag, event)
-        elif bool(bad.any()):
-            self._warn_non_finite()
-
-    def _warn_non_finite(self) -> None:
-        self.warned_non_finite = True
-        warnings.warn(
-            "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
-            "clipping coefficient 0 and add nothing to the sum. This is said once.",
-            stacklevel=2,
-        )
 
 
 class Linear:

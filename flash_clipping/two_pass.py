@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.recorder import Recorder
 from flash_clipping.tap import Tap
-from flash_clipping.tape import FlashClippingError, Recorder
 
 
 class TwoPassForward(Tap):
