@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,7 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, accumulation_dtype
-from flash_clipping.recorder import in_backward
-
-if TYPE_CHECKING:
-    from flash_clipping.tap import Tap
+from flash_clipping.recorder import Place, in_backward
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -44,7 +41,7 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 class UnsupportedUse(FlashClippingError):
     """A use of a bare parameter that only the generic rule can serve."""
 
-    def __init__(self, tap: Tap, found: str):
+    def __init__(self, tap: Place, found: str):
         self.tap = tap
         super().__init__(
             f"{tap.path}: a parameter of this module is used outside its own forward in a way "
@@ -66,11 +63,11 @@ class BareParameter(torch.Tensor):
     value: Tensor
     leaves: dict[Tensor, nn.Parameter]
     row: Tensor | None
-    tap: Tap
+    tap: Place
 
     @staticmethod
     def wrap(
-        value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Tap, row: Tensor | None = None
+        value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Place, row: Tensor | None = None
     ) -> BareParameter:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = torch.Tensor._make_subclass(BareParameter, value.detach(), True)
@@ -94,7 +91,7 @@ class BareParameter(torch.Tensor):
 class _Bypassed:
     """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
 
-    def __init__(self, tap: Tap):
+    def __init__(self, tap: Place):
         self.tap = tap
 
     def __call__(self, _: Tensor) -> None:
@@ -193,14 +190,14 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, BareParameter)
 
 
-def _carry_samples(tap: Tap, tensors: list[Tensor]) -> list[bool]:
+def _carry_samples(tap: Place, tensors: list[Tensor]) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
     certain = any([_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad])
     return [_carries_samples(tap, tensor, note=not certain) for tensor in tensors]
 
 
-def _carries_samples(tap: Tap, tensor: Tensor, note: bool = True) -> bool:
+def _carries_samples(tap: Place, tensor: Tensor, note: bool = True) -> bool:
     """Whether a tensor that meets a bare parameter belongs to the batch.
 
     What requires grad came out of a tapped layer. What does not is taken for data when its first
@@ -238,7 +235,7 @@ class _Meeting:
     recomputed: bool
 
     @property
-    def tap(self) -> Tap:
+    def tap(self) -> Place:
         return self.bares[0].tap
 
     def call(self, plain: list[Tensor], bare: list[Tensor]) -> Tensor:
@@ -344,8 +341,6 @@ class _Meet(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, G: Tensor) -> Any:
-        from flash_clipping.tap import record  # taps hold bare parameters
-
         meeting: _Meeting = ctx.meeting
         plain = list(ctx.saved_tensors)
         if _name(meeting.func) in _IN_PLACE:  # an addition needs no more than the shape
@@ -358,7 +353,7 @@ class _Meet(torch.autograd.Function):
             by_param[param] = by_param[param] + grads_B if param in by_param else grads_B
         if recorder.enabled:
             factors = [(param, Dense(grads_B)) for param, grads_B in by_param.items()]
-            record(meeting.tap, factors, meeting.recomputed)
+            meeting.tap.record(factors, meeting.recomputed)
             return None, None, *grads, *[None] * len(meeting.params)
         # An ordinary backward: ordinary gradients.
         ordinary = [
@@ -480,7 +475,7 @@ def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
 
 
 @contextlib.contextmanager
-def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
+def bare_parameters(tap: Place, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
     stood_in = tap.recorder.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)
@@ -504,7 +499,7 @@ def bare_parameters(tap: Tap, owners: list[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recomputable(tap: Tap) -> Iterator[None]:
+def recomputable(tap: Place) -> Iterator[None]:
     """Stand in during backward, for what a checkpoint inside the module's forward recomputes.
 
     A failed backward lets go of this whenever it is collected: it puts back only what it put in.

@@ -23,6 +23,7 @@ from flash_clipping.recorder import Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
+from flash_clipping.tape import Tape
 from flash_clipping.two_pass import TwoPassForward
 
 Mode = Literal["one_pass", "two_pass"]
@@ -118,6 +119,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: Modules that hold parameters, in the model's order.
         self._owners = [module for module in m.modules() if module._parameters]
         self._recorder = Recorder(
+            tape_class=Tape,
             clip=self._clip,
             trainable=self._trainable,
             state=self._state,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from flash_clipping.tape import Tape
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
@@ -116,11 +117,13 @@ class Recorder:
             ``"sum"``.
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        tape_class: makes the tape of a backward pass (:class:`~flash_clipping.tape.Tape`).
     """
 
     def __init__(
         self,
         *,
+        tape_class: Callable[[Recorder], Any],
         clip: ClipFunction,
         trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
@@ -134,6 +137,7 @@ class Recorder:
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self.backend = backend
+        self.tape_class = tape_class
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -152,7 +156,7 @@ class Recorder:
         self.walks: weakref.ref[Any] | None = None
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
-        self._tape: weakref.ref[Tape] | None = None
+        self._tape: weakref.ref[Any] | None = None
         self._pending_flag: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,11 +263,11 @@ class Recorder:
     # -- backward -----------------------------------------------------------------------------
 
     @property
-    def tape(self) -> Tape | None:
+    def tape(self) -> Any:
         """The tape of the backward pass that is running, if it has one already."""
         return self._tape() if self._tape is not None else None
 
-    def begin_backward(self) -> Tape:
+    def begin_backward(self) -> Any:
         """The running backward's tape; made, and set to be finished at its end, if new."""
         tape = self.tape
         if tape is None:
@@ -272,8 +276,8 @@ class Recorder:
             Variable._execution_engine.queue_callback(tape.finish)
         return tape
 
-    def new_tape(self) -> Tape:
-        tape = Tape(self)
+    def new_tape(self) -> Any:
+        tape = self.tape_class(self)
         tape.stand_in()
         self._tape = weakref.ref(tape)
         return tape
@@ -311,3 +315,54 @@ class Recorder:
             "clipping coefficient 0 and add nothing to the sum. This is said once.",
             stacklevel=2,
         )
+
+
+class Place:
+    """A module's place in the model, as far as recording its factors goes; a tap is one.
+
+    Args:
+        path: its name in the model and its type, for messages.
+        owners: the module and the containers whose parameters its forward uses.
+        folded: its rows are parts of samples (``folded_modules``).
+    """
+
+    def __init__(self, path: str, recorder: Recorder, owners: list[nn.Module], folded: bool):
+        self.path = path
+        self.recorder = recorder
+        self.owners = owners
+        self.folded = folded
+        if folded:
+            recorder.folded.add(path)
+        #: Under which circumstances the module's forward, if it is running, was entered.
+        self.entered: Any = None
+
+    def record(
+        self,
+        factors: Sequence[tuple[nn.Parameter, Factor]],
+        recomputed: bool,
+        readers: int = 0,
+    ) -> None:
+        """Hand factors to the tape of the running backward."""
+        tape = self.recorder.tape
+        if tape is None:
+            if recomputed:
+                raise FlashClippingError(
+                    f"{self.path}: re-entrant activation checkpointing reached this layer before "
+                    "the model's own output. Compute the loss from what the wrapped model "
+                    "returns, or use checkpoint(..., use_reentrant=False)."
+                )
+            tape = self.recorder.begin_backward()
+        if self.folded:
+            factors = [(param, self._fold(factor)) for param, factor in factors]
+        tape.record(self.path, factors, readers)
+
+    def _fold(self, factor: Factor) -> Factor:
+        """Rows that the user declared to be parts of samples, as samples."""
+        samples = self.recorder.samples()
+        if samples is None or factor.batch_size % max(samples, 1):
+            raise FlashClippingError(
+                f"{self.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
+                f"multiple of the batch ({samples}) that the model was called with. Every sample "
+                "must be folded into the same number of rows, which lie together."
+            )
+        return factor.fold(samples)

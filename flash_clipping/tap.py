@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor
-from flash_clipping.recorder import Forward, Readers, Recorder, in_backward
+from flash_clipping.factors import Dense
+from flash_clipping.recorder import Forward, Place, Readers, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 
 #: Modules that hold parameters for their parent and are never called.
@@ -48,7 +48,7 @@ class RefusedByRule(FlashClippingError, ValueError):
     """What a rule said of a layer that it cannot serve, with the path of the layer."""
 
 
-class Tap:
+class Tap(Place):
     """Stands in for ``layer.forward`` while the model is wrapped.
 
     Args:
@@ -69,25 +69,19 @@ class Tap:
         generic: bool = False,
         folded: bool = False,
     ):
+        name = f"{path or 'the model'} ({type(layer).__name__})"
+        super().__init__(name, recorder, owners(layer), folded)
         self.layer = layer
-        self.path = f"{path or 'the model'} ({type(layer).__name__})"
         self.rule = rule
-        self.recorder = recorder
         self.instance_forward = vars(layer).get("forward")
         if isinstance(self.instance_forward, Tap) and type(self) is Tap:
             raise ValueError(
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
             )
-        self.owners = owners(layer)
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
-        self.folded = folded
         self._rule_calls = rule is not None and type(rule).call is not Rule.call
-        if folded:
-            recorder.folded.add(self.path)
-        #: Under which circumstances the module's forward, if it is running, was entered.
-        self.entered: Any = None
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -393,7 +387,7 @@ class TappedLayer(torch.autograd.Function):
                 for param, factor in of_params
             ]
             return (None, *grads, *missing_grads, *ordinary)
-        record(tap, of_params, use.recomputed, use.count_readers())
+        tap.record(of_params, use.recomputed, use.count_readers())
         return (None, *grads, *missing_grads, *(None,) * len(params))
 
 
@@ -413,37 +407,6 @@ def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     return output.detach()
 
 
-def record(
-    tap: Tap, factors: Sequence[tuple[nn.Parameter, Factor]], recomputed: bool, readers: int = 0
-) -> None:
-    """Hand a layer's factors to the tape of the running backward."""
-    recorder = tap.recorder
-    tape = recorder.tape
-    if tape is None:
-        if recomputed:
-            raise FlashClippingError(
-                f"{tap.path}: re-entrant activation checkpointing reached this layer before the "
-                "model's own output. Compute the loss from what the wrapped model returns, or use "
-                "checkpoint(..., use_reentrant=False)."
-            )
-        tape = recorder.begin_backward()
-    if tap.folded:
-        factors = [(param, _fold(tap, factor)) for param, factor in factors]
-    tape.record(tap.path, factors, readers)
-
-
-def _fold(tap: Tap, factor: Factor) -> Factor:
-    """Rows that the user declared to be parts of samples, as samples."""
-    samples = tap.recorder.samples()
-    if samples is None or factor.batch_size % max(samples, 1):
-        raise FlashClippingError(
-            f"{tap.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
-            f"multiple of the batch ({samples}) that the model was called with. Every sample must "
-            "be folded into the same number of rows, which lie together."
-        )
-    return factor.fold(samples)
-
-
 class PerSampleView(torch.autograd.Function):
     """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
 
@@ -459,7 +422,7 @@ class PerSampleView(torch.autograd.Function):
         tap: Tap = ctx.tap
         if not tap.recorder.enabled:
             return None, grads.sum(0), None
-        record(tap, [(ctx.param, Dense(grads))], ctx.recomputed)
+        tap.record([(ctx.param, Dense(grads))], ctx.recomputed)
         return None, None, None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, i
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
-
-if TYPE_CHECKING:
-    from flash_clipping.recorder import Recorder
+from flash_clipping.recorder import Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.

@@ -6,7 +6,6 @@ import copy
 import math
 import statistics
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,16 +177,11 @@ def _watched(flash: Flash) -> Iterator[None]:
 
     recorder = flash.module._recorder
 
-    def new_tape() -> Tape:
-        tape = WatchedTape(recorder)
-        recorder._tape = weakref.ref(tape)
-        return tape
-
-    vars(recorder)["new_tape"] = new_tape
+    before, recorder.tape_class = recorder.tape_class, WatchedTape
     try:
         yield
     finally:
-        del vars(recorder)["new_tape"]
+        recorder.tape_class = before
 
 
 @contextmanager
