@@ -5,6 +5,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -76,4 +77,4 @@ def clipping_coefficients(
     else:
         coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
     # bound / inf is 0 already; what is NaN comes from a norm that is.
-    return coef.nan_to_num_(nan=0.0)
+    return coef.nan_to_num_(nan=0.0, posinf=math.inf)

@@ -37,6 +37,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _parts(rows: int, samples: int) -> int:
+    """Rows that make up one sample; 1 in an empty batch."""
+    return rows // samples if samples else 1
+
+
 class Factor(ABC):
     """A per-sample gradient of one parameter, in whatever form is cheapest to keep."""
 
@@ -68,7 +73,8 @@ class Factor(ABC):
     def fold(self, samples: int) -> Factor:
         """The same for ``samples`` samples, each made of ``B / samples`` rows that lie together."""
         grads = self.dense()
-        return Dense(grads.reshape(samples, -1, *grads.shape[1:]).sum(1))
+        parts = _parts(len(grads), samples)
+        return Dense(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
 
 
 class Dense(Factor):
@@ -120,9 +126,6 @@ class RowSum(Factor):
     Added up when the norms are taken, one launch for many, rather than one by one.
     """
 
-    #: Beside other factors that hold the rows anyway they cost nothing; alone, only few are kept.
-    SMALL = 1 << 20
-
     def __init__(self, rows_BTn: Tensor, shape: torch.Size | tuple[int, ...] | None = None):
         self.rows_BTn = rows_BTn
         #: Of the parameter, where that has several axes.
@@ -145,7 +148,8 @@ class RowSum(Factor):
 
     def fold(self, samples: int) -> Factor:
         rows_BTn = self.rows_BTn
-        return RowSum(rows_BTn.reshape(samples, -1, rows_BTn.shape[-1]), self.shape)
+        B, T, n = rows_BTn.shape
+        return RowSum(rows_BTn.reshape(samples, _parts(B, samples) * T, n), self.shape)
 
     @classmethod
     def concatenate(cls, factors: Sequence[RowSum]) -> Factor:
@@ -217,7 +221,8 @@ class Outer(Factor):
 
     def fold(self, samples: int) -> Factor:
         A, G = self.A_BTd, self.G_BTp
-        return Outer(A.reshape(samples, -1, A.shape[-1]), G.reshape(samples, -1, G.shape[-1]))
+        T = _parts(len(A), samples) * A.shape[1]
+        return Outer(A.reshape(samples, T, A.shape[2]), G.reshape(samples, T, G.shape[2]))
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
@@ -490,16 +495,9 @@ class Convolution(Factor):
         replaced = x[0].numel() + G[0].numel()  # the patches themselves are not kept
         if self.weight_shape.numel() > cost.STORE_BUDGET * replaced:
             return False
-        algorithm = cost.choose(
-            B=self.batch_size * groups,
-            T=self._positions,
-            d=self.weight_shape[1:].numel(),
-            p=self.weight_shape[0] // groups,
-            itemsize=G.element_size(),
-            may_store=True,
-            machine=cost.machine_for("cpu", G.element_size()),
-        )
-        return algorithm == "outer_store"
+        d, p = self.weight_shape[1:].numel(), self.weight_shape[0] // groups
+        B, T, itemsize = self.batch_size * groups, self._positions, G.element_size()
+        return cost.choose_on("cpu", B, T, d, p, itemsize, may_store=True) == "outer_store"
 
     def stored(self) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""

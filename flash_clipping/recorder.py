@@ -145,8 +145,8 @@ class Recorder:
         self.folded: set[str] = set()
         #: Layers whose rows are known to be samples (:mod:`flash_clipping.rows`).
         self.proven: set[str] = set()
-        #: Shapes of inputs on which another batch size was tried, and told nothing.
-        self.undecided: set[tuple[torch.Size, ...]] = set()
+        #: For layers in doubt: shapes of inputs on which another batch size told nothing.
+        self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
         #: Parameters that have a stand-in now: (module, name, parameter).
         self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
         #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.

@@ -24,6 +24,9 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs, map_tensors
 from flash_clipping.recorder import Forward, Recorder
 
+#: Shapes of inputs that are tried for the same layers where a run on fewer samples tells nothing.
+ATTEMPTS = 3
+
 
 def prove_rows(
     root: nn.Module,
@@ -36,8 +39,8 @@ def prove_rows(
     """Check that the rows noted in ``call`` follow the batch; once per layer.
 
     ``forward`` runs ``root``. Leaves buffers, attributes of modules and random number generators
-    as they were. A model that does not run on another batch size is taken at its word, for inputs
-    of these shapes; ``flash-clipping check`` compares its norms with an oracle.
+    as they were. A model that does not run on another batch size is taken at its word, after it was
+    tried on inputs of a few shapes; ``flash-clipping check`` compares its norms with an oracle.
 
     Raises:
         FlashClippingError: some layer's rows stay as many when the batch is smaller.
@@ -72,7 +75,8 @@ def prove_rows(
         return
     tensors = batched_inputs(shorter_args, shorter_kwargs)
     shapes = tuple(tensor.shape for tensor in tensors)
-    if shapes in recorder.undecided:
+    tried = recorder.undecided.setdefault(frozenset(call.unproven), set())
+    if shapes in tried or len(tried) >= ATTEMPTS:
         return
     own = frozenset(recorder.model_storages())
     probe = recorder.begin_forward(tensors)
@@ -94,7 +98,7 @@ def prove_rows(
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-        recorder.undecided.add(shapes)
+        tried.add(shapes)
         return  # another batch size is more than the model was asked for
     finally:
         probe.spent = True
@@ -121,7 +125,7 @@ def prove_rows(
         if followed[path] >= read[path] and path not in others:
             recorder.proven.add(path)
     if not call.unproven <= recorder.proven:  # a layer that was skipped at random, say
-        recorder.undecided.add(shapes)
+        tried.add(shapes)
 
 
 @contextlib.contextmanager

@@ -219,6 +219,12 @@ class Tap(Place):
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
             args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
+        if torch._C._are_functorch_transforms_active():
+            raise FlashClippingError(
+                f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
+                "where its per-sample gradients cannot be recorded. Call the layer outside the "
+                "transform, or use torch.func.functional_call on the unwrapped model."
+            )
         recorder = self.recorder
         forward = recorder.current_forward
         x = args[0]
@@ -391,8 +397,8 @@ class TappedLayer(torch.autograd.Function):
         return (None, *grads, *missing_grads, *(None,) * len(params))
 
 
-# torch.autograd.Function.apply without its look at functorch's wrappers, which no tapped layer
-# meets: under the transforms of a generic rule, taps are bypassed. It is a tenth of a tap's time.
+# torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
+# (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
 _apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
 
 

@@ -40,7 +40,7 @@ STORED_AT_ONCE = 1 << 26
 HELD_AT_ONCE = 1 << 28
 
 
-class Linear:
+class LinearGroup:
     """Linear maps that read one input: ``G_l^T A`` for every ``l``."""
 
     __slots__ = ("A_BTd", "Gs", "keys")
@@ -68,11 +68,12 @@ class Tape:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.params: dict[int, nn.Parameter] = {}
+        self.paths: dict[int, str] = {}  # of the layers that recorded them
         self.factors: dict[int, list[Factor]] = {}
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
         # The same factors once their norms are asked for, by how they are handled together.
-        self.linear: list[Linear] = []
+        self.linear: list[LinearGroup] = []
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
@@ -99,14 +100,15 @@ class Tape:
         self._stand_ins.close()
 
     def record(
-        self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
+        self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int = 0
     ) -> None:
         """Take the factors of one layer call.
 
         ``readers`` layers read the same input; 0 if the call's parameters have other uses in the
         same call of the root, or may have, so that none is worth storing by itself.
         """
-        stored = False
+        if readers and self.coef is None and not self.norms_only:
+            factors = self._stored_where_cheaper(factors, readers)
         for param, factor in factors:
             key = id(param)
             if factor.batch_size != self.batch_size:
@@ -120,21 +122,30 @@ class Tape:
                     "gradient. Call backward() once over everything that was computed from the "
                     "model, before the next forward()."
                 )
-            self.params[key] = param
-            if self.norms_only:
-                if self.uses[key] == 1:
-                    self.sqnorms_B[key] = factor.sqnorms(self.backend)
-                    continue
-            elif readers and type(factor) is Outer and _worth_storing(factor, readers):
-                factor, stored = factor.stored(self.backend), True
-            elif readers and type(factor) is Convolution and factor.is_worth_storing():
-                factor = factor.stored()
-            elif stored and type(factor) is RowSum:
-                factor = Dense(factor.dense())  # nobody else keeps these rows
-            if key in self.factors:
+            self.params[key], self.paths[key] = param, path
+            if self.norms_only and self.uses[key] == 1:
+                self.sqnorms_B[key] = factor.sqnorms(self.backend)
+            elif key in self.factors:
                 self.factors[key].append(factor)
             else:
                 self.factors[key] = [factor]
+
+    def _stored_where_cheaper(
+        self, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int
+    ) -> Sequence[tuple[nn.Parameter, Factor]]:
+        """Form per-sample gradients now where that is cheapest and takes no more memory."""
+        kept: list[tuple[nn.Parameter, Factor]] = []
+        stored = False
+        for param, factor in factors:
+            if type(factor) is Outer and _worth_storing(factor, readers):
+                factor, stored = factor.stored(self.backend), True
+            elif type(factor) is Convolution and factor.is_worth_storing():
+                factor = factor.stored()
+            kept.append((param, factor))
+        if not stored:
+            return kept
+        # A bias alone would keep its rows to the end.
+        return [(p, Dense(f.dense()) if type(f) is RowSum else f) for p, f in kept]
 
     @property
     def backend(self) -> str:
@@ -199,6 +210,7 @@ class Tape:
             for key, factor in self.others.items()
         ]
         params = self.recorder.trainable()
+        self._check_trainable(params)
         coef = self.recorder.clip(params, self._norms(params, blocks))
         self.recorder.note_non_finite(coef == 0)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
@@ -214,6 +226,16 @@ class Tape:
             self.coef = {id(param): on_device[param.device] for param in params}
         self.params.update({id(param): param for param in params})
 
+    def _check_trainable(self, params: list[nn.Parameter]) -> None:
+        frozen = self.paths.keys() - {id(param) for param in params}
+        if frozen:
+            paths = ", ".join(sorted({self.paths[key] for key in frozen}))
+            raise FlashClippingError(
+                f"{paths}: found a parameter that was trainable in forward and is frozen in "
+                "backward; its part of the norms would be missing. Change requires_grad between "
+                "steps, before forward()."
+            )
+
     def merged(self) -> dict[int, Factor]:
         """One factor per parameter: all of its uses are in."""
         return {
@@ -224,7 +246,7 @@ class Tape:
     def _sort(self, merged: Mapping[int, Factor]) -> None:
         """Put factors that can be handled in one go together."""
         self.factors.clear()
-        linear: dict[Any, Linear] = {}
+        linear: dict[Any, LinearGroup] = {}
         kind: Any  # what members of one stack have in common
         sums: dict[Any, list[tuple[int, RowSum]]] = {}
         vectors: dict[Any, list[tuple[int, Dense]]] = {}
@@ -233,7 +255,7 @@ class Tape:
             if type(factor) is Outer:
                 shared = factor.shares_input_with()
                 if shared not in linear:
-                    linear[shared] = Linear(factor.A_BTd)
+                    linear[shared] = LinearGroup(factor.A_BTd)
                 linear[shared].keys.append(key)
                 linear[shared].Gs.append(factor.G_BTp)
             elif type(factor) is RowSum:
@@ -397,7 +419,8 @@ def _worth_storing(factor: Outer, readers: int) -> bool:
     B, T, d = factor.A_BTd.shape
     G = factor.G_BTp
     p, itemsize = G.shape[-1], G.element_size()
-    return cost.choose_on(G.device.type, B, T, d, p, itemsize, readers, True) == "outer_store"
+    algorithm = cost.choose_on(G.device.type, B, T, d, p, itemsize, may_store=True, shared=readers)
+    return algorithm == "outer_store"
 
 
 def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import Dense, GradSampleModuleFlashClipping, Outer, Rule, register_rule
 from flash_clipping.__main__ import _print_rich, main
@@ -230,10 +231,29 @@ def test_backend_is_the_one_asked_for() -> None:
     report = check(model, x, backend="triton", removals=0)
     assert report.passed, str(report)
     assert of(report, "one.weight").algorithm == "outer_store"
+    assert of(report, "one.bias").algorithm == "vector"
     broken = {name for name, _ in backends._broken}
     expected = "torch" if "outer_sqnorms" in broken else "triton"
     assert of(report, "one.weight").backend == expected
     assert of(check(model, x, backend="torch", removals=0), "one.weight").backend == "torch"
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_bare_parameter_passes(reentrant: bool, mode: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(lambda y: (y * self.scale).tanh(), x, use_reentrant=reentrant)
+            return self.last(x)
+
+    report = check(Scaled(), torch.randn(3, 4), mode=mode)
+    assert report.passed, report.failures
 
 
 @pytest.mark.skipif(not backends.is_interpreting(), reason="needs Triton's interpreter")

@@ -25,13 +25,23 @@ class Windowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        windows = x.unflatten(1, (-1, 4)).flatten(0, 1)
+        windows = x.unflatten(1, (x.shape[1] // 4, 4)).flatten(0, 1)
         windows = windows + self.attention(self.norm(windows))
-        return self.head(windows.unflatten(0, (x.shape[0], -1)).flatten(1, 2))
+        return self.head(windows.unflatten(0, (len(x), x.shape[1] // 4)).flatten(1, 2))
 
 
 CASE = Case(Windowed, floats(3, 12, 3))
 FOLDED = ["attention*", "norm"]
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_declared_windows_in_an_empty_batch(mode: str) -> None:
+    model, _ = make(CASE, torch.float64)
+    model.bias.requires_grad_(False)
+    module = GradSampleModuleFlashClipping(model, folded_modules=FOLDED, mode=mode)
+    module(torch.zeros(0, 12, 3, dtype=torch.float64)).sum().backward()
+    assert module.get_norm_sample().shape == (0,)
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -64,6 +64,49 @@ def test_a_step_never_waits_and_repeats_bitwise(mode: str) -> None:
     assert torch.equal(first, step_without_waiting(mode))
 
 
+class TwoDevices(nn.Module):
+    """Layers that take gram norms, stored gradients, stacked vectors and products of every kind."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
+        self.two = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 8))
+        self.one.to(first)
+        self.two.to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x.to(self.two[0].weight.device))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("positions", [8, 96, 600])
+def test_a_model_on_two_devices(positions: int, mode: str, clipping: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, positions, 64, device="cuda:0", dtype=torch.bfloat16)
+    x[2, 3] = float("inf")  # dropped on both devices
+    found = []
+    for second in ("cuda:0", "cuda:1"):
+        torch.manual_seed(1)
+        model = TwoDevices("cuda:0", second).to(torch.bfloat16)
+        bound = [0.5] * len(list(model.parameters())) if clipping == "per_layer" else 0.5
+        module = GradSampleModuleFlashClipping(
+            model, max_grad_norm=bound, mode=mode, clipping=clipping
+        )
+        module(x).float().square().sum((1, 2)).mean().backward()
+        norms = module.get_norm_sample().cpu()
+        found.append((norms, [p.grad.cpu() for p in model.parameters()]))
+        assert all(p.grad.device == p.device for p in model.parameters())
+    (norms, grads), (norms_of_two, grads_of_two) = found
+    assert not norms[2].isfinite() and norms[[0, 1, 3]].isfinite().all()
+    torch.testing.assert_close(norms, norms_of_two, rtol=1e-5, atol=0, equal_nan=True)
+    for grad, grad_of_two in zip(grads, grads_of_two, strict=True):
+        assert torch.isfinite(grad_of_two).all()
+        torch.testing.assert_close(grad, grad_of_two, rtol=1e-2, atol=1e-4)
+
+
 def test_training_through_the_engine() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).cuda()
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))

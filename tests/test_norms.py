@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -91,6 +91,35 @@ def test_frozen_parameters(frozen: str) -> None:
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
     step(module, case, batch, "mean")
     check(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_frozen_between_forward_and_backward_is_refused(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module = GradSampleModuleFlashClipping(model, mode=mode)
+    loss = module(torch.randn(5, 4)).square().mean()
+    model[1].bias.requires_grad_(False)
+    with pytest.raises(FlashClippingError, match=r"1 \(Linear\): .*frozen in backward"):
+        loss.backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert not module.take_clipped()
+
+
+@pytest.mark.parametrize("transform", ["vjp", "vmap"])
+def test_a_layer_inside_a_transform_is_refused(transform: str) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if transform == "vmap":
+                return torch.func.vmap(self.layer)(x)
+            return torch.func.vjp(self.layer, x)[0]
+
+    module = GradSampleModuleFlashClipping(Inside())
+    with pytest.raises(FlashClippingError, match=r"layer \(Linear\): .*transform of torch.func"):
+        module(torch.randn(4, 2, 3))
 
 
 def test_unfrozen_after_wrapping() -> None:

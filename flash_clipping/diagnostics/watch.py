@@ -167,7 +167,8 @@ def _watched(flash: Flash) -> Iterator[None]:
             with torch.no_grad():
                 for param, factor in factors:
                     kept = self.factors.get(id(param), [factor])[-1]
-                    stored = kept is not factor and isinstance(kept, Dense)
+                    formed = isinstance(factor, Outer | Convolution) and kept is not factor
+                    stored = formed and isinstance(kept, Dense)
                     flash.recorded(path, param, factor, stored)
 
         def merged(self) -> dict[int, Factor]:
@@ -224,16 +225,8 @@ def _algorithm(factor: Factor, shared: int = 1) -> str:
     if isinstance(factor, Outer):
         B, T, d = factor.A_BTd.shape
         itemsize = factor.A_BTd.element_size()
-        return cost.choose(
-            B=B,
-            T=T,
-            d=d,
-            p=factor.G_BTp.shape[-1],
-            itemsize=itemsize,
-            may_store=False,
-            shared=shared,
-            machine=cost.machine_for(factor.A_BTd.device.type, itemsize),
-        )
+        p, device_type = factor.G_BTp.shape[-1], factor.A_BTd.device.type
+        return cost.choose_on(device_type, B, T, d, p, itemsize, may_store=False, shared=shared)
     parts = getattr(factor, "parts", None)
     if parts:
         return " + ".join(dict.fromkeys(_algorithm(part) for part in parts))

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import clipped_sum_torch
-from flash_clipping.ops.shapes import Group, as_rows, check_coefficients, check_same_rows
+from flash_clipping.ops.shapes import (
+    Group,
+    as_rows,
+    by_kind,
+    check_coefficients,
+    check_same_rows,
+)
 
 
 def clipped_sums(
@@ -40,27 +46,31 @@ def clipped_sums_of(
 
     On a GPU one launch looks after the dropped samples of all of them.
     """
-    ready: list[tuple[Tensor, list[Tensor]]] = []
-    half = False
+    ready: list[Group] = []
     for A, Gs in groups:
         A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
         check_coefficients(coef_B, A_BTd, "A")
-        half = half or A_BTd.dtype == torch.float16
         for G in Gs_BTp:
             check_same_rows(A_BTd, G, "A", "G")
-            half = half or G.dtype == torch.float16
         ready.append((A_BTd, Gs_BTp))
-    if not ready:
-        return []
-    first = ready[0][0]
-    if not half:
-        return backends.run(clipped_sum_torch.clipped_sums_of, backend, first, ready, coef_B)
+    results: list[list[Tensor]] = [[] for _ in ready]
+    for members in by_kind(ready):
+        alike = [ready[i] for i in members]
+        for i, sums in zip(members, _sums_of_kind(alike, coef_B, backend), strict=True):
+            results[i] = sums
+    return results
+
+
+def _sums_of_kind(groups: list[Group], coef_B: Tensor, backend: str) -> list[list[Tensor]]:
+    first, Gs = groups[0]
+    if all(x.dtype != torch.float16 for x in (first, *Gs)):
+        return backends.run(clipped_sum_torch.clipped_sums_of, backend, first, groups, coef_B)
     # Below 6e-5 fp16 has ever fewer bits: a scaled operand would lose what makes a small
     # coefficient times a large gradient come out at the bound. Coefficients meet the fp32
     # product instead.
-    pairs = [(A, G) for A, Gs in ready for G in Gs]
+    pairs = [(A, G) for A, Gs in groups for G in Gs]
     sums = iter(backends.run(clipped_sum_torch.clipped_sums_many, backend, first, pairs, coef_B))
-    return [[next(sums) for _ in Gs] for _, Gs in ready]
+    return [[next(sums) for _ in Gs] for _, Gs in groups]
 
 
 #: A product of fewer FLOP takes the host longer to launch than the device to compute.
@@ -81,12 +91,17 @@ def clipped_sums_many(
     Returns:
         ``[p, d]`` for each pair, in its operands' dtype (the wider if they differ).
     """
-    ready = []
+    ready: list[Group] = []
     for A, G in pairs:
         A_BTd, G_BTp = as_rows(A, "A"), as_rows(G, "G")
         check_same_rows(A_BTd, G_BTp, "A", "G")
         check_coefficients(coef_B, A_BTd, "A")
-        ready.append((A_BTd, G_BTp))
-    if not ready:
-        return []
-    return backends.run(clipped_sum_torch.clipped_sums_many, backend, ready[0][0], ready, coef_B)
+        ready.append((A_BTd, [G_BTp]))
+    results: dict[int, Tensor] = {}
+    for members in by_kind(ready):
+        alike = [(ready[i][0], ready[i][1][0]) for i in members]
+        sums = backends.run(
+            clipped_sum_torch.clipped_sums_many, backend, alike[0][0], alike, coef_B
+        )
+        results.update(zip(members, sums, strict=True))
+    return [results[i] for i in range(len(ready))]

@@ -41,7 +41,9 @@ def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor
         return sums
     # What may have to be computed again, by what one launch has in common.
     doubtful: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for i, scaled in zip(whole, row_scale_many(to_scale, coef_B), strict=True):
+    scaled_copies = row_scale_many(to_scale, coef_B)
+    for i in reversed(whole):
+        scaled = scaled_copies.pop()  # let go of after its products
         A_BTd, Gs = groups[i]
         scale_A = scales_input(A_BTd, Gs)
         for G_BTp in Gs:

@@ -140,7 +140,15 @@ def choose(
 
 @functools.lru_cache(maxsize=4096)
 def choose_on(
-    device_type: str, B: int, T: int, d: int, p: int, itemsize: int, shared: int, may_store: bool
+    device_type: str,
+    B: int,
+    T: int,
+    d: int,
+    p: int,
+    itemsize: int,
+    *,
+    may_store: bool,
+    shared: int = 1,
 ) -> str:
     """:func:`choose` with the constants of a kind of device, remembered: steps ask it again."""
     machine = machine_for(device_type, itemsize)

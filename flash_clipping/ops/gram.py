@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import gram_torch
-from flash_clipping.ops.shapes import Group, GroupSqnorms, accumulator, as_rows, check_same_rows
+from flash_clipping.ops.shapes import (
+    Group,
+    GroupSqnorms,
+    accumulator,
+    as_rows,
+    by_kind,
+    check_same_rows,
+)
 
 
 def gram_sqnorms(
@@ -63,12 +70,16 @@ def gram_of_checked(
     ready: Sequence[Group], *, bias: bool = False, backend: str = "auto"
 ) -> list[GroupSqnorms]:
     """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
-    # No kernel walks over a group without layers or rows.
-    busy = [group for group in ready if group[1] and group[0].numel()]
-    norms = iter(
-        backends.run(gram_torch.gram_sqnorms_many, backend, busy[0][0], busy, bias) if busy else []
-    )
+    results: list[GroupSqnorms | None] = [None] * len(ready)
+    for members in by_kind(ready):
+        # No kernel walks over a group without layers or rows.
+        busy = [i for i in members if ready[i][1] and ready[i][0].numel()]
+        if busy:
+            groups = [ready[i] for i in busy]
+            norms = backends.run(gram_torch.gram_sqnorms_many, backend, groups[0][0], groups, bias)
+            for i, sqnorms in zip(busy, norms, strict=True):
+                results[i] = sqnorms
     return [
-        next(norms) if Gs and A.numel() else gram_sqnorms(A, Gs, bias=bias, backend=backend)
-        for A, Gs in ready
+        gram_sqnorms(*group, bias=bias, backend=backend) if found is None else found
+        for group, found in zip(ready, results, strict=True)
     ]

@@ -40,7 +40,9 @@ def linear_sqnorms(
         for layer, G in enumerate(Gs_BTp):
             check_same_rows(A_BTd, G, "A", "G")
             p = G.shape[2]
-            algorithm = cost.choose_on(device_type, B, T, d, p, itemsize, len(Gs), False)
+            algorithm = cost.choose_on(
+                device_type, B, T, d, p, itemsize, may_store=False, shared=len(Gs)
+            )
             if algorithm == "rank_one":
                 done[layer] = rank_one_sqnorms(A_BTd, G)
             elif algorithm != "gram":

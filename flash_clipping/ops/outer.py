@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import outer_torch
-from flash_clipping.ops.shapes import as_rows, check_coefficients, check_same_rows
+from flash_clipping.ops.shapes import as_rows, by_kind, check_coefficients, check_same_rows
 
 
 def outer_sqnorms(
@@ -65,6 +65,9 @@ def weighted_sums_many(
     """:func:`weighted_sum` of several tensors by the same coefficients: one launch on a GPU."""
     for tensor in grads:
         check_coefficients(coef_B, tensor, "grads")
-    if not grads:
-        return []
-    return backends.run(outer_torch.weighted_sums_many, backend, grads[0], grads, coef_B)
+    results: dict[int, Tensor] = {}
+    for members in by_kind([(tensor, ()) for tensor in grads]):
+        alike = [grads[i] for i in members]
+        sums = backends.run(outer_torch.weighted_sums_many, backend, alike[0], alike, coef_B)
+        results.update(zip(members, sums, strict=True))
+    return [results[i] for i in range(len(grads))]

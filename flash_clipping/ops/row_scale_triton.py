@@ -127,20 +127,25 @@ def row_scale_many(xs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """:func:`row_scale` of several tensors by the same coefficients, in one launch."""
     first = xs[0]
     B = coef_B.shape[0]
+    plain = all(
+        x.dtype == first.dtype
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and x.numel() // B % 8 == 0
+        and x.numel() // B < 2**31
+        for x in xs
+    )
+    if len(xs) == 1 or not plain:
+        return [row_scale(x, coef_B) for x in xs]
     outs: list[Tensor] = []
     table: list[int] = []
     programs = 0
     for x in xs:
         size = x.numel() // B
-        plain = x.is_contiguous() and x.data_ptr() % 16 == 0 and size % 8 == 0
-        if not plain or x.dtype != first.dtype or size >= 2**31:
-            return [row_scale(x, coef_B) for x in xs]
         out = torch.empty_like(x)
         outs.append(out)
         table += (x.data_ptr(), out.data_ptr(), size, programs)
         programs += B * tiles.cdiv(size, BLOCK)
-    if len(xs) == 1 or programs >= 2**31:
-        return [row_scale(x, coef_B) for x in xs]
     _many_kernel[(programs,)](
         to_device(table, first.device, torch.int64),
         coef_B.contiguous(),

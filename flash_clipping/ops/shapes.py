@@ -18,6 +18,18 @@ GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 """``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
 
 
+def by_kind(groups: Sequence[Group]) -> list[list[int]]:
+    """Indices of groups that one implementation can serve together: one device, the same dtypes.
+
+    Which implementation runs, and on which device it launches, is decided by one tensor for all.
+    """
+    kinds: dict[object, list[int]] = {}
+    for index, (A, Gs) in enumerate(groups):
+        kind = (A.device, A.dtype, frozenset([G.dtype for G in Gs]))
+        kinds.setdefault(kind, []).append(index)
+    return list(kinds.values())
+
+
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """The dtype norms are summed and returned in: fp32, or float64 for float64 operands."""
     wide = any(t.dtype == torch.float64 for t in tensors)

@@ -12,6 +12,9 @@ from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, register_rule
 
+#: Elements of partial sums that one parameter may keep to the end of backward (2 MiB).
+PARTS_KEPT = 1 << 19
+
 
 def _normalization_input(x: Tensor) -> Tensor:
     """Autocast computes normalizations in float32 on CUDA, and in the input's dtype on the CPU."""
@@ -34,7 +37,7 @@ def _vectors(
 def _sum_of_parts(parts_Bnd: Tensor, shape: tuple[int, ...]) -> Factor:
     """Partial sums over positions, to be added up with those of other layers if they are few."""
     factor = RowSum(parts_Bnd, None if len(shape) == 1 else shape)
-    return factor if parts_Bnd.numel() <= RowSum.SMALL else Dense(factor.dense())
+    return factor if parts_Bnd.numel() <= PARTS_KEPT else Dense(factor.dense())
 
 
 def _normalized_backward(

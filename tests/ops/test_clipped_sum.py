@@ -90,6 +90,24 @@ def test_several_groups_at_once(
 
 
 @every_case
+def test_groups_of_several_dtypes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one group's dtype decides must not be decided for the others."""
+    if case.backend == "triton":
+        kernels = pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+        monkeypatch.setattr(kernels, "SMALL_BYTES", 0)
+    A, G = case.randn(3, 9, 16), case.randn(3, 9, 8, seed=1)
+    wide = (A.double() / 3, [G.double() / 7])
+    coef = torch.rand(3, device=case.device)
+    groups = [(A, [G]), wide]
+    for sums in (
+        [grads[0] for grads in clipped_sums_of(groups, coef, backend=case.backend)],
+        clipped_sums_many([(A, G), (wide[0], wide[1][0])], coef, backend=case.backend),
+    ):
+        assert relative_error(sums[0], oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+        assert relative_error(sums[1], oracle_of(wide[0], wide[1][0], coef)) <= 1e-12
+
+
+@every_case
 def test_all_samples_dropped(case: Case) -> None:
     A, G = case.randn(2, 5, 8), case.randn(2, 5, 6)
     A[0] = float("nan")
