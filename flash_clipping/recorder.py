@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,28 @@ from flash_clipping.factors import Factor
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
+
+
+class RunningTape(Protocol):
+    """What a recorder, its taps and its walks ask of :class:`~flash_clipping.tape.Tape`."""
+
+    norms_only: bool
+
+    def record(
+        self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int = 0
+    ) -> None: ...
+
+    def stand_in(self) -> None: ...
+
+    def take_norms(self) -> None: ...
+
+    def add_clipped_sums(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def put_back(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 def in_backward() -> bool:
@@ -123,7 +145,7 @@ class Recorder:
     def __init__(
         self,
         *,
-        tape_class: Callable[[Recorder], Any],
+        tape_class: Callable[[Recorder], RunningTape],
         clip: ClipFunction,
         trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
@@ -156,7 +178,7 @@ class Recorder:
         self.walks: weakref.ref[Any] | None = None
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
-        self._tape: weakref.ref[Any] | None = None
+        self._tape: weakref.ref[RunningTape] | None = None
         self._pending_flag: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,11 +285,11 @@ class Recorder:
     # -- backward -----------------------------------------------------------------------------
 
     @property
-    def tape(self) -> Any:
+    def tape(self) -> RunningTape | None:
         """The tape of the backward pass that is running, if it has one already."""
         return self._tape() if self._tape is not None else None
 
-    def begin_backward(self) -> Any:
+    def begin_backward(self) -> RunningTape:
         """The running backward's tape; made, and set to be finished at its end, if new."""
         tape = self.tape
         if tape is None:
@@ -276,7 +298,7 @@ class Recorder:
             Variable._execution_engine.queue_callback(tape.finish)
         return tape
 
-    def new_tape(self) -> Any:
+    def new_tape(self) -> RunningTape:
         tape = self.tape_class(self)
         tape.stand_in()
         self._tape = weakref.ref(tape)
