@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +174,6 @@ def worker(rank: int, directory: str) -> None:
         torch.save(results, f"{directory}/{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

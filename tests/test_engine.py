@@ -37,14 +37,6 @@ from flash_clipping import (
 MODES = ["one_pass", "two_pass"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
-    yield
-    torch.set_num_threads(threads)
-
-
 def digits() -> TensorDataset:
     datasets = pytest.importorskip("sklearn.datasets")
     pixels, labels = datasets.load_digits(return_X_y=True)

@@ -43,14 +43,6 @@ MODES = ["one_pass", "two_pass"]
 LIBRARY = str(Path(flash_clipping.__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
-    yield
-    torch.set_num_threads(threads)
-
-
 class Net(nn.Module):
     """A rule of every kind, stand-ins for bare parameters, vmap, and checkpointing on demand."""
 

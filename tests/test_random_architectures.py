@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,15 +51,6 @@ EXAMPLES = {
     "image": 200,
     "volume": 150,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time in handing work to threads than in doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def truth_of(model: nn.Module, plan: Plan) -> Truth:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +33,6 @@ CLASSES, POSITIONS = 7, 8
 
 #: Allowed in fp32, relative to the bound (design, section 5).
 SLACK = 1e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time in handing work to threads than in doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TiedHead(nn.Module):

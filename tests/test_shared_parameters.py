@@ -6,7 +6,7 @@ Norms and clipped sums against one plain backward per sample, in float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,15 +30,6 @@ TOLERANCE = 1e-9
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
 WRAPPERS = {"wrapped": GradSampleModuleFlashClipping, "hooks": GradSampleHooksFlashClipping}
 MODES = ["one_pass", "two_pass"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time in handing work to threads than in doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def truth_by_autograd(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Truth:

@@ -12,11 +12,8 @@ import torch
 def global_settings() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-    torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
