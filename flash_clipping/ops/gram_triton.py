@@ -17,8 +17,7 @@ launch where small layers would be bound by launches.
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -335,31 +334,21 @@ class _Rows:
     __slots__ = ("held", "input", "kind", "layers", "width")
 
     def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
-        A = tiles.with_unit_stride(A)
-        Gs = [tiles.with_unit_stride(G) for G in Gs]
         G_dtype = Gs[0].dtype
         if len(Gs) > 1 and any(G.dtype != G_dtype for G in Gs):
             Gs, G_dtype = [G.float() for G in Gs], torch.float32
-        self.held = (A, Gs)  # until the kernel has been launched
-        self.input, aligned = _row(A)
+        A, self.input, aligned = tiles.table_row(A)
         self.width = self.input[3]
+        self.held = [A]  # until the kernel has been launched
         self.layers = []
         for G in Gs:
-            row, G_aligned = _row(G)
+            G, row, G_aligned = tiles.table_row(G)
+            self.held.append(G)
             self.layers.append(row)
             self.width += row[3]
             aligned = aligned and G_aligned
         B, T, _ = A.shape
         self.kind = _Kind(B, T, A.dtype, G_dtype, aligned, A.device)
-
-
-def _row(x_BTf: Tensor) -> tuple[tuple[int, int, int, int], bool]:
-    """Address, strides and width; and whether a descriptor can address it: rows apart, and
-    everything on 16 bytes."""
-    address, width, each = x_BTf.data_ptr(), x_BTf.shape[2], x_BTf.element_size()
-    stride_b, stride_t, _ = x_BTf.stride()
-    aligned = (address | (stride_b | stride_t | width) * each) % 16 == 0 and stride_t > 0
-    return (address, stride_b, stride_t, width), aligned
 
 
 def launch_gram(
@@ -382,55 +371,35 @@ def launch_gram(
         (1 + bias, len(layers) // 4, B, slots * parts), dtype=torch.float32, device=device
     )
 
-    def launch() -> None:
-        _gram_kernel[(min(len(groups) * B * slots, tiles.sm_count(device)),)](
-            table,
-            table[len(inputs) :],
-            partial[0],
-            partial[-1],
-            len(groups),
-            B,
-            T,
-            rows,
-            BLOCK=config.block,
-            BLOCK_F=config.block_f,
-            PROMOTE=config.promote,
-            GROUP=8,
-            A_DTYPE=tiles.TL_DTYPE[A_dtype],
-            G_DTYPE=tiles.TL_DTYPE[G_dtype],
-            TMA=config.tma,
-            ALIGNED=aligned,
-            PARTS=parts,
-            BIAS=bias,
-            A_PRECISION=tiles.dot_precision(A_dtype),
-            G_PRECISION=tiles.dot_precision(G_dtype),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-
-    if config.tma:
-        _with_workspace(launch, device)
-    else:
-        launch()
+    grid = (min(len(groups) * B * slots, tiles.sm_count(device)),)
+    tiles.launch_with_workspace(
+        _gram_kernel[grid],
+        table,
+        table[len(inputs) :],
+        partial[0],
+        partial[-1],
+        len(groups),
+        B,
+        T,
+        rows,
+        BLOCK=config.block,
+        BLOCK_F=config.block_f,
+        PROMOTE=config.promote,
+        GROUP=8,
+        A_DTYPE=tiles.TL_DTYPE[A_dtype],
+        G_DTYPE=tiles.TL_DTYPE[G_dtype],
+        TMA=config.tma,
+        ALIGNED=aligned,
+        PARTS=parts,
+        BIAS=bias,
+        A_PRECISION=tiles.dot_precision(A_dtype),
+        G_PRECISION=tiles.dot_precision(G_dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     sums = partial.sum(-1).clamp_(min=0)
     counts = [len(group.layers) for group in groups]
     weights = sums[0].split(counts)
     biases = sums[1].split(counts) if bias else [None] * len(counts)
     return list(zip(weights, biases, strict=True))
-
-
-def _with_workspace(launch: Callable[[], object], device: torch.device) -> None:
-    """Launch a kernel that makes descriptors on the device, which takes memory there.
-
-    Triton asks an allocator of the current context for it. Setting ours in a copy of the context
-    leaves the caller's alone.
-    """
-
-    def run() -> None:
-        triton.set_allocator(
-            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
-        )
-        launch()
-
-    contextvars.copy_context().run(run)

@@ -69,12 +69,12 @@ def _grouped_product_kernel(
     G_ptr = _operand(tl.load(row), DTYPE, ALIGNED)
     G_stride_b = _width(tl.load(row + 1), DTYPE, ALIGNED)
     G_stride_t = _width(tl.load(row + 2), DTYPE, ALIGNED)
-    A_ptr = _operand(tl.load(row + 3), DTYPE, ALIGNED)
-    A_stride_b = _width(tl.load(row + 4), DTYPE, ALIGNED)
-    A_stride_t = _width(tl.load(row + 5), DTYPE, ALIGNED)
-    out_ptr = _operand(tl.load(row + 6), DTYPE, ALIGNED)
-    p = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
-    d = _width(tl.load(row + 8), DTYPE, ALIGNED).to(tl.int32)
+    p = _width(tl.load(row + 3), DTYPE, ALIGNED).to(tl.int32)
+    A_ptr = _operand(tl.load(row + 4), DTYPE, ALIGNED)
+    A_stride_b = _width(tl.load(row + 5), DTYPE, ALIGNED)
+    A_stride_t = _width(tl.load(row + 6), DTYPE, ALIGNED)
+    d = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
+    out_ptr = _operand(tl.load(row + 8), DTYPE, ALIGNED)
     tile -= tl.load(row + 9).to(tl.int32)
     tiles_d = tl.cdiv(d, BLOCK)
     p0 = (tile // tiles_d) * BLOCK
@@ -147,23 +147,18 @@ def _launch(
     repair: bool,
     block: int,
 ) -> None:
-    A_BTd, _ = pairs[0]
-    B, T, _ = A_BTd.shape
-    device, dtype, each = A_BTd.device, A_BTd.dtype, A_BTd.element_size()
-    held = []  # until the kernel has been launched
+    B, T, _ = pairs[0][0].shape
+    device, dtype = pairs[0][0].device, pairs[0][0].dtype
+    held: list[Tensor] = []  # until the kernel has been launched
     table: list[int] = []
     aligned, count = True, 0
     for (A, G), address in zip(pairs, addresses, strict=True):
-        A, G = tiles.with_unit_stride(A), tiles.with_unit_stride(G)
-        held.append((A, G))
-        d, p = A.shape[2], G.shape[2]
-        A_stride_b, A_stride_t, _ = A.stride()
-        G_stride_b, G_stride_t, _ = G.stride()
-        row = (G.data_ptr(), G_stride_b, G_stride_t, A.data_ptr(), A_stride_b, A_stride_t)
-        strides = G_stride_b | G_stride_t | A_stride_b | A_stride_t
-        aligned = aligned and (row[0] | row[3] | address | (strides | p | d) * each) % 16 == 0
-        table += (*row, address, p, d, count)
-        count += tiles.cdiv(p, block) * tiles.cdiv(d, block)
+        A, A_row, A_aligned = tiles.table_row(A)
+        G, G_row, G_aligned = tiles.table_row(G)
+        held += (A, G)
+        aligned = aligned and A_aligned and G_aligned and address % 16 == 0
+        table += (*G_row, *A_row, address, count)
+        count += tiles.cdiv(G_row[3], block) * tiles.cdiv(A_row[3], block)
     _grouped_product_kernel[(count,)](
         to_device(table, device, torch.int64),
         coef_B.contiguous(),

@@ -6,7 +6,7 @@ B samples, T positions, d input features, p output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,15 +17,15 @@ from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.tiles_triton import load_tile, sum_by_warp
 from flash_clipping.ops.upload import to_device
 
-GROUP = 8
+GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
 
 
 @triton.jit
 def _outer_kernel(
-    A,
-    G,
-    out,
+    A_ptr,
+    G_ptr,
+    out_ptr,
     partial_ptr,
     B,
     T,
@@ -49,6 +49,17 @@ def _outer_kernel(
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
+    if TMA:
+        A = tl.make_tensor_descriptor(
+            A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1], [1, BLOCK_T, BLOCK_D]
+        )
+        G = tl.make_tensor_descriptor(
+            G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1], [1, BLOCK_T, BLOCK_P]
+        )
+    else:
+        A, G = A_ptr, G_ptr
+    if TMA_STORE:
+        out = tl.make_tensor_descriptor(out_ptr, [B * p, d], [d, 1], [BLOCK_P, BLOCK_D // 2])
     per_sample = tiles_p * tiles_d
     for tile in tl.range(tl.program_id(0), B * per_sample, tl.num_programs(0), flatten=FLATTEN):
         b = tile // per_sample
@@ -72,20 +83,28 @@ def _outer_kernel(
                     product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
         if PROMOTE > 0:
             product += total
-        if STORE:
-            if TMA_STORE:  # p is a multiple of BLOCK_P: no tile reaches into the next sample
-                kept = product.to(out.dtype)
-                out.store([b * p + p0, d0], kept)
-            else:
-                kept = product.to(out.dtype.element_ty)
+        if TMA_STORE:  # p is a multiple of BLOCK_P: no tile reaches into the next sample
+            # By halves: what the store needs of shared memory is what the loads could have.
+            halves = tl.reshape(product, (BLOCK_P, 2, BLOCK_D // 2))
+            left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+            left = left.to(out_ptr.dtype.element_ty)
+            out.store([b * p + p0, d0], left)
+            right = right.to(out_ptr.dtype.element_ty)
+            out.store([b * p + p0, d0 + BLOCK_D // 2], right)
+            left, right = left.to(tl.float32), right.to(tl.float32)
+            squares = left * left + right * right
+        else:
+            if STORE:
+                kept = product.to(out_ptr.dtype.element_ty)
                 rows = p0 + tl.arange(0, BLOCK_P)[:, None]
                 columns = d0 + tl.arange(0, BLOCK_D)[None, :]
-                start = out + b.to(tl.int64) * p * d
+                start = out_ptr + b.to(tl.int64) * p * d
                 inside = (rows < p) & (columns < d)
                 tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
-            product = kept.to(tl.float32)
+                product = kept.to(tl.float32)
+            squares = product * product
         parts = tile * PARTS + tl.arange(0, PARTS)
-        tl.store(partial_ptr + parts, sum_by_warp(product * product, BLOCK_P, PARTS))
+        tl.store(partial_ptr + parts, sum_by_warp(squares, BLOCK_P, PARTS))
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
@@ -98,27 +117,30 @@ class Config:
     """A launch's parameters, open to benchmarks."""
 
     block_p: int = 128
-    block_d: int = 256
+    block_d: int = 128
     block_t: int = 64
     promote: int = 0
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
     flatten: bool = True
     tma: bool = True
+    per_multiprocessor: int = 2
 
 
 def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
+    alone = Config(block_p, block_d, num_warps=8, flatten=False, tma=tma, per_multiprocessor=1)
     if dtype == torch.float32:
-        return Config(block_p, block_d, 32, promote=2, flatten=False, tma=tma)
+        return replace(alone, block_t=32, promote=2)
     if not tma:
-        return Config(block_p, block_d, 32, promote=32, flatten=False, tma=False)
-    # There are registers for a second accumulator only beside a smaller tile. Norms of kept
-    # gradients need none: what is measured is what was kept.
+        return replace(alone, block_t=32, promote=32)
+    # There are registers for a second accumulator only in a program of twice the threads. Norms
+    # of kept gradients need none: what is measured is what was kept.
     if not store and T > 2048:
-        return Config(block_p, block_d, promote=16, num_stages=4, flatten=False)
-    return Config(block_p, block_d if d <= 128 else 256)
+        return replace(alone, promote=16, num_stages=4)
+    # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
+    return Config(block_p, block_d)
 
 
 def launch_outer(
@@ -135,17 +157,13 @@ def launch_outer(
     tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
     partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
-    out = partial if grads_Bpd is None else grads_Bpd
-    A, G = A_BTd, G_BTp
-    if tma:
-        A = tiles.descriptor(A_BTd, [1, config.block_t, config.block_d])
-        G = tiles.descriptor(G_BTp, [1, config.block_t, config.block_p])
-        if grads_Bpd is not None and tma_store:
-            out = tiles.descriptor(grads_Bpd.view(B * p, d), [config.block_p, config.block_d])
-    _outer_kernel[(min(B * tiles_p * tiles_d, tiles.sm_count(A_BTd.device)),)](
-        A,
-        G,
-        out,
+    at_once = config.per_multiprocessor * tiles.sm_count(A_BTd.device)
+    grid = (min(B * tiles_p * tiles_d, at_once),)
+    tiles.launch_with_workspace(
+        _outer_kernel[grid],
+        A_BTd,
+        G_BTp,
+        partial if grads_Bpd is None else grads_Bpd,
         partial,
         B,
         T,

@@ -5,8 +5,9 @@ B samples, T positions, F features.
 
 from __future__ import annotations
 
+import contextvars
 import functools
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,18 +47,9 @@ def sm_count(device: torch.device) -> int:
     return _sm_count(device.index if device.index is not None else torch.cuda.current_device())
 
 
-@functools.cache
-def descriptor_class() -> Any:
-    """Triton's host-side tensor descriptor, or None before Triton had one."""
-    try:
-        return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    except (ImportError, AttributeError):
-        return None
-
-
 def has_tma(device: torch.device) -> bool:
     """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later)."""
-    if descriptor_class() is None or not hasattr(tl, "make_tensor_descriptor"):
+    if not hasattr(tl, "make_tensor_descriptor"):
         return False
     if device.type != "cuda":
         return True  # the interpreter
@@ -76,9 +68,21 @@ def fits_tma(*tensors: Tensor) -> bool:
     )
 
 
-def descriptor(x: Tensor, block: list[int]) -> Any:
-    """A host-side tensor descriptor of ``x`` that moves blocks of shape ``block``."""
-    return descriptor_class()(x, list(x.shape), list(x.stride()), block)
+def launch_with_workspace(launch: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Launch a kernel that may make descriptors on the device, which takes memory there.
+
+    Descriptors made by the host would cost it 10 µs each. Triton asks an allocator of the current
+    context for the memory; setting ours in a copy of the context leaves the caller's alone.
+    """
+    device = args[0].device
+
+    def run() -> None:
+        triton.set_allocator(
+            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
+        )
+        launch(*args, **kwargs)
+
+    contextvars.copy_context().run(run)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -91,6 +95,21 @@ def dot_precision(dtype: torch.dtype) -> str:
 def with_unit_stride(x: Tensor) -> Tensor:
     """``x`` with features next to each other; a copy where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def table_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
+    """What a table of operands says of one, whose features must lie together (else a copy's):
+    address, strides of samples and positions, width; and whether a descriptor, or a load of 16
+    bytes, can serve it: all of that on 16 bytes, and rows apart."""
+    stride_b, stride_t, stride_f = x_BTf.stride()
+    width = x_BTf.shape[2]
+    if stride_f != 1 and width != 1:
+        x_BTf = x_BTf.contiguous()
+        stride_b, stride_t, _ = x_BTf.stride()
+    address = x_BTf.data_ptr()
+    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
+    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0
+    return x_BTf, (address, stride_b, stride_t, width), aligned
 
 
 @triton.jit
