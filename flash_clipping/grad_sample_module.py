@@ -258,9 +258,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
+        index = norms_PB.get_device()
         for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
+            if param.get_device() != index:
+                norm_B = norm_B.to(param.device)
             # Where Opacus' users look for the norm of one parameter's gradients.
-            setattr(param, "_norm_sample", norm_B.to(param.device))  # noqa: B010
+            setattr(param, "_norm_sample", norm_B)  # noqa: B010
         self.per_sample_gradient_norms = total_norm(norms_PB)
         self._backwards += 1
         self._clipped = True

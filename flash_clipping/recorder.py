@@ -54,6 +54,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Where gradients go: add to ``p.grad`` as autograd would."""
+    if grad.dtype != param.dtype:
+        grad = grad.to(param.dtype)
+    if grad.shape != param.shape:
+        grad = grad.view_as(param)
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)
+
+
 @dataclass(slots=True)
 class Readers:
     """How many tapped layers read one input."""
@@ -67,8 +79,9 @@ class Forward:
 
     #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
     batch_sizes: tuple[int, ...] = ()
-    #: How often each parameter, by ``id``, was used by a tapped layer (checkpointed: once).
-    uses: Counter[int] = field(default_factory=Counter)
+    #: Parameters that tapped layers used, call by call (checkpointed: once), not yet counted.
+    used: list[Sequence[nn.Parameter]] = field(default_factory=list)
+    counted: Counter[int] = field(default_factory=Counter)
     #: The input that the last tapped layer read, and how many have read it in a row.
     last_input: weakref.ref[Tensor] | None = None
     last_readers: Readers | None = None
@@ -123,6 +136,14 @@ class Forward:
         return self.last_readers
 
     @property
+    def uses(self) -> Counter[int]:
+        """How often each parameter, by ``id``, was used by a tapped layer."""
+        if self.used:
+            self.counted.update([id(param) for params in self.used for param in params])
+            self.used.clear()
+        return self.counted
+
+    @property
     def batch_size(self) -> int | None:
         """Size of the batch axis of the root's first tensor input."""
         return self.batch_sizes[0] if self.batch_sizes else None
@@ -158,6 +179,8 @@ class Recorder:
         self.state = state
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
+        #: Axis of every tapped layer's input that holds the samples.
+        self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.tape_class = tape_class
         self.enabled = False
@@ -208,7 +231,7 @@ class Recorder:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
             self._recover()
-        axis = 0 if self.batch_first else 1
+        axis = self.batch_axis
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
         forward = Forward(
             recorded=torch.is_grad_enabled(),
@@ -236,10 +259,7 @@ class Recorder:
         """Note that a tapped layer reads these parameters, unless this is a recomputation."""
         forward = self.current_forward
         if forward is not None and not in_backward():
-            uses = forward.uses
-            for param in params:
-                key = id(param)
-                uses[key] = uses.get(key, 0) + 1
+            forward.used.append(params)
 
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""

@@ -60,7 +60,7 @@ def prove_rows(
     recorder.proven |= read.keys() - others - call.unproven
     if not any(read[path] for path in call.unproven):
         return
-    axis = 0 if recorder.batch_first else 1
+    axis = recorder.batch_axis
 
     shortened: list[Tensor] = []
 

@@ -23,7 +23,14 @@ from torch.utils import _pytree as pytree
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense
-from flash_clipping.recorder import Forward, Place, Readers, Recorder, in_backward
+from flash_clipping.recorder import (
+    Forward,
+    Place,
+    Readers,
+    Recorder,
+    add_into_grad,
+    in_backward,
+)
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 
 #: Modules that hold parameters for their parent and are never called.
@@ -160,7 +167,7 @@ class Tap(Place):
         call = self.recorder.current_forward
         if call is None or not call.recorded or in_backward():
             return False
-        axis = 0 if self.recorder.batch_first else 1
+        axis = self.recorder.batch_axis
         if self.rule is None and not self.generic:
             call.doubt(self.path, self.recorder)  # what its parameters will meet is not known yet
         elif self.rule is None or not self.rule.sets_batch:
@@ -173,12 +180,12 @@ class Tap(Place):
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are the layer's own and trainable now, by name."""
-        return [
-            (name, param)
-            for owner in self.owners
-            for name, param in owner._parameters.items()
-            if param is not None and param.requires_grad
-        ]
+        found = []
+        for owner in self.owners:
+            for name, param in owner._parameters.items():
+                if param is not None and param.requires_grad:
+                    found.append((name, param))
+        return found
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
@@ -197,7 +204,7 @@ class Tap(Place):
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
-        axis = rule.batch_axis(self.layer, 0 if self.recorder.batch_first else 1)
+        axis = rule.batch_axis(self.layer, self.recorder.batch_axis)
 
         def ordinary(*inputs: Any) -> Any:
             rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
@@ -231,17 +238,21 @@ class Tap(Place):
         if isinstance(x, BareParameter) and forward is not None:
             x = to_samples(x, forward.batch_size or 1, self.path)
             args = (x, *args[1:])
-        axis = rule.batch_axis(self.layer, 0 if recorder.batch_first else 1)
-        if not isinstance(x, Tensor) or x.device != trainable[0][1].device or x.dim() <= axis:
-            self._refuse_input(x, trainable[0][1])
-        if forward is not None and not rule.sets_batch:
+        axis = rule.batch_axis(self.layer, recorder.batch_axis)
+        param = trainable[0][1]
+        if not isinstance(x, Tensor) or x.get_device() != param.get_device() or x.dim() <= axis:
+            self._refuse_input(x, param)
+        if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
             forward.note_rows(self.path, x, axis, recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        use = Use(self, rule, forward, len(args), trainable)
-        output = _apply_tapped_layer(use, *args, *[param for _, param in trainable])
+        use = Use(self, forward, len(args), trainable)
+        if x.requires_grad:
+            output = _apply_tapped_layer(use, *args)
+        else:  # the output must require grad all the same
+            output = _apply_tapped_layer(use, *args, *[param for _, param in trainable])
         if rule.sets_batch and forward is not None:
             forward.batch_sizes = (output.shape[0],)
         if not axis:
@@ -291,24 +302,22 @@ class Use:
 
     Attributes:
         forward: the call of the root that it belongs to, if any.
-        n_inputs: how many of the function's inputs are the layer's; its parameters follow.
+        n_inputs: how many of the function's inputs are the layer's; its parameters may follow.
         params: the parameters themselves, as ``p.grad`` belongs to them.
         readers: how many layers read the same input.
         recomputed: whether this is checkpointing's second forward.
     """
 
-    __slots__ = ("forward", "n_inputs", "params", "readers", "recomputed", "rule", "tap")
+    __slots__ = ("forward", "n_inputs", "params", "readers", "recomputed", "tap")
 
     def __init__(
         self,
         tap: Tap,
-        rule: Rule,
         forward: Forward | None,
         n_inputs: int,
         params: list[tuple[str, nn.Parameter]],
     ):
         self.tap = tap
-        self.rule = rule
         self.forward = forward
         self.n_inputs = n_inputs
         self.params = params
@@ -327,27 +336,30 @@ class Use:
 
 
 class TappedLayer(torch.autograd.Function):
-    """A layer with a rule. Its trainable parameters are inputs: its output then requires grad."""
+    """A layer with a rule. Where no input requires grad, its parameters are inputs too: its output
+    must. Elsewhere they would only cost autograd a visit each, to be given nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *inputs_and_params: Any) -> Any:
-        inputs = inputs_and_params[: use.n_inputs]
-        output, saved = use.rule.forward(use.tap.layer, *inputs)
-        if isinstance(output, Tensor):
-            if output._is_view():
-                output = _fresh(output, inputs)
-        else:
-            output = tuple(_fresh(part, inputs) for part in output)
+    def forward(ctx: Any, use: Use, *inputs: Any) -> Any:
+        tap = use.tap
+        assert tap.rule is not None
+        if len(inputs) != use.n_inputs:
+            inputs = inputs[: use.n_inputs]
+        output, saved = tap.rule.forward(tap.layer, *inputs)
+        if not isinstance(output, Tensor):
+            output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
+        elif output._is_view():
+            output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        others = [
-            (i, value)
-            for i, value in enumerate(saved)
-            if value is not None and not isinstance(value, Tensor)
-        ]
-        if others:
-            saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
+        ctx.others = None
+        for value in saved:
+            if not isinstance(value, Tensor):
+                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
+                saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
+                break
         ctx.save_for_backward(*saved)
-        ctx.use, ctx.others = use, others
+        ctx.use = use
         if use.forward is not None:
             use.readers = use.forward.readers_of(inputs[0])
         return output
@@ -355,46 +367,46 @@ class TappedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         use: Use = ctx.use
-        tap, params, n_inputs = use.tap, use.params, use.n_inputs
+        tap, params = use.tap, use.params
         if torch.is_grad_enabled():
             raise FlashClippingError(
                 f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
                 "flash clipping does not have. Call backward() without create_graph, or take "
                 "such gradients on the unwrapped model."
             )
+        saved = ctx.saved_tensors
+        if ctx.others is not None:
+            saved = tuple(
+                other if tensor is None else tensor
+                for tensor, other in zip(saved, ctx.others, strict=True)
+            )
         recorder = tap.recorder
+        inputs = ctx.needs_input_grad
         needs = Needs(
-            ctx.needs_input_grad[1 : 1 + n_inputs],
+            inputs[1 : 1 + use.n_inputs],
             frozenset([name for name, _ in params]),
             recorder.backend,
         )
-        saved = ctx.saved_tensors
-        if ctx.others:
-            saved = list(saved)
-            for i, value in ctx.others:
-                saved[i] = value
-            saved = tuple(saved)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        grads, factors = use.rule.backward(tap.layer, saved, grad_output, needs)
-        if not isinstance(grads, tuple):
-            grads = (grads,)
+        rule = tap.rule
+        assert rule is not None
+        grads, factors = rule.backward(tap.layer, saved, grad_output, needs)
         try:
             of_params = [(param, factors[name]) for name, param in params]
         except KeyError as missing:
             raise FlashClippingError(
-                f"{tap.path}: its rule {type(use.rule).__name__} returned no factor for "
+                f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
                 f"{missing.args[0]}; return one for every name in needs.params."
             ) from None
-        missing_grads = (None,) * (n_inputs - len(grads))
-        if not recorder.enabled:
+        if recorder.enabled:
+            tap.record(of_params, use.recomputed, use.count_readers())
+        else:
             # An ordinary backward: ordinary gradients.
-            ordinary = [
-                factor.clipped_sum(None, recorder.backend).view_as(param)
-                for param, factor in of_params
-            ]
-            return (None, *grads, *missing_grads, *ordinary)
-        tap.record(of_params, use.recomputed, use.count_readers())
-        return (None, *grads, *missing_grads, *(None,) * len(params))
+            for param, factor in of_params:
+                add_into_grad(param, factor.clipped_sum(None, recorder.backend))
+        if not isinstance(grads, tuple):
+            grads = (grads,)
+        return (None, *grads, *(None,) * (len(inputs) - 1 - len(grads)))
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
@@ -403,9 +415,7 @@ _apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
-    """An output that may be changed in place afterwards, as an in-place ReLU does."""
-    if not output._is_view():
-        return output
+    """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
     memory = output.untyped_storage().data_ptr()
     if any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in inputs):
         return output.clone()
@@ -452,7 +462,7 @@ def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     flow, an operator without a batching rule) is run sample by sample instead, with one warning.
     """
     recorder, layer = tap.recorder, tap.layer
-    axis = 0 if recorder.batch_first else 1
+    axis = recorder.batch_axis
     leaves, spec = pytree.tree_flatten((args, kwargs))
     batch_size = _batch_size(tap, leaves, axis)
     named = {name: param for name, param in layer.named_parameters() if param.requires_grad}

@@ -30,14 +30,16 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, i
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
-from flash_clipping.recorder import Recorder
+from flash_clipping.recorder import Recorder, add_into_grad
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
 STORED_AT_ONCE = 1 << 26
 
-#: Bytes of operands of clipped sums that are let go of together.
+#: Bytes of operands of clipped sums that are let go of together, or this share of all if that is
+#: more: few launches, and little beside what backward has let go of by then.
 HELD_AT_ONCE = 1 << 28
+SHARE_HELD_AT_ONCE = 1 / 8
 
 
 class LinearGroup:
@@ -215,16 +217,18 @@ class Tape:
         self.recorder.note_non_finite(coef == 0)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scaled = coef * self._own_gradient_scale()
-        if scaled.dim() == 2:
-            self.coef = {
-                id(param): row.to(param.device, non_blocking=True)
-                for param, row in zip(params, scaled.unbind(0), strict=True)
-            }
-        else:
-            devices = {param.device for param in params}
-            on_device = {device: scaled.to(device, non_blocking=True) for device in devices}
-            self.coef = {id(param): on_device[param.device] for param in params}
-        self.params.update({id(param): param for param in params})
+        rows = scaled.unbind(0) if scaled.dim() == 2 else None
+        on_device: dict[int, Tensor] = {}
+        self.coef = {}
+        for n, param in enumerate(params):
+            index = param.get_device()
+            if rows is not None:
+                coef_B = rows[n].to(param.device, non_blocking=True)
+            elif index in on_device:
+                coef_B = on_device[index]
+            else:
+                coef_B = on_device[index] = scaled.to(param.device, non_blocking=True)
+            self.params[id(param)], self.coef[id(param)] = param, coef_B
 
     def _check_trainable(self, params: list[nn.Parameter]) -> None:
         frozen = self.paths.keys() - {id(param) for param in params}
@@ -377,10 +381,12 @@ class Tape:
     def _add_products(self) -> None:
         """Linear maps that are worth a launch each; a shared input is scaled once."""
         assert self.coef is not None
+        total = sum([linear.nbytes for linear in self.linear])
+        at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * total))
         while self.linear:
             # On a GPU a few at a time: their operands live until the launch that all share.
             batch = [self.linear.pop()]
-            room = HELD_AT_ONCE - batch[0].nbytes if batch[0].A_BTd.is_cuda else 0
+            room = at_once - batch[0].nbytes if batch[0].A_BTd.is_cuda else 0
             while self.linear and self.linear[-1].nbytes <= room:
                 batch.append(self.linear.pop())
                 room -= batch[-1].nbytes
@@ -421,15 +427,3 @@ def _worth_storing(factor: Outer, readers: int) -> bool:
     p, itemsize = G.shape[-1], G.element_size()
     algorithm = cost.choose_on(G.device.type, B, T, d, p, itemsize, may_store=True, shared=readers)
     return algorithm == "outer_store"
-
-
-def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Where gradients go: add to ``p.grad`` as autograd would."""
-    if grad.dtype != param.dtype:
-        grad = grad.to(param.dtype)
-    if grad.shape != param.shape:
-        grad = grad.view_as(param)
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)

@@ -237,6 +237,26 @@ def test_step_on_gradients_that_were_not_clipped_is_refused() -> None:
         optimizer.step()
 
 
+def test_backward_for_all_parameters_by_name_is_backward() -> None:
+    (x, y), results = next(iter(DataLoader(data(), batch_size=16))), []
+    for named in (False, True):
+        module = GradSampleModuleFlashClipping(network(), max_grad_norm=0.1)
+        loss = F.cross_entropy(module(x), y)
+        loss.backward(inputs=list(module.parameters()) if named else None)
+        results.append([module.get_norm_sample(), *(p.grad for p in module.parameters())])
+    for plain, by_name in zip(*results, strict=True):
+        assert torch.equal(plain, by_name)
+
+
+@pytest.mark.parametrize("part", [slice(2, 4), slice(4, 6)])
+def test_step_after_backward_for_a_part_of_the_parameters_is_refused(part: slice) -> None:
+    module, optimizer, _, loader = private(FlashPrivacyEngine(), network())
+    x, y = next(iter(loader))
+    F.cross_entropy(module(x), y).backward(inputs=list(module.parameters())[part])
+    with pytest.raises(ValueError, match="No clipped backward pass"):
+        optimizer.step()
+
+
 def test_engine_serves_torch_attention_as_it_is() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:

@@ -79,5 +79,5 @@ def _product(scaled: Tensor, other: Tensor, *, swap: bool) -> Tensor:
     left, right = (scaled_NF, other_NF) if swap else (other_NF, scaled_NF)
     if torch.is_autocast_enabled(left.device.type):
         with torch.autocast(left.device.type, enabled=False):
-            return left.mT @ right
-    return left.mT @ right
+            return torch.mm(left.mT, right)
+    return torch.mm(left.mT, right)

@@ -25,7 +25,7 @@ def by_kind(groups: Sequence[Group]) -> list[list[int]]:
     """
     kinds: dict[object, list[int]] = {}
     for index, (A, Gs) in enumerate(groups):
-        kind = (A.device, A.dtype, frozenset([G.dtype for G in Gs]))
+        kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
         kinds.setdefault(kind, []).append(index)
     return list(kinds.values())
 
@@ -57,7 +57,8 @@ def check_same_rows(x: Tensor, y: Tensor, x_name: str, y_name: str) -> None:
             f"{x_name} has shape {tuple(x.shape)} and {y_name} has shape {tuple(y.shape)}; all "
             "dimensions but the last must agree."
         )
-    if x.device != y.device:
+    # Comparing devices takes longer than all the rest.
+    if x.get_device() != y.get_device():
         raise ValueError(f"{x_name} is on {x.device} and {y_name} is on {y.device}.")
 
 
@@ -68,5 +69,5 @@ def check_coefficients(coef_B: Tensor, x: Tensor, name: str) -> None:
             f"coef_B has shape {tuple(coef_B.shape)}; expected ({x.shape[0]},), one coefficient "
             f"for each sample of {name}, whose shape is {tuple(x.shape)}."
         )
-    if coef_B.device != x.device:
+    if coef_B.get_device() != x.get_device():
         raise ValueError(f"coef_B is on {coef_B.device} and {name} is on {x.device}.")

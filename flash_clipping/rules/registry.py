@@ -189,7 +189,7 @@ def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None,
     Done by the rule itself so that the operands that were multiplied are also the ones saved: the
     norm is then the norm of what the backward pass really computes.
     """
-    device_type = "cuda" if x.is_cuda else x.device.type
+    device_type = "cuda" if x.is_cuda else x.device.type  # .device.type is slow
     if not torch.is_autocast_enabled(device_type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(device_type)
