@@ -45,6 +45,7 @@ def _grouped_product_kernel(
     table_ptr,
     coef_ptr,
     layers,
+    tiles,
     B,
     T,
     DTYPE: tl.constexpr,
@@ -56,58 +57,56 @@ def _grouped_product_kernel(
     PRECISION: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    tile = tl.program_id(0)
     if SAMPLES > 0:  # a repair: nothing to do unless some sample was dropped
         samples = tl.arange(0, SAMPLES)
         coefs = tl.load(coef_ptr + samples, mask=samples < B, other=1.0)
-        B = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, B, 0)
-    # The layer whose range of tiles holds this one.
+        tiles = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, tiles, 0)
     index = tl.arange(0, LAYERS)
     first = tl.load(table_ptr + index * COLUMNS + 9, mask=index < layers, other=1 << 40)
-    layer = tl.sum(tl.where(first <= tile, 1, 0), 0) - 1
-    row = table_ptr + layer * COLUMNS
-    G_ptr = _operand(tl.load(row), DTYPE, ALIGNED)
-    G_stride_b = _width(tl.load(row + 1), DTYPE, ALIGNED)
-    G_stride_t = _width(tl.load(row + 2), DTYPE, ALIGNED)
-    p = _width(tl.load(row + 3), DTYPE, ALIGNED).to(tl.int32)
-    A_ptr = _operand(tl.load(row + 4), DTYPE, ALIGNED)
-    A_stride_b = _width(tl.load(row + 5), DTYPE, ALIGNED)
-    A_stride_t = _width(tl.load(row + 6), DTYPE, ALIGNED)
-    d = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
-    out_ptr = _operand(tl.load(row + 8), DTYPE, ALIGNED)
-    tile -= tl.load(row + 9).to(tl.int32)
-    tiles_d = tl.cdiv(d, BLOCK)
-    p0 = (tile // tiles_d) * BLOCK
-    d0 = (tile % tiles_d) * BLOCK
-    rows = p0 + tl.arange(0, BLOCK)
-    columns = d0 + tl.arange(0, BLOCK)
-    steps = tl.cdiv(T, BLOCK_T)
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    product = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for step in range(0, B * steps):
-        b = step // steps
-        coef = tl.load(coef_ptr + b)
-        t = (step % steps) * BLOCK_T + tl.arange(0, BLOCK_T)
-        read = t < tl.where(coef == 0, 0, T)
-        G = tl.load(
-            G_ptr + b * G_stride_b + t[None, :] * G_stride_t + rows[:, None],
-            mask=read[None, :] & (rows[:, None] < p),
-            other=0.0,
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # The layer whose range of tiles holds this one.
+        layer = tl.sum(tl.where(first <= tile, 1, 0), 0) - 1
+        row = table_ptr + layer * COLUMNS
+        G_ptr = _operand(tl.load(row), DTYPE, ALIGNED)
+        G_stride_b = _width(tl.load(row + 1), DTYPE, ALIGNED)
+        G_stride_t = _width(tl.load(row + 2), DTYPE, ALIGNED)
+        p = _width(tl.load(row + 3), DTYPE, ALIGNED).to(tl.int32)
+        A_ptr = _operand(tl.load(row + 4), DTYPE, ALIGNED)
+        A_stride_b = _width(tl.load(row + 5), DTYPE, ALIGNED)
+        A_stride_t = _width(tl.load(row + 6), DTYPE, ALIGNED)
+        d = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
+        out_ptr = _operand(tl.load(row + 8), DTYPE, ALIGNED)
+        place = tile - tl.load(row + 9).to(tl.int32)
+        tiles_d = tl.cdiv(d, BLOCK)
+        rows = (place // tiles_d) * BLOCK + tl.arange(0, BLOCK)
+        columns = (place % tiles_d) * BLOCK + tl.arange(0, BLOCK)
+        steps = tl.cdiv(T, BLOCK_T)
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for step in range(0, B * steps):
+            b = step // steps
+            coef = tl.load(coef_ptr + b)
+            t = (step % steps) * BLOCK_T + tl.arange(0, BLOCK_T)
+            read = t < tl.where(coef == 0, 0, T)
+            G = tl.load(
+                G_ptr + b * G_stride_b + t[None, :] * G_stride_t + rows[:, None],
+                mask=read[None, :] & (rows[:, None] < p),
+                other=0.0,
+            )
+            A = tl.load(
+                A_ptr + b * A_stride_b + t[:, None] * A_stride_t + columns[None, :],
+                mask=read[:, None] & (columns[None, :] < d),
+                other=0.0,
+            )
+            product = tl.dot(G, A, product, input_precision=PRECISION)
+            if step % steps == steps - 1:
+                total += coef * product
+                product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        tl.store(
+            out_ptr + rows[:, None].to(tl.int64) * d + columns[None, :],
+            total.to(DTYPE),
+            mask=(rows[:, None] < p) & (columns[None, :] < d),
         )
-        A = tl.load(
-            A_ptr + b * A_stride_b + t[:, None] * A_stride_t + columns[None, :],
-            mask=read[:, None] & (columns[None, :] < d),
-            other=0.0,
-        )
-        product = tl.dot(G, A, product, input_precision=PRECISION)
-        if step % steps == steps - 1:
-            total += coef * product
-            product = tl.zeros((BLOCK, BLOCK), tl.float32)
-    tl.store(
-        out_ptr + rows[:, None].to(tl.int64) * d + columns[None, :],
-        total.to(DTYPE),
-        mask=(rows[:, None] < p) & (columns[None, :] < tl.where(B > 0, d, 0)),
-    )
 
 
 def grouped_products(
@@ -159,10 +158,13 @@ def _launch(
         aligned = aligned and A_aligned and G_aligned and address % 16 == 0
         table += (*G_row, *A_row, address, count)
         count += tiles.cdiv(G_row[3], block) * tiles.cdiv(A_row[3], block)
-    _grouped_product_kernel[(count,)](
+    # A repair hardly ever has anything to do: then few programs look, and end.
+    programs = min(count, tiles.sm_count(device)) if repair else count
+    _grouped_product_kernel[(programs,)](
         to_device(table, device, torch.int64),
         coef_B.contiguous(),
         len(pairs),
+        count,
         B,
         T,
         DTYPE=tiles.TL_DTYPE[dtype],
