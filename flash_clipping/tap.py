@@ -240,7 +240,7 @@ class Tap(Place):
             args = (x, *args[1:])
         axis = rule.batch_axis(self.layer, recorder.batch_axis)
         param = trainable[0][1]
-        if not isinstance(x, Tensor) or x.get_device() != param.get_device() or x.dim() <= axis:
+        if not isinstance(x, Tensor) or x.device != param.device or x.dim() <= axis:
             self._refuse_input(x, param)
         if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
             forward.note_rows(self.path, x, axis, recorder, features=1)
