@@ -398,15 +398,32 @@ class TappedLayer(torch.autograd.Function):
                 f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
                 f"{missing.args[0]}; return one for every name in needs.params."
             ) from None
-        if recorder.enabled:
-            tap.record(of_params, use.recomputed, use.count_readers())
-        else:
-            # An ordinary backward: ordinary gradients.
-            for param, factor in of_params:
-                add_into_grad(param, factor.clipped_sum(None, recorder.backend))
         if not isinstance(grads, tuple):
             grads = (grads,)
-        return (None, *grads, *(None,) * (len(inputs) - 1 - len(grads)))
+        grads += (None,) * (use.n_inputs - len(grads))
+        if recorder.enabled:
+            tap.record(of_params, use.recomputed, use.count_readers())
+            return (None, *grads, *(None,) * (len(inputs) - 1 - len(grads)))
+        # An ordinary backward: ordinary gradients.
+        ordinary = [
+            factor.clipped_sum(None, recorder.backend).view_as(param) for param, factor in of_params
+        ]
+        if len(inputs) > 1 + use.n_inputs:
+            return (None, *grads, *ordinary)
+        if _adds_to_grad(ctx):
+            for (param, _), grad in zip(of_params, ordinary, strict=True):
+                add_into_grad(param, grad)
+        return (None, *grads)
+
+
+def _adds_to_grad(node: Any) -> bool:
+    """Whether the running backward adds to ``p.grad``, as ``torch.autograd.grad`` does not."""
+    while node.next_functions:  # on to some leaf, which is visited only if its gradient is kept
+        node = next(below for below, _ in node.next_functions if below is not None)
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad will return
+        return False
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above

@@ -248,6 +248,25 @@ def test_backward_for_all_parameters_by_name_is_backward() -> None:
         assert torch.equal(plain, by_name)
 
 
+@pytest.mark.parametrize("leaf", ["input", "first", "last"])
+def test_torch_autograd_grad_leaves_p_grad_alone(leaf: str) -> None:
+    module = GradSampleModuleFlashClipping(network(), max_grad_norm=0.1)
+    x, y = next(iter(DataLoader(data(), batch_size=16)))
+    x.requires_grad_(leaf == "input")
+    params = list(module.parameters())
+    loss = F.cross_entropy(module(x), y)
+    module.disable_hooks()
+    found = {"input": x, "first": params[0], "last": params[-1]}[leaf]
+    (grad,) = torch.autograd.grad(loss, [found], allow_unused=True, retain_graph=True)
+    assert (grad is None) == (leaf == "last")  # its tap gives to p.grad itself
+    assert all(p.grad is None for p in params)
+    loss.backward()
+    plain = network()
+    F.cross_entropy(plain(x), y).backward()
+    for param, expected in zip(params, plain.parameters(), strict=True):
+        assert_close(param.grad, expected.grad, 1e-6)
+
+
 @pytest.mark.parametrize("part", [slice(2, 4), slice(4, 6)])
 def test_step_after_backward_for_a_part_of_the_parameters_is_refused(part: slice) -> None:
     module, optimizer, _, loader = private(FlashPrivacyEngine(), network())
