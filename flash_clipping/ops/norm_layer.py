@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import norm_layer_torch
-from flash_clipping.ops.shapes import as_rows, check_same_rows
+from flash_clipping.ops.shapes import as_rows
 
 
 def norm_backward(
@@ -44,16 +44,18 @@ def norm_backward(
         (float64 for float64); None for what is not wanted.
     """
     shape = x.shape
+    if shape != G.shape or x.device != G.device:
+        raise ValueError(
+            f"x has shape {tuple(shape)} on {x.device} and G {tuple(G.shape)} on {G.device}; "
+            "they must agree."
+        )
     x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
-    check_same_rows(x_BTd, G_BTd, "x", "G")
-    if x_BTd.shape != G_BTd.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}.")
     rows = x_BTd.shape[:2]
     if rstd.shape != rows:
         rstd = rstd.reshape(rows)
     if mean is not None and mean.shape != rows:
         mean = mean.reshape(rows)
-    dx, w_Bnd, b_Bnd = backends.run(
+    dx, vectors_PBnd = backends.run(
         norm_layer_torch.norm_backward,
         backend,
         x_BTd,
@@ -68,15 +70,10 @@ def norm_backward(
     )
     if dx is not None and dx.shape != shape:
         dx = dx.reshape(shape)
-    if in_parts:
-        return dx, w_Bnd, b_Bnd
-    return dx, _added_up(w_Bnd), _added_up(b_Bnd)
-
-
-def _added_up(parts_Bnd: Tensor | None) -> Tensor | None:
-    if parts_Bnd is None:
-        return None
-    return parts_Bnd.squeeze(1) if parts_Bnd.shape[1] == 1 else parts_Bnd.sum(1)
+    vectors = vectors_PBnd
+    if not in_parts:  # both in one launch
+        vectors = vectors.squeeze(2) if vectors.shape[2] == 1 else vectors.sum(2)
+    return dx, vectors[0] if weight_grad else None, vectors[-1] if bias_grad else None
 
 
 def group_norm_grads(

@@ -27,8 +27,12 @@ def norm_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """See :func:`flash_clipping.ops.norm_layer.norm_backward`; vectors come as ``[B, 1, d]``."""
+) -> tuple[Tensor | None, Tensor]:
+    """``dx``, and those of ``Σ_t G·x̂`` and ``Σ_t G`` that are wanted, in that order.
+
+    These sums come in ``n`` parts for a kernel's convenience, ``[0 to 2, B, n, d]``; here in one.
+    See :func:`flash_clipping.ops.norm_layer.norm_backward`.
+    """
     B, T, d = x_BTd.shape
     dtype = accumulator(x_BTd)
     dx_BTd = native_BTd = None
@@ -36,8 +40,9 @@ def norm_backward(
         native_BTd = _native_input_grad(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d)
         if native_BTd is None:
             dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
-    w_Bd = x_BTd.new_empty((B, d), dtype=dtype) if weight_grad else None
-    b_Bd = x_BTd.new_empty((B, d), dtype=dtype) if bias_grad else None
+    vectors_PBd = x_BTd.new_empty((weight_grad + bias_grad, B, d), dtype=dtype)
+    w_Bd = vectors_PBd[0] if weight_grad else None
+    b_Bd = vectors_PBd[-1] if bias_grad else None
     weight = None if weight_d is None else weight_d.to(dtype)
     samples = max(1, BUFFER // max(1, T * d))
     for b in range(0, B, samples):
@@ -62,11 +67,7 @@ def norm_backward(
             dx.mul_(rstd).addcmul_(centred, slope, value=-1)
             if dx_BTd.dtype != dtype:
                 dx_BTd[chunk] = dx
-    return (
-        dx_BTd if native_BTd is None else native_BTd,
-        None if w_Bd is None else w_Bd.unsqueeze(1),
-        None if b_Bd is None else b_Bd.unsqueeze(1),
-    )
+    return (dx_BTd if native_BTd is None else native_BTd), vectors_PBd.unsqueeze(2)
 
 
 def _native_input_grad(

@@ -58,8 +58,6 @@ def _normalized_backward(
         weight = None if weight is None else weight.flatten()
     else:
         x_flat, G_flat = x, grad_output
-    if x_flat.dim() == 2:
-        x_flat, G_flat = x_flat.unsqueeze(1), G_flat.unsqueeze(1)
     grad_input, weight_BnD, bias_BnD = norm_backward(
         x_flat,
         G_flat,

@@ -103,3 +103,11 @@ def test_group_norm(case: Case, shape: tuple, groups: int) -> None:
     assert w.dtype == dtype
     assert relative_error(w, (G64 * x_hat).sum(-1)) <= case.tolerance
     assert relative_error(b, G64.sum(-1)) <= case.tolerance
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    x, rstd = torch.randn(2, 3, 8), torch.ones(2, 3)
+    wanted = {"input_grad": True, "weight_grad": True, "bias_grad": True}
+    for shape in ((2, 4, 8), (2, 3, 4)):
+        with pytest.raises(ValueError, match="they must agree"):
+            norm_backward(x, torch.randn(*shape), None, rstd, None, **wanted)
