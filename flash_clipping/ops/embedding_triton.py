@@ -15,11 +15,51 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 
+MAX_RANKED = 4096
+"""Positions of a sample up to which all pairs of ids are compared; beyond, ``torch.sort``."""
+RANKED = 16, 512
+"""Positions that a program ranks, and ids with which it compares them at a time."""
 CHUNK = 64
 BLOCK_BYTES = 256
 """Of a row that one step reads."""
 SLICE_D = 512
 """Features that one program walks over."""
+_NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _rank_kernel(
+    ids_ptr,
+    sorted_ptr,
+    order_ptr,
+    T,
+    blocks,
+    ids_stride_b,
+    ids_stride_t,
+    ROWS: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """A stable sort by counting: a position's rank is the number of those that come before it."""
+    pid = tl.program_id(0)
+    b = (pid // blocks).to(tl.int64)
+    block = (pid % blocks) * ROWS
+    ids = ids_ptr + b * ids_stride_b
+    t = block + tl.arange(0, ROWS)
+    s = tl.arange(0, IDS)
+    id_t = tl.load(ids + t.to(tl.int64) * ids_stride_t, mask=t < T, other=0).to(tl.int32)
+    rank = tl.zeros((ROWS,), tl.int32)
+    for first in range(0, T, IDS):
+        at = ids + (first + s).to(tl.int64) * ids_stride_t
+        id_s = tl.load(at, mask=first + s < T, other=_NO_ID).to(tl.int32)
+        # Of equal ids, those of an earlier position come before: whole tiles of them here.
+        bound = id_t + (first + IDS <= block).to(tl.int32)
+        rank += tl.sum((id_s[None, :] < bound[:, None]).to(tl.int32), 1)
+    s += block // IDS * IDS  # and here those of the tile that the positions are in
+    id_s = tl.load(ids + s.to(tl.int64) * ids_stride_t, mask=s < T, other=_NO_ID).to(tl.int32)
+    ties = (id_s[None, :] == id_t[:, None]) & (s[None, :] < t[:, None])
+    rank += tl.sum(ties.to(tl.int32), 1)
+    tl.store(sorted_ptr + b * T + rank, id_t, mask=t < T)
+    tl.store(order_ptr + b * T + rank, t, mask=t < T)
 
 
 @triton.jit
@@ -135,8 +175,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
     G_BTd = tiles.with_unit_stride(G_BTd)
     B, T, d = G_BTd.shape
-    # Stable, so that equal ids keep one order and the sums one rounding.
-    sorted_BT, order_BT = torch.sort(ids_BT.contiguous(), dim=1, stable=True)
+    sorted_BT, order_BT = _sorted(ids_BT)
     chunks, slices = tiles.cdiv(T, CHUNK), tiles.cdiv(d, SLICE_D)
     # One part for each slice of a chunk, and one for each slice of a boundary between two.
     partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
@@ -177,6 +216,25 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
             num_warps=4,
         )
     return partial.sum((1, 2)).clamp_(min=0)
+
+
+def _sorted(ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids of each sample in order, and their positions.
+
+    Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
+    the several of ``torch.sort``; ids have 32 bits there.
+    """
+    B, T = ids_BT.shape
+    if T > MAX_RANKED:
+        return torch.sort(ids_BT.contiguous(), dim=1, stable=True)
+    sorted_BT = torch.empty((B, T), dtype=torch.int32, device=ids_BT.device)
+    order_BT = torch.empty_like(sorted_BT)
+    rows, ids = RANKED
+    blocks = tiles.cdiv(T, rows)
+    _rank_kernel[(B * blocks,)](
+        ids_BT, sorted_BT, order_BT, T, blocks, *ids_BT.stride(), ROWS=rows, IDS=ids, num_warps=4
+    )
+    return sorted_BT, order_BT
 
 
 @triton.jit

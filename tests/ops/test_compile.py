@@ -77,6 +77,7 @@ KERNELS = {
     "_many_kernel",
     "_norm_kernel",
     "_outer_kernel",
+    "_rank_kernel",
     "_row_sums_kernel",
     "_runs_kernel",
     "_strided_kernel",

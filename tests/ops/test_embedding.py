@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import pytest
 import torch
 
+from flash_clipping.ops.backend import is_triton_available
 from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
 
 V = 11
+
+
+def kernels() -> ModuleType:
+    return importlib.import_module("flash_clipping.ops.embedding_triton")
 
 
 def per_sample_tables(ids: torch.Tensor, G: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
@@ -51,18 +59,49 @@ def test_runs_of_any_length(case: Case, ids_of: str) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize(
     "lengths", [(200,), (63, 1, 136), (10, 54, 64, 64, 8), (1, 198, 1)], ids=str
 )
-def test_runs_that_cross_many_chunks(case: Case, lengths: tuple[int, ...]) -> None:
+def test_runs_that_cross_many_chunks(
+    case: Case, lengths: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs that begin or end on the boundary of a chunk, or go through several."""
+    if case.backend == "triton" and not ranked:  # as samples with more positions are
+        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
     runs = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     ids = runs[shuffled].expand(2, -1).to(case.device)
     G = case.randn(2, 200, 8)
+    for padding_idx in (None, 1):
+        sq = embedding_sqnorms(ids, G, padding_idx=padding_idx, backend=case.backend)
+        oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
+        assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
+def test_half_of_the_positions_hold_one_id(case: Case) -> None:
+    """As where texts are filled up with an id that is not the table's ``padding_idx``."""
+    ids, G = random_ids(case, 2, 150), case.randn(2, 150, 20)
+    ids[:, 75:] = 7
     sq = embedding_sqnorms(ids, G, backend=case.backend)
     oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
     assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
+    assert torch.equal(sq, embedding_sqnorms(ids, G, backend=case.backend))
+
+
+def test_ranks_are_a_stable_sort() -> None:
+    if not is_triton_available():
+        pytest.skip("no kernels here")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 1), (2, 16), (2, 531)):
+        ids = torch.randint(97, shape, generator=generator).to(device)
+        for laid_out in (ids, ids.mT.contiguous().mT, ids[:1].expand(4, -1)):
+            for found, wanted in zip(
+                kernels()._sorted(laid_out), torch.sort(laid_out, dim=1, stable=True), strict=True
+            ):
+                assert torch.equal(found, wanted)
 
 
 @every_case
