@@ -29,7 +29,7 @@ from flash_clipping.ops.embedding import (
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
-from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.row_sum import Normalized, row_sums
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -123,13 +123,20 @@ class Dense(Factor):
 class RowSum(Factor):
     """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in a few partial sums.
 
+    With ``normalized``, ``g_b = sum_t rows_bt xhat_bt``: a scale, from the output gradient itself.
     Added up when the norms are taken, one launch for many, rather than one by one.
     """
 
-    def __init__(self, rows_BTn: Tensor, shape: torch.Size | tuple[int, ...] | None = None):
+    def __init__(
+        self,
+        rows_BTn: Tensor,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        normalized: Normalized | None = None,
+    ):
         self.rows_BTn = rows_BTn
         #: Of the parameter, where that has several axes.
         self.shape = shape
+        self.normalized = normalized
 
     @property
     def batch_size(self) -> int:
@@ -143,16 +150,23 @@ class RowSum(Factor):
 
     def dense(self) -> Tensor:
         rows_BTn = self.rows_BTn
-        grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
+        if self.normalized is not None:
+            grads = row_sums([rows_BTn], [self.normalized]).squeeze(1)
+        else:
+            grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
         return grads if self.shape is None else grads.view(-1, *self.shape)
 
     def fold(self, samples: int) -> Factor:
+        if self.normalized is not None:
+            return super().fold(samples)
         rows_BTn = self.rows_BTn
         B, T, n = rows_BTn.shape
         return RowSum(rows_BTn.reshape(samples, _parts(B, samples) * T, n), self.shape)
 
     @classmethod
     def concatenate(cls, factors: Sequence[RowSum]) -> Factor:
+        if any(factor.normalized is not None for factor in factors):
+            return Dense.sum_of(factors)
         rows_BTn = torch.cat([factor.rows_BTn for factor in factors], dim=1)
         return cls(rows_BTn, factors[0].shape)
 
@@ -176,7 +190,10 @@ class VectorStack:
 
     @classmethod
     def of_sums(cls, keys: list[int], factors: Sequence[RowSum], backend: str) -> VectorStack:
-        return cls(keys, row_sums([factor.rows_BTn for factor in factors], backend=backend))
+        rows = [factor.rows_BTn for factor in factors]
+        # All or none: stacked are factors of one kind.
+        x_hats = [factor.normalized for factor in factors if factor.normalized is not None]
+        return cls(keys, row_sums(rows, x_hats or None, backend=backend))
 
     def sqnorms_PB(self) -> Tensor:
         dtype = accumulation_dtype(self.grads_BPn.dtype)

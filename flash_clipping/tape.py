@@ -263,8 +263,9 @@ class Tape:
                 linear[shared].keys.append(key)
                 linear[shared].Gs.append(factor.G_BTp)
             elif type(factor) is RowSum:
-                rows = factor.rows_BTn
-                kind = (rows.shape, rows.dtype, rows.device, self.params[key].dtype)
+                rows, x_hat = factor.rows_BTn, factor.normalized
+                x_dtype = None if x_hat is None else x_hat.x_BTn.dtype
+                kind = (rows.shape, rows.dtype, rows.device, self.params[key].dtype, x_dtype)
                 sums.setdefault(kind, []).append((key, factor))
             elif type(factor) is not Dense:
                 self.others[key] = factor

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
+from flash_clipping.rules.registry import Needs
 from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -254,3 +256,30 @@ def test_gradients_add_up_over_backwards() -> None:
     step(module, case, batch, "mean")
     for n, p in module.named_parameters():
         assert_close(p.grad, 2 * once[n], 1e-12, n)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)], ids=str)
+def test_small_layer_norms_are_as_large_ones(
+    shape: tuple[int, ...], affine: tuple[bool, bool]
+) -> None:
+    """On a GPU those that are bound by launches go another way: here it is taken on the CPU."""
+    layer = nn.LayerNorm(shape, elementwise_affine=affine[0], bias=affine[1], dtype=torch.float64)
+    x = torch.randn(3, 4, *shape, dtype=torch.float64)
+    G = torch.randn_like(x)
+    output, saved = LayerNormRule().forward(layer, x)
+    names = frozenset(name for name, _ in layer.named_parameters())
+    needs = Needs((True,), names, "torch")
+    dx, factors = LayerNormRule().backward(layer, saved, G, needs)
+    flat = [saved[0].flatten(2), G.flatten(2)]
+    weight = None if layer.weight is None else layer.weight.detach().flatten()
+    statistics = [tensor.flatten(2) for tensor in saved[1:3]]
+    small_dx, small = _layer_norm_in_two(x, *flat, *statistics, weight, shape, needs)
+    assert_close(small_dx, dx, 1e-12)
+    assert small.keys() == factors.keys() == names
+    for name, factor in small.items():
+        assert_close(factor.dense(), factors[name].dense(), 1e-12, name)
+        assert_close(factor.fold(1).dense(), factors[name].fold(1).dense(), 1e-12, name)
+    for name in names:
+        twice = type(small[name]).concatenate([small[name], small[name]])
+        assert_close(twice.dense(), 2 * factors[name].dense(), 1e-12, name)

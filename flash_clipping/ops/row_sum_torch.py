@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flash_clipping.ops.shapes import accumulator
 
+if TYPE_CHECKING:
+    from flash_clipping.ops.row_sum import Normalized
 
-def row_sums(rows: Sequence[Tensor]) -> Tensor:
+
+def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> Tensor:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     B, _, n = rows[0].shape
-    sums_BPn = rows[0].new_empty((B, len(rows), n), dtype=accumulator(rows[0]))
-    for i, x in enumerate(rows):
-        torch.sum(x, 1, dtype=sums_BPn.dtype, out=sums_BPn[:, i])
+    dtype = accumulator(rows[0])
+    sums_BPn = rows[0].new_empty((B, len(rows), n), dtype=dtype)
+    for i, row in enumerate(rows):
+        if normalized is not None:
+            x, mean, rstd = (tensor.to(dtype) for tensor in normalized[i])
+            row = row.to(dtype) * ((x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1))
+        torch.sum(row, 1, dtype=dtype, out=sums_BPn[:, i])
     return sums_BPn

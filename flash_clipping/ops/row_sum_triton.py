@@ -6,6 +6,7 @@ B samples, T positions, n elements, P tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,9 +16,12 @@ from torch import Tensor
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.upload import to_device
 
+if TYPE_CHECKING:
+    from flash_clipping.ops.row_sum import Normalized
+
 BLOCK = 128
 ROWS = 32
-_COLUMNS = 3  # of the table: address, stride of samples, stride of positions
+_COLUMNS = 8  # of the table: address and strides of the rows, then of x, then mean and rstd
 
 
 @triton.jit
@@ -29,6 +33,7 @@ def _row_sums_kernel(
     n,
     blocks,
     DTYPE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -37,32 +42,49 @@ def _row_sums_kernel(
     pid = tl.program_id(0)
     block = pid % blocks
     vector = pid // blocks  # b * P + tensor
+    b = (vector // P).to(tl.int64)
     row = table_ptr + vector % P * COLUMNS
-    x_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
-    x_ptr += (vector // P).to(tl.int64) * tl.load(row + 1)
+    rows_ptr = tl.load(row).to(tl.pointer_type(DTYPE)) + b * tl.load(row + 1)
     stride_t = tl.load(row + 2)
+    if X_DTYPE is not None:
+        x_ptr = tl.load(row + 3).to(tl.pointer_type(X_DTYPE)) + b * tl.load(row + 4)
+        x_stride_t = tl.load(row + 5)
+        mean_ptr = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + b * T
+        rstd_ptr = tl.load(row + 7).to(tl.pointer_type(tl.float32)) + b * T
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, T, ROWS):
         t = first + tl.arange(0, ROWS)
-        x = tl.load(
-            x_ptr + t.to(tl.int64)[:, None] * stride_t + columns[None, :],
-            mask=(t < T)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += tl.sum(x.to(tl.float32), 0)
+        valid = (t < T)[:, None] & inside[None, :]
+        at = t.to(tl.int64)[:, None]
+        values = tl.load(rows_ptr + at * stride_t + columns[None, :], mask=valid, other=0.0)
+        values = values.to(tl.float32)
+        if X_DTYPE is not None:
+            x = tl.load(x_ptr + at * x_stride_t + columns[None, :], mask=valid, other=0.0)
+            mean = tl.load(mean_ptr + t, mask=t < T, other=0.0)
+            rstd = tl.load(rstd_ptr + t, mask=t < T, other=0.0)
+            values *= tl.where(valid, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
+        total += tl.sum(values, 0)
     tl.store(out_ptr + vector.to(tl.int64) * n + columns, total, mask=inside)
 
 
-def row_sums(rows: Sequence[Tensor]) -> Tensor:
+def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> Tensor:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
-    rows = [tiles.with_unit_stride(x) for x in rows]
     B, T, n = rows[0].shape
+    held: list[Tensor] = []  # until the kernel has been launched
     table: list[int] = []
-    for x in rows:
-        stride_b, stride_t, _ = x.stride()
-        table += (x.data_ptr(), stride_b, stride_t)
+    for i, x in enumerate(rows):
+        x, row, _ = tiles.table_row(x)
+        held.append(x)
+        table += row[:3]
+        if normalized is None:
+            table += (0,) * 5
+            continue
+        x, row, _ = tiles.table_row(normalized[i].x_BTn)
+        mean, rstd = (each.float().contiguous() for each in normalized[i][1:])
+        held += (x, mean, rstd)
+        table += (*row[:3], mean.data_ptr(), rstd.data_ptr())
     out = torch.empty((B, len(rows), n), dtype=torch.float32, device=rows[0].device)
     blocks = tiles.cdiv(n, BLOCK)
     _row_sums_kernel[(B * len(rows) * blocks,)](
@@ -73,6 +95,7 @@ def row_sums(rows: Sequence[Tensor]) -> Tensor:
         n,
         blocks,
         DTYPE=tiles.TL_DTYPE[rows[0].dtype],
+        X_DTYPE=None if normalized is None else tiles.TL_DTYPE[normalized[0].x_BTn.dtype],
         COLUMNS=_COLUMNS,
         BLOCK=BLOCK,
         ROWS=ROWS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.row_sum import Normalized, row_sums
 from tests.ops.cases import Case, every_case, relative_error
 
 
@@ -21,6 +21,25 @@ def test_sums_over_positions(case: Case, shape: tuple, tensors: int) -> None:
     assert sums.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     oracle = torch.stack([x.cpu().double().sum(1) for x in rows], dim=1)
     assert relative_error(sums, oracle) <= 1e-5
+
+
+@every_case
+@pytest.mark.parametrize("shape", [(3, 17, 24), (2, 1, 130), (4, 33, 257)], ids=str)
+def test_sums_of_products_with_what_is_normalized(case: Case, shape: tuple) -> None:
+    B, T, n = shape
+    rows, normalized, oracle = [], [], []
+    for _ in range(3):
+        x = case.randn(B, T, n + 3)[..., 3:]  # rows apart, and not on 16 bytes
+        wide = x.cpu().double()
+        mean, rstd = wide.mean(-1), wide.var(-1, correction=0).add(1e-5).rsqrt()
+        rows.append(case.randn(B, T, n))
+        statistic = torch.float64 if case.dtype == torch.float64 else torch.float32
+        mean, rstd = mean.to(x.device, statistic), rstd.to(x.device, statistic)
+        normalized.append(Normalized(x, mean, rstd))
+        x_hat = (wide - mean.cpu().double()[..., None]) * rstd.cpu().double()[..., None]
+        oracle.append((rows[-1].cpu().double() * x_hat).sum(1))
+    sums = row_sums(rows, normalized, backend=case.backend)
+    assert relative_error(sums, torch.stack(oracle, dim=1)) <= 1e-5
 
 
 @every_case
