@@ -18,6 +18,9 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
     B, _, d = A_BTd.shape
     p = G_BTp.shape[-1]
     dtype = accumulator(A_BTd, G_BTp)
+    if store and dtype == A_BTd.dtype == G_BTp.dtype:  # what is kept needs no buffer
+        kept_Bpd = torch.bmm(G_BTp.mT, A_BTd)
+        return _sqnorms(kept_Bpd).unsqueeze(1), kept_Bpd
     sq_B = A_BTd.new_zeros(B, dtype=dtype)
     grads_Bpd = A_BTd.new_empty((B, p, d), dtype=G_BTp.dtype) if store else None
     samples = max(1, BUFFER // max(1, p * d))
@@ -27,15 +30,15 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
         A = A_BTd[chunk].to(dtype)
         for i in range(0, p, rows):
             G_rows = G_BTp[chunk, :, i : i + rows].to(dtype).mT
-            if grads_Bpd is None:
-                tile = torch.bmm(G_rows, A)
-            elif grads_Bpd.dtype == dtype:
-                tile = torch.bmm(G_rows, A, out=grads_Bpd[chunk, i : i + rows])
-            else:
-                kept = grads_Bpd[chunk, i : i + rows]
-                tile = kept.copy_(torch.bmm(G_rows, A)).to(dtype)
-            sq_B[chunk] += torch.linalg.vector_norm(tile, dim=(1, 2)).square_()
+            tile = torch.bmm(G_rows, A)
+            if grads_Bpd is not None:  # what is measured is what was rounded and kept
+                tile = grads_Bpd[chunk, i : i + rows].copy_(tile).to(dtype)
+            sq_B[chunk] += _sqnorms(tile)
     return sq_B.unsqueeze(1), grads_Bpd
+
+
+def _sqnorms(grads_Bpd: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(grads_Bpd, dim=(1, 2)).square_()
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
