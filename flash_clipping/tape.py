@@ -368,7 +368,7 @@ class Tape:
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         large = []
         for linear in self.linear:
-            if is_small(linear.A_BTd, linear.Gs):
+            if is_small(linear.A_BTd, linear.Gs, backend=self.backend):
                 A_BTd = linear.A_BTd
                 pairs.update({key: (A_BTd, G) for key, G in linear.items()})
             else:

@@ -77,8 +77,14 @@ def _sums_of_kind(groups: list[Group], coef_B: Tensor, backend: str) -> list[lis
 SMALL_FLOP = 10e9
 
 
-def is_small(A_BTd: Tensor, Gs: Sequence[Tensor]) -> bool:
-    """Whether these products are worth handing to :func:`clipped_sums_many` together."""
+def is_small(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> bool:
+    """Whether these products are worth handing to :func:`clipped_sums_many` together.
+
+    Never without kernels: there is no launch to save, and a shared input would be scaled for every
+    layer that reads it.
+    """
+    if backends.resolve(backend, A_BTd) == "torch":
+        return False
     rows = A_BTd.shape[:-1].numel()
     return all(2 * rows * A_BTd.shape[-1] * G.shape[-1] <= SMALL_FLOP for G in Gs)
 

@@ -43,13 +43,23 @@ def _sqnorms(grads_Bpd: Tensor) -> Tensor:
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.outer.weighted_sum`."""
+    return weighted_sums_many([grads], coef_B)[0]
+
+
+def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
+    # On a CPU, where looking at a coefficient costs nothing.
+    all_count = coef_B.device.type == "cpu" and not bool((coef_B == 0).any())
+    return [_weighted_sum(tensor, coef_B, all_count) for tensor in grads]
+
+
+def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
     dtype = accumulator(grads)
-    on_cpu = grads.device.type == "cpu"  # where looking at a coefficient costs nothing
-    if on_cpu and grads.dtype == coef_B.dtype == dtype and not bool((coef_B == 0).any()):
+    if all_count and grads.dtype == coef_B.dtype == dtype:
         flat_BN = grads.reshape(grads.shape[0], grads.shape[1:].numel())
         return torch.mv(flat_BN.mT, coef_B).view(grads.shape[1:])
     total = torch.zeros(grads.shape[1:], dtype=dtype, device=grads.device)
-    if on_cpu:
+    if coef_B.device.type == "cpu":
         for gradient, coefficient in zip(grads, coef_B.tolist(), strict=True):
             if coefficient != 0:
                 total.add_(gradient, alpha=coefficient)
@@ -57,8 +67,3 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
         total += torch.where(coefficient == 0, 0, gradient * coefficient)
     return total.to(grads.dtype)
-
-
-def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
-    return [weighted_sum(tensor, coef_B) for tensor in grads]
