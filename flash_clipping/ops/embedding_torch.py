@@ -9,22 +9,32 @@ from flash_clipping.ops.shapes import accumulator
 
 TILE = 256
 
+BUFFER = 2**16
+"""About how many elements a temporary holds (one sample at least)."""
+
 
 def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) -> Tensor:
     """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
+    B, T, d = G_BTd.shape
     dtype = accumulator(G_BTd)
-    sq_B = G_BTd.new_zeros(G_BTd.shape[0], dtype=dtype)
-    for b, (ids_T, G_Td) in enumerate(zip(ids_BT, G_BTd, strict=True)):
-        sorted_T, order_T = ids_T.sort(stable=True)
-        starts_T = torch.ones_like(sorted_T)
-        starts_T[1:] = sorted_T[1:] != sorted_T[:-1]
-        run_T = starts_T.cumsum(0) - 1
-        rows_Td = G_Td.to(dtype)[order_T]
+    sq_B = G_BTd.new_zeros(B, dtype=dtype)
+    sorted_BT, order_BT = ids_BT.sort(dim=1, stable=True)
+    starts_BT = torch.ones_like(sorted_BT)
+    starts_BT[:, 1:] = sorted_BT[:, 1:] != sorted_BT[:, :-1]
+    run_BT = starts_BT.cumsum(1) - 1
+    samples = max(1, BUFFER // max(1, T * d))
+    for b in range(0, B, samples):
+        chunk = slice(b, b + samples)
+        G_nTd = G_BTd[chunk].to(dtype)
+        n1 = torch.arange(len(G_nTd), device=G_BTd.device).unsqueeze(1)
+        rows_nTd = G_nTd[n1, order_BT[chunk]]
         if padding_idx is not None:
-            rows_Td = rows_Td.masked_fill((sorted_T == padding_idx).unsqueeze(-1), 0)
+            rows_nTd = rows_nTd.masked_fill((sorted_BT[chunk] == padding_idx).unsqueeze(-1), 0)
         # index_put_ adds equal indices in a fixed order on every device; index_add_ does not.
-        runs_Td = torch.zeros_like(rows_Td).index_put_((run_T,), rows_Td, accumulate=True)
-        sq_B[b] = runs_Td.square_().sum()
+        runs_nTd = torch.zeros_like(rows_nTd).index_put_(
+            (n1, run_BT[chunk]), rows_nTd, accumulate=True
+        )
+        sq_B[chunk] = runs_nTd.square_().sum((1, 2))
     return sq_B
 
 

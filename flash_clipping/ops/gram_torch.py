@@ -29,8 +29,8 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorm
                 for layer, G_BTp in enumerate(Gs):
                     GG = _gram_tile(G_BTp[chunk], i, j, dtype)
                     if bias_sq_LB is not None:
-                        bias_sq_LB[layer, chunk] += twice * GG.sum((1, 2))
-                    weight_sq_LB[layer, chunk] += twice * GG.mul_(AA).sum((1, 2))
+                        bias_sq_LB[layer, chunk].add_(GG.sum((1, 2)), alpha=twice)
+                    weight_sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     return weight_sq_LB.clamp_(min=0), None if bias_sq_LB is None else bias_sq_LB.clamp_(min=0)
 
