@@ -203,7 +203,7 @@ class Tape:
         blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
         self.sqnorms_B.clear()
         operands = [(linear.A_BTd, linear.Gs) for linear in self.linear]
-        sqnorms = linear_sqnorms(operands, backend=self.backend)
+        sqnorms = linear_sqnorms(operands, backend=self.backend, checked=True)
         blocks += [(linear.keys, sq) for linear, sq in zip(self.linear, sqnorms, strict=True)]
         blocks += [(stack.keys, stack.sqnorms_PB()) for stack in self.stacks]
         blocks += self._stored_sqnorms()
@@ -260,6 +260,9 @@ class Tape:
                 shared = factor.shares_input_with()
                 if shared not in linear:
                     linear[shared] = LinearGroup(factor.A_BTd)
+                A, G = factor.A_BTd, factor.G_BTp
+                if G.shape[:2] != A.shape[:2] or A.dim() != 3 or G.dim() != 3:
+                    self._refuse_operands(key, factor)
                 linear[shared].keys.append(key)
                 linear[shared].Gs.append(factor.G_BTp)
             elif type(factor) is RowSum:
@@ -286,6 +289,13 @@ class Tape:
                 self.stacks.append(VectorStack.of_dense(keys, dense))
             else:
                 self.stored[keys[0]] = dense[0]
+
+    def _refuse_operands(self, key: int, factor: Outer) -> None:
+        raise FlashClippingError(
+            f"{self.paths[key]}: its rule returned an Outer of A_BTd {tuple(factor.A_BTd.shape)} "
+            f"and G_BTp {tuple(factor.G_BTp.shape)}; expected [B, T, d] and [B, T, p] of the same "
+            "B and T. Flatten the axes between batch and features of both alike."
+        )
 
     def _stored_sqnorms(self) -> list[tuple[list[int], Tensor]]:
         """Norms of stored gradients; those that came with parts of it are added up together."""
@@ -377,7 +387,8 @@ class Tape:
         for keys in self._alike(pairs):
             products = [pairs[key] for key in keys]
             coef_B = self.coef[keys[0]]
-            self._add(keys, clipped_sums_many(products, coef_B, backend=self.backend))
+            sums = clipped_sums_many(products, coef_B, backend=self.backend, checked=True)
+            self._add(keys, sums)
 
     def _add_products(self) -> None:
         """Linear maps that are worth a launch each; a shared input is scaled once."""
@@ -399,7 +410,8 @@ class Tape:
                     for linear in batch
                 ]
                 groups = [(A_BTd, Gs) for A_BTd, Gs in groups if Gs]
-                sums = clipped_sums_of(groups, self.coef[alike[0]], backend=self.backend)
+                coef_B = self.coef[alike[0]]
+                sums = clipped_sums_of(groups, coef_B, backend=self.backend, checked=True)
                 self._add(alike, [grad for grads in sums for grad in grads])
                 del groups, sums
             del batch

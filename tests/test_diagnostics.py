@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import Dense, GradSampleModuleFlashClipping, Outer, Rule, register_rule
+from flash_clipping import (
+    Dense,
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    Outer,
+    Rule,
+    register_rule,
+)
 from flash_clipping.__main__ import _print_rich, main
 from flash_clipping.diagnostics import BadBatchError, CheckReport, check, environment
 from flash_clipping.ops import backend as backends
@@ -423,6 +430,20 @@ def test_a_rule_with_a_wrong_norm_fails(own_rules: None) -> None:
     assert of(report, "qkv.weight").norm_error == pytest.approx(1e-3, rel=0.01)
     assert statuses(report)["qkv.weight"] == "FAIL"
     assert "qkv.weight" in report.failures[0]
+
+
+def test_a_rule_with_operands_of_other_shapes_is_refused_by_name(own_rules: None) -> None:
+    @register_rule(QKV)
+    class Faulty(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            return grad_input, {**factors, "weight": Outer(saved[0], grad_output.unsqueeze(1))}
+
+    module = GradSampleModuleFlashClipping(Fused(), max_grad_norm=1.0)
+    with pytest.raises(
+        FlashClippingError, match=r"qkv \(QKV\): its rule returned an Outer of A_BTd"
+    ):
+        module(torch.randn(5, 3, 4)).sum().backward()
 
 
 def test_a_rule_with_a_right_norm_and_a_wrong_sum_fails(own_rules: None) -> None:

@@ -14,10 +14,9 @@ from flash_clipping.ops import backend as backends
 from flash_clipping.ops import clipped_sum_torch
 from flash_clipping.ops.shapes import (
     Group,
-    as_rows,
     by_kind,
     check_coefficients,
-    check_same_rows,
+    checked_groups,
 )
 
 
@@ -40,19 +39,17 @@ def clipped_sums(
 
 
 def clipped_sums_of(
-    groups: Sequence[Group], coef_B: Tensor, *, backend: str = "auto"
+    groups: Sequence[Group], coef_B: Tensor, *, backend: str = "auto", checked: bool = False
 ) -> list[list[Tensor]]:
     """:func:`clipped_sums` of groups ``(A, [G, ...])`` that are held at one time anyway.
 
-    On a GPU one launch looks after the dropped samples of all of them.
+    On a GPU one launch looks after the dropped samples of all of them. ``checked``: the caller has
+    seen to shapes, ``[B, T, features]``, and devices.
     """
-    ready: list[Group] = []
-    for A, Gs in groups:
-        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
-        check_coefficients(coef_B, A_BTd, "A")
-        for G in Gs_BTp:
-            check_same_rows(A_BTd, G, "A", "G")
-        ready.append((A_BTd, Gs_BTp))
+    ready = groups if checked else checked_groups(groups)
+    if not checked:
+        for A_BTd, _ in ready:
+            check_coefficients(coef_B, A_BTd, "A")
     results: list[list[Tensor]] = [[] for _ in ready]
     for members in by_kind(ready):
         alike = [ready[i] for i in members]
@@ -90,19 +87,22 @@ def is_small(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> b
 
 
 def clipped_sums_many(
-    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, *, backend: str = "auto"
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    coef_B: Tensor,
+    *,
+    backend: str = "auto",
+    checked: bool = False,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many small layers ``(A, G)`` at once: one launch on a GPU.
 
     Returns:
         ``[p, d]`` for each pair, in its operands' dtype (the wider if they differ).
     """
-    ready: list[Group] = []
-    for A, G in pairs:
-        A_BTd, G_BTp = as_rows(A, "A"), as_rows(G, "G")
-        check_same_rows(A_BTd, G_BTp, "A", "G")
-        check_coefficients(coef_B, A_BTd, "A")
-        ready.append((A_BTd, [G_BTp]))
+    ready: Sequence[Group] = [(A, [G]) for A, G in pairs]
+    if not checked:
+        ready = checked_groups(ready)
+        for A_BTd, _ in ready:
+            check_coefficients(coef_B, A_BTd, "A")
     results: dict[int, Tensor] = {}
     for members in by_kind(ready):
         alike = [(ready[i][0], ready[i][1][0]) for i in members]

@@ -18,6 +18,7 @@ from flash_clipping.ops.shapes import (
     as_rows,
     by_kind,
     check_same_rows,
+    checked_groups,
 )
 
 
@@ -57,13 +58,7 @@ def gram_sqnorms_many(
 
     Groups whose B, T or dtypes differ take a launch for each kind.
     """
-    ready = []
-    for A, Gs in groups:
-        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
-        for G in Gs_BTp:
-            check_same_rows(A_BTd, G, "A", "G")
-        ready.append((A_BTd, Gs_BTp))
-    return gram_of_checked(ready, bias=bias, backend=backend)
+    return gram_of_checked(checked_groups(groups), bias=bias, backend=backend)
 
 
 def gram_of_checked(

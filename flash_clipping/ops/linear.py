@@ -13,11 +13,11 @@ from torch import Tensor
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_of_checked
 from flash_clipping.ops.outer import outer_sqnorms
-from flash_clipping.ops.shapes import Group, accumulator, as_rows, check_same_rows
+from flash_clipping.ops.shapes import Group, accumulator, checked_groups
 
 
 def linear_sqnorms(
-    groups: Sequence[tuple[Tensor, Sequence[Tensor]]], *, backend: str = "auto"
+    groups: Sequence[Group], *, backend: str = "auto", checked: bool = False
 ) -> list[Tensor]:
     """Squared norms of ``G_l,bᵀ A_b`` for groups of layers that read the same input.
 
@@ -25,6 +25,7 @@ def linear_sqnorms(
         groups: ``(A, [G_1, ..., G_L])`` with ``A`` of shape ``[B, ..., d]`` and ``G_l`` of shape
             ``[B, ..., p_l]``.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        checked: the caller has seen to shapes, ``[B, T, features]``, and devices.
 
     Returns:
         ``[L, B]`` for each group, fp32 (float64 for float64).
@@ -32,16 +33,14 @@ def linear_sqnorms(
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     gram: list[Group] = []
     rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet (gram)
-    for A, Gs in groups:
-        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
+    for A_BTd, Gs_BTp in groups if checked else checked_groups(groups):
         B, T, d = A_BTd.shape
         device_type, itemsize = A_BTd.device.type, A_BTd.element_size()
         done: dict[int, Tensor] = {}
         for layer, G in enumerate(Gs_BTp):
-            check_same_rows(A_BTd, G, "A", "G")
             p = G.shape[2]
             algorithm = cost.choose_on(
-                device_type, B, T, d, p, itemsize, may_store=False, shared=len(Gs)
+                device_type, B, T, d, p, itemsize, may_store=False, shared=len(Gs_BTp)
             )
             if algorithm == "rank_one":
                 done[layer] = rank_one_sqnorms(A_BTd, G)

@@ -62,6 +62,17 @@ def check_same_rows(x: Tensor, y: Tensor, x_name: str, y_name: str) -> None:
         raise ValueError(f"{x_name} is on {x.device} and {y_name} is on {y.device}.")
 
 
+def checked_groups(groups: Sequence[Group]) -> list[Group]:
+    """The groups with operands ``[B, T, features]``, which agree in B, T and device."""
+    ready: list[Group] = []
+    for A, Gs in groups:
+        A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
+        for G in Gs_BTp:
+            check_same_rows(A_BTd, G, "A", "G")
+        ready.append((A_BTd, Gs_BTp))
+    return ready
+
+
 def check_coefficients(coef_B: Tensor, x: Tensor, name: str) -> None:
     """One coefficient for each sample of ``x``, on its device."""
     if coef_B.shape != x.shape[:1]:
