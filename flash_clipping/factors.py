@@ -26,6 +26,7 @@ from flash_clipping.ops.embedding import (
     embedding_sqnorms,
     tied_cross_term,
 )
+from flash_clipping.ops.embedding_torch import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
@@ -143,15 +144,18 @@ class RowSum(Factor):
         return self.rows_BTn.shape[0]
 
     def sqnorms(self, backend: str) -> Tensor:
-        return Dense(self.dense()).sqnorms(backend)
+        return Dense(self._grads(backend)).sqnorms(backend)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return Dense(self.dense()).clipped_sum(coef_B, backend)
+        return Dense(self._grads(backend)).clipped_sum(coef_B, backend)
 
     def dense(self) -> Tensor:
+        return self._grads("auto")
+
+    def _grads(self, backend: str) -> Tensor:
         rows_BTn = self.rows_BTn
         if self.normalized is not None:
-            grads = row_sums([rows_BTn], [self.normalized]).squeeze(1)
+            grads = row_sums([rows_BTn], [self.normalized], backend=backend).squeeze(1)
         else:
             grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
         return grads if self.shape is None else grads.view(-1, *self.shape)
@@ -298,8 +302,8 @@ class Lookup(Factor):
         G_BTd = self.G_BTd
         if self.padding_idx is not None:
             G_BTd = G_BTd * (self.ids_BT != self.padding_idx).unsqueeze(-1)
-        grads = G_BTd.new_zeros(B, self.num_embeddings, d)
-        return grads.index_put((samples_B1, self.ids_BT), G_BTd, accumulate=True)
+        V = self.num_embeddings
+        return sums_by_index(G_BTd, self.ids_BT + samples_B1 * V, B * V).view(B, V, d)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Lookup]) -> Factor:
@@ -342,12 +346,10 @@ class Bag(Factor):
         run_N = torch.ones_like(keys_N).cumsum(0) - 1
         if keys_N.numel():
             run_N = torch.cat([run_N[:1], (keys_N[1:] != keys_N[:-1]).long().cumsum(0)])
-        zeros_N = torch.zeros_like(keys_N, dtype=dtype)
-        sums_N = zeros_N.index_put((run_N,), self.weights_N[order_N].to(dtype), accumulate=True)
+        weights_N1 = self.weights_N[order_N].to(dtype).unsqueeze(1)
+        sums_N1 = sums_by_index(weights_N1, run_N, len(run_N))
         bag_N = torch.zeros_like(keys_N).index_put((run_N,), self.bags_N[order_N])
-        multiplicity_B = zeros_N.new_zeros(self.batch_size).index_put(
-            (bag_N,), sums_N.square(), accumulate=True
-        )
+        multiplicity_B = sums_by_index(sums_N1.square(), bag_N, self.batch_size).squeeze(1)
         norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
         return norm_B.square() * multiplicity_B
 
@@ -362,8 +364,8 @@ class Bag(Factor):
 
     def dense(self) -> Tensor:
         G_Nd = self.G_Bd[self.bags_N] * self.weights_N[:, None]
-        grads = self.G_Bd.new_zeros(self.batch_size, self.num_embeddings, self.G_Bd.shape[1])
-        return grads.index_put((self.bags_N, self.ids_N), G_Nd, accumulate=True)
+        B, V = self.batch_size, self.num_embeddings
+        return sums_by_index(G_Nd, self.bags_N * V + self.ids_N, B * V).view(B, V, -1)
 
 
 class Stacked(Factor):

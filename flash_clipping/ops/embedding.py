@@ -24,7 +24,7 @@ def embedding_sqnorms(
     the device; bitwise equal from run to run.
 
     Args:
-        ids: ``[B, ...]`` indices, below ``2**31``.
+        ids: ``[B, ...]`` indices, not negative and below ``2**31 - 1``.
         G: ``[B, ..., d]`` gradient of the looked-up rows.
         padding_idx: the row that gets no gradient, as in ``nn.Embedding``.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.

@@ -26,16 +26,24 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
         G_nTd = G_BTd[chunk].to(dtype)
-        n1 = torch.arange(len(G_nTd), device=G_BTd.device).unsqueeze(1)
+        n = len(G_nTd)
+        n1 = torch.arange(n, device=G_BTd.device).unsqueeze(1)
         rows_nTd = G_nTd[n1, order_BT[chunk]]
         if padding_idx is not None:
             rows_nTd = rows_nTd.masked_fill((sorted_BT[chunk] == padding_idx).unsqueeze(-1), 0)
-        # index_put_ adds equal indices in a fixed order on every device; index_add_ does not.
-        runs_nTd = torch.zeros_like(rows_nTd).index_put_(
-            (n1, run_BT[chunk]), rows_nTd, accumulate=True
-        )
+        runs_nTd = sums_by_index(rows_nTd, run_BT[chunk] + n1 * T, n * T).view(n, T, d)
         sq_B[chunk] = runs_nTd.square_().sum((1, 2))
     return sq_B
+
+
+def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """``[count, d]``: the sum of the rows ``[..., d]`` that have each index ``[...]``.
+
+    Equal indices are added in a fixed order on every device and with any number of threads, which
+    ``index_add_`` and ``index_put_`` do not promise.
+    """
+    sums: Tensor = torch.ops.aten.embedding_dense_backward(rows, index, count, -1, False)
+    return sums
 
 
 def tied_cross_term(

@@ -39,12 +39,29 @@ def row_sums(
         fixed order.
     """
     first = rows[0]
-    xs = [] if normalized is None else [x_hat.x_BTn for x_hat in normalized]
-    for x in (*rows, *xs):
-        same_dtype = x.dtype in (first.dtype, xs[0].dtype if xs else first.dtype)
-        if x.dim() != 3 or x.shape != first.shape or not same_dtype:
+    _check_alike(rows)
+    if normalized is not None:
+        xs = [x_hat.x_BTn for x_hat in normalized]
+        _check_alike(xs)
+        statistics = [each.shape for x_hat in normalized for each in x_hat[1:]]
+        if len(xs) != len(rows) or xs[0].shape != first.shape:
+            raise ValueError(
+                f"row_sums found {len(xs)} normalized tensors {tuple(xs[0].shape)} for {len(rows)} "
+                f"of rows {tuple(first.shape)}; expected one for each, of the same shape."
+            )
+        if any(shape != first.shape[:2] for shape in statistics):
+            raise ValueError(
+                f"row_sums takes means and rstds [B, T]; found {tuple(statistics[0])} beside rows "
+                f"{tuple(first.shape)}."
+            )
+    return backends.run(row_sum_torch.row_sums, backend, first, rows, normalized)
+
+
+def _check_alike(tensors: Sequence[Tensor]) -> None:
+    first = tensors[0]
+    for x in tensors:
+        if x.dim() != 3 or x.shape != first.shape or x.dtype != first.dtype:
             raise ValueError(
                 f"row_sums takes tensors [B, T, n] of one shape and dtype; found {x.dtype} "
                 f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
             )
-    return backends.run(row_sum_torch.row_sums, backend, first, rows, normalized)

@@ -44,6 +44,16 @@ def test_norms_match_the_oracle(case: Case, shape: tuple, padding_idx: int | Non
     assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
+def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
+    ids, G = torch.zeros(2, 1024, dtype=torch.long), torch.randn(2, 1024, 128)
+    torch.set_num_threads(2)
+    try:
+        runs = [embedding_sqnorms(ids, G, backend="torch") for _ in range(50)]
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
 @every_case
 @pytest.mark.parametrize("ids_of", ["same", "distinct", "int32"])
 def test_runs_of_any_length(case: Case, ids_of: str) -> None:

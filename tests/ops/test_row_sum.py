@@ -65,3 +65,13 @@ def test_a_poisoned_sample_stays_alone(case: Case) -> None:
 def test_tensors_of_different_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one shape and dtype; found torch.float32 \(2, 4, 3\)"):
         row_sums([torch.randn(2, 3, 3), torch.randn(2, 4, 3)])
+
+
+def test_what_is_normalized_must_fit_its_rows() -> None:
+    rows, x, mean = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
+    with pytest.raises(ValueError, match="1 normalized tensors .* for 2 of rows"):
+        row_sums([rows, rows], [Normalized(x, mean, mean)])
+    with pytest.raises(ValueError, match=r"means and rstds \[B, T\]; found \(2, 3\)"):
+        row_sums([rows], [Normalized(x, mean[:, :3], mean)])
+    with pytest.raises(ValueError, match="one shape and dtype; found torch.float32"):
+        row_sums([rows.half(), rows], [Normalized(x, mean, mean)] * 2)
