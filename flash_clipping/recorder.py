@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
 from flash_clipping.errors import FlashClippingError
@@ -51,19 +52,7 @@ class RunningTape(Protocol):
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Where gradients go: add to ``p.grad`` as autograd would."""
-    if grad.dtype != param.dtype:
-        grad = grad.to(param.dtype)
-    if grad.shape != param.shape:
-        grad = grad.view_as(param)
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)
+    return _current_graph_task_id() != -1
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -28,7 +30,6 @@ from flash_clipping.recorder import (
     Place,
     Readers,
     Recorder,
-    add_into_grad,
     in_backward,
 )
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
@@ -127,10 +128,7 @@ class Tap(Place):
         try:
             if not self._rule_calls:
                 return self._apply(rule, trainable, args, kwargs)
-
-            def tapped(*args: Any, **kwargs: Any) -> Any:
-                return self._apply(rule, trainable, args, kwargs)
-
+            tapped = functools.partial(self._tapped, rule, trainable)
             return rule.call(self.layer, tapped, args, kwargs)
         except UnsupportedLayer as error:  # of a rule, which does not know where its layer is
             raise RefusedByRule(f"{self.path}: {error}") from error
@@ -215,6 +213,11 @@ class Tap(Place):
 
         return rule.call(self.layer, ordinary, args, kwargs)
 
+    def _tapped(
+        self, rule: Rule, trainable: list[tuple[str, nn.Parameter]], *args: Any, **kwargs: Any
+    ) -> Any:
+        return self._apply(rule, trainable, args, kwargs)
+
     def _apply(
         self,
         rule: Rule,
@@ -226,7 +229,7 @@ class Tap(Place):
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
             args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
-        if torch._C._are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
@@ -249,10 +252,7 @@ class Tap(Place):
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
         use = Use(self, forward, len(args), trainable)
-        if x.requires_grad:
-            output = _apply_tapped_layer(use, *args)
-        else:  # the output must require grad all the same
-            output = _apply_tapped_layer(use, *args, *[param for _, param in trainable])
+        output = _apply_tapped_layer(use, *args, *[param for _, param in trainable])
         if rule.sets_batch and forward is not None:
             forward.batch_sizes = (output.shape[0],)
         if not axis:
@@ -302,7 +302,7 @@ class Use:
 
     Attributes:
         forward: the call of the root that it belongs to, if any.
-        n_inputs: how many of the function's inputs are the layer's; its parameters may follow.
+        n_inputs: how many of the function's inputs are the layer's; its parameters follow.
         params: the parameters themselves, as ``p.grad`` belongs to them.
         readers: how many layers read the same input.
         recomputed: whether this is checkpointing's second forward.
@@ -336,16 +336,15 @@ class Use:
 
 
 class TappedLayer(torch.autograd.Function):
-    """A layer with a rule. Where no input requires grad, its parameters are inputs too: its output
-    must. Elsewhere they would only cost autograd a visit each, to be given nothing.
+    """A layer with a rule. Its trainable parameters are inputs: its output requires grad, and any
+    backward that autograd can be asked for reaches the layers that it should reach.
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *inputs: Any) -> Any:
+    def forward(ctx: Any, use: Use, *inputs_and_params: Any) -> Any:
         tap = use.tap
         assert tap.rule is not None
-        if len(inputs) != use.n_inputs:
-            inputs = inputs[: use.n_inputs]
+        inputs = inputs_and_params[: use.n_inputs]
         output, saved = tap.rule.forward(tap.layer, *inputs)
         if not isinstance(output, Tensor):
             output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
@@ -381,9 +380,8 @@ class TappedLayer(torch.autograd.Function):
                 for tensor, other in zip(saved, ctx.others, strict=True)
             )
         recorder = tap.recorder
-        inputs = ctx.needs_input_grad
         needs = Needs(
-            inputs[1 : 1 + use.n_inputs],
+            ctx.needs_input_grad[1 : 1 + use.n_inputs],
             frozenset([name for name, _ in params]),
             recorder.backend,
         )
@@ -403,27 +401,12 @@ class TappedLayer(torch.autograd.Function):
         grads += (None,) * (use.n_inputs - len(grads))
         if recorder.enabled:
             tap.record(of_params, use.recomputed, use.count_readers())
-            return (None, *grads, *(None,) * (len(inputs) - 1 - len(grads)))
+            return (None, *grads, *(None,) * len(params))
         # An ordinary backward: ordinary gradients.
         ordinary = [
             factor.clipped_sum(None, recorder.backend).view_as(param) for param, factor in of_params
         ]
-        if len(inputs) > 1 + use.n_inputs:
-            return (None, *grads, *ordinary)
-        if _adds_to_grad(ctx):
-            for (param, _), grad in zip(of_params, ordinary, strict=True):
-                add_into_grad(param, grad)
-        return (None, *grads)
-
-
-def _adds_to_grad(node: Any) -> bool:
-    """Whether the running backward adds to ``p.grad``, as ``torch.autograd.grad`` does not."""
-    while node.next_functions:  # on to some leaf, which is visited only if its gradient is kept
-        node = next(below for below, _ in node.next_functions if below is not None)
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad will return
-        return False
+        return (None, *grads, *ordinary)
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above

@@ -30,7 +30,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, i
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
-from flash_clipping.recorder import Recorder, add_into_grad
+from flash_clipping.recorder import Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
@@ -136,18 +136,18 @@ class Tape:
         self, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int
     ) -> Sequence[tuple[nn.Parameter, Factor]]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
+        if not any([_worth_storing(factor, readers) for _, factor in factors]):
+            return factors
         kept: list[tuple[nn.Parameter, Factor]] = []
-        stored = False
         for param, factor in factors:
             if type(factor) is Outer and _worth_storing(factor, readers):
-                factor, stored = factor.stored(self.backend), True
+                factor = factor.stored(self.backend)
             elif type(factor) is Convolution and factor.is_worth_storing():
                 factor = factor.stored()
+            elif type(factor) is RowSum:  # a bias alone would keep its rows to the end
+                factor = Dense(factor.dense())
             kept.append((param, factor))
-        if not stored:
-            return kept
-        # A bias alone would keep its rows to the end.
-        return [(p, Dense(f.dense()) if type(f) is RowSum else f) for p, f in kept]
+        return kept
 
     @property
     def backend(self) -> str:
@@ -261,7 +261,8 @@ class Tape:
                 if shared not in linear:
                     linear[shared] = LinearGroup(factor.A_BTd)
                 A, G = factor.A_BTd, factor.G_BTp
-                if G.shape[:2] != A.shape[:2] or A.dim() != 3 or G.dim() != 3:
+                fit = G.shape[:2] == A.shape[:2] and G.get_device() == A.get_device()
+                if not fit or A.dim() != 3 or G.dim() != 3:
                     self._refuse_operands(key, factor)
                 linear[shared].keys.append(key)
                 linear[shared].Gs.append(factor.G_BTp)
@@ -293,8 +294,9 @@ class Tape:
     def _refuse_operands(self, key: int, factor: Outer) -> None:
         raise FlashClippingError(
             f"{self.paths[key]}: its rule returned an Outer of A_BTd {tuple(factor.A_BTd.shape)} "
-            f"and G_BTp {tuple(factor.G_BTp.shape)}; expected [B, T, d] and [B, T, p] of the same "
-            "B and T. Flatten the axes between batch and features of both alike."
+            f"on {factor.A_BTd.device} and G_BTp {tuple(factor.G_BTp.shape)} on "
+            f"{factor.G_BTp.device}; expected [B, T, d] and [B, T, p] of the same B and T on one "
+            "device. Flatten the axes between batch and features of both alike."
         )
 
     def _stored_sqnorms(self) -> list[tuple[list[int], Tensor]]:
@@ -433,10 +435,28 @@ class Tape:
                 self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
 
 
-def _worth_storing(factor: Outer, readers: int) -> bool:
+def _worth_storing(factor: Factor, readers: int) -> bool:
     """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
-    B, T, d = factor.A_BTd.shape
+    if type(factor) is not Outer:
+        return type(factor) is Convolution and factor.is_worth_storing()
     G = factor.G_BTp
-    p, itemsize = G.shape[-1], G.element_size()
-    algorithm = cost.choose_on(G.device.type, B, T, d, p, itemsize, may_store=True, shared=readers)
+    B, T, d = factor.A_BTd.shape
+    p = G.shape[-1]
+    if not cost.may_hold_gradients(T, d, p, readers):  # decides most, and quickly
+        return False
+    algorithm = cost.choose_on(
+        G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
+    )
     return algorithm == "outer_store"
+
+
+def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Where gradients go: add to ``p.grad`` as autograd would."""
+    if grad.dtype != param.dtype:
+        grad = grad.to(param.dtype)
+    if grad.shape != param.shape:
+        grad = grad.view_as(param)
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)

@@ -81,7 +81,7 @@ def machine_for(device_type: str, itemsize: int) -> Machine:
     return GPU_HALF if itemsize <= 2 else GPU_SINGLE
 
 
-def may_hold_gradients(*, T: int, d: int, p: int, shared: int = 1) -> bool:
+def may_hold_gradients(T: int, d: int, p: int, shared: int = 1) -> bool:
     """Whether ``[p, d]`` per sample takes no more memory than the ``A`` and ``G`` it replaces."""
     return d * p <= STORE_BUDGET * T * (d / shared + p)
 
@@ -133,7 +133,7 @@ def choose(
         return "rank_one"
     machine = machine or machine_for("cuda", itemsize)
     candidates = costs(B=B, T=T, d=d, p=p, itemsize=itemsize, shared=shared, machine=machine)
-    if not may_store or not may_hold_gradients(T=T, d=d, p=p, shared=shared):
+    if not may_store or not may_hold_gradients(T, d, p, shared):
         del candidates["outer_store"]
     return min(candidates, key=candidates.__getitem__)
 

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
-from flash_clipping.rules.registry import Needs, Rule, as_BTd, autocast_operands, register_rule
+from flash_clipping.rules.registry import (
+    Needs,
+    Rule,
+    as_BTd,
+    autocast_operands,
+    register_rule,
+    weight_and_bias,
+)
 
 
 def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
@@ -23,7 +30,8 @@ class LinearRule(Rule):
     """Any number of axes between the batch and the features counts as positions."""
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
+        weight, bias = weight_and_bias(layer)
+        x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
         assert weight is not None
         return F.linear(x, weight, bias), (x, weight)
 

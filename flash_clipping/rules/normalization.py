@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.row_sum import Normalized
-from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, as_BTd, register_rule
+from flash_clipping.rules.registry import (
+    Needs,
+    Rule,
+    UnsupportedLayer,
+    as_BTd,
+    register_rule,
+    weight_and_bias,
+)
 
 #: Elements of partial sums that one parameter may keep to the end of backward (2 MiB).
 PARTS_KEPT = 1 << 19
@@ -126,10 +133,11 @@ class LayerNormRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x)
+        weight, bias = weight_and_bias(layer)
         output, mean, rstd = torch.native_layer_norm(
-            x, layer.normalized_shape, layer.weight, layer.bias, layer.eps
+            x, layer.normalized_shape, weight, bias, layer.eps
         )
-        return output, (x, mean, rstd, layer.weight)
+        return output, (x, mean, rstd, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
