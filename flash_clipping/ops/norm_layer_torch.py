@@ -17,6 +17,10 @@ from flash_clipping.ops.shapes import accumulator
 BUFFER = 2**16
 """About how many elements a temporary holds (one sample at least): few enough for a cache."""
 
+LARGE, LONG = 2**13, 1024
+"""Elements of a sample from which PyTorch's kernel is called for it alone, and the positions up to
+which it may be: it adds them up one after the other in the operands' dtype."""
+
 
 def norm_backward(
     x_BTd: Tensor,
@@ -36,10 +40,16 @@ def norm_backward(
     B, T, d = x_BTd.shape
     dtype = accumulator(x_BTd)
     dx_BTd = native_BTd = None
-    if input_grad:
-        native_BTd = _native_input_grad(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d)
-        if native_BTd is None:
-            dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
+    if mean_BT is not None and _native_serves(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d):
+        wanted = [input_grad, weight_grad, bias_grad]
+        large = x_BTd.device.type == "cpu" and B and d * T >= LARGE and T <= LONG
+        if large and weight_d is not None:
+            return _sample_by_sample(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)
+        if input_grad:
+            wanted = [True, False, False]
+            native_BTd = _native(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)[0]
+    elif input_grad:
+        dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
     vectors_PBd = x_BTd.new_empty((weight_grad + bias_grad, B, d), dtype=dtype)
     w_Bd = vectors_PBd[0] if weight_grad else None
     b_Bd = vectors_PBd[-1] if bias_grad else None
@@ -70,19 +80,41 @@ def norm_backward(
     return (dx_BTd if native_BTd is None else native_BTd), vectors_PBd.unsqueeze(2)
 
 
-def _native_input_grad(
-    x_BTd: Tensor, G_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, weight_d: Tensor | None
-) -> Tensor | None:
-    """``dx`` of LayerNorm by PyTorch's kernel, which wants one dtype; else None."""
-    if mean_BT is None:
-        return None
-    others = (G_BTd, mean_BT, rstd_BT) + (() if weight_d is None else (weight_d,))
-    if accumulator(x_BTd) != x_BTd.dtype or any(t.dtype != x_BTd.dtype for t in others):
-        return None
-    mean, rstd = mean_BT.unsqueeze(-1).contiguous(), rstd_BT.unsqueeze(-1).contiguous()
-    return torch.ops.aten.native_layer_norm_backward(
-        G_BTd, x_BTd, x_BTd.shape[-1:], mean, rstd, weight_d, None, [True, False, False]
-    )[0]
+def _native_serves(x_BTd: Tensor, *others: Tensor | None) -> bool:
+    """Whether PyTorch's LayerNorm kernel takes these: it wants one dtype, not a narrow one."""
+    alike = all(other is None or other.dtype == x_BTd.dtype for other in others)
+    return alike and accumulator(x_BTd) == x_BTd.dtype
+
+
+def _native(
+    x: Tensor, G: Tensor, mean: Tensor, rstd: Tensor, weight_d: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias; of the bias only the shape is asked for."""
+    statistics = (mean.unsqueeze(-1).contiguous(), rstd.unsqueeze(-1).contiguous())
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
+        G, x, x.shape[-1:], *statistics, weight_d, weight_d, wanted
+    )
+    return grads
+
+
+def _sample_by_sample(
+    x_BTd: Tensor,
+    G_BTd: Tensor,
+    mean_BT: Tensor,
+    rstd_BT: Tensor,
+    weight_d: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor]:
+    """A sample as a batch of its own: PyTorch's kernel gives all three gradients in one pass."""
+    rows = zip(x_BTd, G_BTd, mean_BT, rstd_BT, strict=True)
+    dx, w, b = zip(*[_native(*row, weight_d, wanted) for row in rows], strict=True)
+    vectors = [
+        v for grads, is_wanted in ((w, wanted[1]), (b, wanted[2])) if is_wanted for v in grads
+    ]
+    vectors_PBnd = x_BTd.new_empty((0, len(w), 1, x_BTd.shape[2]))
+    if vectors:
+        vectors_PBnd = torch.stack(vectors).view(-1, len(w), 1, x_BTd.shape[2])
+    return torch.stack(dx) if wanted[0] else None, vectors_PBnd
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:

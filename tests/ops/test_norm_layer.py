@@ -6,7 +6,8 @@ import torch
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from tests.ops.cases import Case, every_case, relative_error
 
-SHAPES = [(3, 17, 24), (1, 1, 8), (2, 5, 130), (2, 1, 5), (0, 4, 8), (2, 0, 8)]
+# The last is large enough for another way on a CPU.
+SHAPES = [(3, 17, 24), (1, 1, 8), (2, 5, 130), (2, 1, 5), (0, 4, 8), (2, 0, 8), (2, 70, 130)]
 
 
 @every_case
@@ -50,16 +51,20 @@ def test_gradients_match_autograd(case: Case, shape: tuple, kind: str, affine: b
 @pytest.mark.parametrize(
     "wanted", [(True, False, False), (False, True, False), (False, False, True)]
 )
-def test_only_what_is_wanted(case: Case, wanted: tuple[bool, bool, bool]) -> None:
-    x, G, rstd = case.randn(2, 5, 16), case.randn(2, 5, 16), torch.ones(2, 5, device=case.device)
+@pytest.mark.parametrize("shape", [(2, 5, 16), (2, 70, 130)], ids=str)
+def test_only_what_is_wanted(
+    case: Case, wanted: tuple[bool, bool, bool], shape: tuple[int, ...]
+) -> None:
+    x, G, rstd = case.randn(*shape), case.randn(*shape), torch.ones(shape[:2], device=case.device)
     if case.dtype == torch.float64:
         rstd = rstd.double()
+    mean, weight = (None, None) if shape[1] < 10 else (rstd, case.randn(shape[2], seed=2))
     names = ("input_grad", "weight_grad", "bias_grad")
     everything = norm_backward(
-        x, G, None, rstd, None, **dict.fromkeys(names, True), backend=case.backend
+        x, G, mean, rstd, weight, **dict.fromkeys(names, True), backend=case.backend
     )
     some = norm_backward(
-        x, G, None, rstd, None, **dict(zip(names, wanted, strict=True)), backend=case.backend
+        x, G, mean, rstd, weight, **dict(zip(names, wanted, strict=True)), backend=case.backend
     )
     for one, reference, want in zip(some, everything, wanted, strict=True):
         assert (one is not None) == want
