@@ -25,13 +25,7 @@ from torch.utils import _pytree as pytree
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense
-from flash_clipping.recorder import (
-    Forward,
-    Place,
-    Readers,
-    Recorder,
-    in_backward,
-)
+from flash_clipping.recorder import Forward, Place, Readers, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 
 #: Modules that hold parameters for their parent and are never called.
