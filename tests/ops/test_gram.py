@@ -14,6 +14,8 @@ SHAPES = [
     (1, 150, 16, (48, 20, 20)),  # several tiles of T, several layers of different width
     (2, 130, 65, (33,)),
     (1, 700, 8, (16,)),  # several rows of wide tiles
+    (5, 71, 24, (300, 5)),  # wide, which on a CPU goes another way; an odd number of positions
+    (3, 128, 600, (20,)),  # the same on the other side
     (0, 4, 8, (8,)),
     (2, 0, 8, (8, 8)),
 ]
@@ -36,6 +38,14 @@ def test_norms_match_the_oracle(case: Case, shape: tuple, bias: bool) -> None:
         oracle = torch.stack([G.cpu().double().sum(1).square().sum(1) for G in Gs])
         assert bias_sq is not None
         assert worst_relative_error(bias_sq, oracle) <= 2 * case.tolerance
+
+
+def test_a_poisoned_wide_sample_stays_alone() -> None:
+    A, G = torch.randn(5, 70, 24), torch.randn(5, 70, 300)
+    (clean,), _ = gram_sqnorms(A, [G], backend="torch")
+    G[3, 40, 7] = float("nan")
+    (sq,), _ = gram_sqnorms(A, [G], backend="torch")
+    assert sq[3].isnan() and torch.equal(sq[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
 
 
 @every_case
