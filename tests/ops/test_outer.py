@@ -13,7 +13,9 @@ from tests.ops.cases import (
     worst_relative_error,
 )
 
+# The last is stored tile by tile through descriptors; its second tile of d reaches past the end.
 SHAPES = [(3, 17, 24, 40), (1, 1, 8, 8), (2, 70, 130, 35), (2, 1, 5, 3), (0, 4, 8, 8), (2, 0, 8, 6)]
+SHAPES += [(2, 33, 200, 128)]
 
 
 @every_case
