@@ -30,7 +30,8 @@ from flash_clipping.ops.embedding_torch import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
-from flash_clipping.ops.row_sum import Normalized, row_sums
+from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.shapes import Normalized
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

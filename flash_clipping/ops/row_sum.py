@@ -6,20 +6,12 @@ B samples, T positions, n elements, P tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import row_sum_torch
-
-
-class Normalized(NamedTuple):
-    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``."""
-
-    x_BTn: Tensor
-    mean_BT: Tensor
-    rstd_BT: Tensor
+from flash_clipping.ops.shapes import Normalized
 
 
 def row_sums(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import accumulator
-
-if TYPE_CHECKING:
-    from flash_clipping.ops.row_sum import Normalized
+from flash_clipping.ops.shapes import Normalized, accumulator
 
 
 def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> Tensor:

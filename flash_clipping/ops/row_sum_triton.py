@@ -6,7 +6,6 @@ B samples, T positions, n elements, P tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.shapes import Normalized
 from flash_clipping.ops.upload import to_device
-
-if TYPE_CHECKING:
-    from flash_clipping.ops.row_sum import Normalized
 
 BLOCK = 128
 ROWS = 32

@@ -6,7 +6,7 @@ B samples, T positions, d input features, p output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 
 GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 """``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
+
+
+class Normalized(NamedTuple):
+    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``."""
+
+    x_BTn: Tensor
+    mean_BT: Tensor
+    rstd_BT: Tensor
 
 
 def by_kind(groups: Sequence[Group]) -> list[list[int]]:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.row_sum import Normalized, row_sums
+from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.shapes import Normalized
 from tests.ops.cases import Case, every_case, relative_error
 
 
