@@ -39,6 +39,7 @@ from flash_clipping.ops import (
     clipped_sum_triton, embedding_triton, gram_triton, norm_layer_triton, outer_triton,
     row_scale_triton, row_sum_triton, tiles_triton,
 )
+from flash_clipping.ops.shapes import Normalized
 
 tiles_triton.has_tma = lambda device: tma
 if backend == "hip":
@@ -57,7 +58,8 @@ for dtype in (torch.bfloat16, torch.float32):
     outer_triton.weighted_sums_many([A, G], coef)
     row_scale_triton.row_scale(A, coef)
     row_scale_triton.row_scale_many([A, G], coef)
-    row_sum_triton.row_sums([A, A])
+    row_sum_triton.row_sums([A, A], None)
+    row_sum_triton.row_sums([A, A], [Normalized(A, rstd, rstd)] * 2)
     row_scale_triton.scale_and_clean(A.transpose(0, 1)[:2], A.transpose(0, 1)[:2], coef)
     norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
