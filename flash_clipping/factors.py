@@ -365,8 +365,8 @@ class Bag(Factor):
 
     def dense(self) -> Tensor:
         G_Nd = self.G_Bd[self.bags_N] * self.weights_N[:, None]
-        B, V = self.batch_size, self.num_embeddings
-        return sums_by_index(G_Nd, self.bags_N * V + self.ids_N, B * V).view(B, V, -1)
+        (B, d), V = self.G_Bd.shape, self.num_embeddings
+        return sums_by_index(G_Nd, self.bags_N * V + self.ids_N, B * V).view(B, V, d)
 
 
 class Stacked(Factor):

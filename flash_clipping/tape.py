@@ -257,15 +257,15 @@ class Tape:
         for key, factor in merged.items():
             # Exactly these: a subclass may have its own way with norms and sums.
             if type(factor) is Outer:
+                A, G = factor.A_BTd, factor.G_BTp
                 shared = factor.shares_input_with()
                 if shared not in linear:
-                    linear[shared] = LinearGroup(factor.A_BTd)
-                A, G = factor.A_BTd, factor.G_BTp
+                    linear[shared] = LinearGroup(A)
                 fit = G.shape[:2] == A.shape[:2] and G.get_device() == A.get_device()
                 if not fit or A.dim() != 3 or G.dim() != 3:
                     self._refuse_operands(key, factor)
                 linear[shared].keys.append(key)
-                linear[shared].Gs.append(factor.G_BTp)
+                linear[shared].Gs.append(G)
             elif type(factor) is RowSum:
                 rows, x_hat = factor.rows_BTn, factor.normalized
                 x_dtype = None if x_hat is None else x_hat.x_BTn.dtype

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.factors import Bag
 from tests.models import Attention, Case, floats
 from tests.oracle import per_sample_truth
 from tests.test_norms import bound_between, check, make, step
@@ -42,6 +43,19 @@ def test_declared_windows_in_an_empty_batch(mode: str) -> None:
     module(torch.zeros(0, 12, 3, dtype=torch.float64)).sum().backward()
     assert module.get_norm_sample().shape == (0,)
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_per_sample_tables_of_bags(samples: int) -> None:
+    bags = torch.arange(samples).repeat_interleave(2)
+    ids, weights = torch.tensor([1, 1, 3, 0])[: len(bags)], torch.ones(len(bags))
+    G = torch.randn(samples, 3)
+    dense = Bag(bags, ids, weights, G, 5).dense()
+    assert dense.shape == (samples, 5, 3)
+    if samples:
+        truth = torch.zeros(2, 5, 3)
+        truth[0, 1], truth[1, 3], truth[1, 0] = 2 * G[0], G[1], G[1]
+        assert torch.equal(dense, truth)
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

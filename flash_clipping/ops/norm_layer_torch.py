@@ -43,7 +43,7 @@ def norm_backward(
     if mean_BT is not None and _native_serves(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d):
         wanted = [input_grad, weight_grad, bias_grad]
         large = x_BTd.device.type == "cpu" and B and d * T >= LARGE and T <= LONG
-        if large and weight_d is not None:
+        if large and weight_d is not None and (weight_grad or bias_grad):
             return _sample_by_sample(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)
         if input_grad:
             wanted = [True, False, False]
@@ -108,13 +108,8 @@ def _sample_by_sample(
     """A sample as a batch of its own: PyTorch's kernel gives all three gradients in one pass."""
     rows = zip(x_BTd, G_BTd, mean_BT, rstd_BT, strict=True)
     dx, w, b = zip(*[_native(*row, weight_d, wanted) for row in rows], strict=True)
-    vectors = [
-        v for grads, is_wanted in ((w, wanted[1]), (b, wanted[2])) if is_wanted for v in grads
-    ]
-    vectors_PBnd = x_BTd.new_empty((0, len(w), 1, x_BTd.shape[2]))
-    if vectors:
-        vectors_PBnd = torch.stack(vectors).view(-1, len(w), 1, x_BTd.shape[2])
-    return torch.stack(dx) if wanted[0] else None, vectors_PBnd
+    vectors = [torch.stack(v) for v, is_wanted in ((w, wanted[1]), (b, wanted[2])) if is_wanted]
+    return torch.stack(dx) if wanted[0] else None, torch.stack(vectors).unsqueeze(2)
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
