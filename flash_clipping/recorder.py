@@ -34,7 +34,10 @@ class RunningTape(Protocol):
     norms_only: bool
 
     def record(
-        self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int = 0
+        self,
+        path: str,
+        factors: Sequence[tuple[nn.Parameter, Factor]],
+        count_readers: Callable[[], int] | None = None,
     ) -> None: ...
 
     def stand_in(self) -> None: ...
@@ -371,7 +374,7 @@ class Place:
         self,
         factors: Sequence[tuple[nn.Parameter, Factor]],
         recomputed: bool,
-        readers: int = 0,
+        count_readers: Callable[[], int] | None = None,
     ) -> None:
         """Hand factors to the tape of the running backward."""
         tape = self.recorder.tape
@@ -385,7 +388,7 @@ class Place:
             tape = self.recorder.begin_backward()
         if self.folded:
             factors = [(param, self._fold(factor)) for param, factor in factors]
-        tape.record(self.path, factors, readers)
+        tape.record(self.path, factors, count_readers)
 
     def _fold(self, factor: Factor) -> Factor:
         """Rows that the user declared to be parts of samples, as samples."""

@@ -109,11 +109,13 @@ class Tap(Place):
         recorder = self.recorder
         if not recorder.enabled or recorder.bypassed:
             return self.original(*args, **kwargs)
-        trainable = self.trainable()
+        names, params = self.trainable()
         rule = self.rule
-        if rule is None or not trainable:
-            return self._unruled_forward(trainable, args, kwargs)
-        recorder.count_use([param for _, param in trainable])
+        if rule is None or not params:
+            return self._unruled_forward(params, args, kwargs)
+        call, recomputed = recorder.current_forward, in_backward()
+        if call is not None and not recomputed:
+            call.used.append(params)
         if not torch.is_grad_enabled():
             if self._note_checkpointed(args, kwargs) and rule.allows_children:
                 # Its own forward need not call its children, and their uses must be counted.
@@ -121,21 +123,21 @@ class Tap(Place):
             return self.original(*args, **kwargs)
         try:
             if not self._rule_calls:
-                return self._apply(rule, trainable, args, kwargs)
-            tapped = functools.partial(self._tapped, rule, trainable)
+                return self._apply(Use(self, rule, call, names, params, recomputed), args, kwargs)
+
+            def tapped(*args: Any, **kwargs: Any) -> Any:
+                return self._apply(Use(self, rule, call, names, params, recomputed), args, kwargs)
+
             return rule.call(self.layer, tapped, args, kwargs)
         except UnsupportedLayer as error:  # of a rule, which does not know where its layer is
             raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _unruled_forward(
-        self,
-        trainable: list[tuple[str, nn.Parameter]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A layer without a rule, or without a trainable parameter."""
         recorder, rule = self.recorder, self.rule
-        if not trainable:
+        if not params:
             if rule is not None and rule.allows_children:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
@@ -145,7 +147,7 @@ class Tap(Place):
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
-            recorder.count_use([param for _, param in [*trainable, *trainable]])
+            recorder.count_use([*params, *params])
             self._note_checkpointed(args, kwargs)
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
@@ -170,14 +172,15 @@ class Tap(Place):
                 call.note_rows(self.path, x, axis, self.recorder)
         return True
 
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are the layer's own and trainable now, by name."""
-        found = []
+    def trainable(self) -> tuple[list[str], list[nn.Parameter]]:
+        """The parameters that are the layer's own and trainable now, and their names."""
+        names, params = [], []
         for owner in self.owners:
             for name, param in owner._parameters.items():
                 if param is not None and param.requires_grad:
-                    found.append((name, param))
-        return found
+                    names.append(name)
+                    params.append(param)
+        return names, params
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
@@ -207,18 +210,8 @@ class Tap(Place):
 
         return rule.call(self.layer, ordinary, args, kwargs)
 
-    def _tapped(
-        self, rule: Rule, trainable: list[tuple[str, nn.Parameter]], *args: Any, **kwargs: Any
-    ) -> Any:
-        return self._apply(rule, trainable, args, kwargs)
-
-    def _apply(
-        self,
-        rule: Rule,
-        trainable: list[tuple[str, nn.Parameter]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _apply(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer under autograd, as one function."""
         if kwargs:
             if self._signature is None:
                 self._signature = inspect.signature(type(self.layer).forward)
@@ -229,24 +222,26 @@ class Tap(Place):
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        recorder = self.recorder
-        forward = recorder.current_forward
+        recorder, rule, forward, params = self.recorder, use.rule, use.forward, use.params
         x = args[0]
         if isinstance(x, BareParameter) and forward is not None:
             x = to_samples(x, forward.batch_size or 1, self.path)
             args = (x, *args[1:])
         axis = rule.batch_axis(self.layer, recorder.batch_axis)
-        param = trainable[0][1]
-        if not isinstance(x, Tensor) or x.device != param.device or x.dim() <= axis:
-            self._refuse_input(x, param)
+        # Comparing devices takes longer than comparing their numbers.
+        if (
+            not isinstance(x, Tensor)
+            or x.get_device() != params[0].get_device()
+            or x.dim() <= axis
+        ):
+            self._refuse_input(x, params[0])
         if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
             forward.note_rows(self.path, x, axis, recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        use = Use(self, forward, len(args), trainable)
-        output = _apply_tapped_layer(use, *args, *[param for _, param in trainable])
+        output = _apply_tapped_layer(use, *args, *params)
         if rule.sets_batch and forward is not None:
             forward.batch_sizes = (output.shape[0],)
         if not axis:
@@ -295,35 +290,49 @@ class Use:
     """One call of a tapped layer: what its backward has to know.
 
     Attributes:
+        rule: the layer's rule.
         forward: the call of the root that it belongs to, if any.
-        n_inputs: how many of the function's inputs are the layer's; its parameters follow.
-        params: the parameters themselves, as ``p.grad`` belongs to them.
-        readers: how many layers read the same input.
+        names, params: the layer's trainable parameters, as ``p.grad`` belongs to them.
         recomputed: whether this is checkpointing's second forward.
+        readers: how many layers read the same input.
+        others: saved values that are no tensors, in their places.
     """
 
-    __slots__ = ("forward", "n_inputs", "params", "readers", "recomputed", "tap")
+    __slots__ = (
+        "forward",
+        "names",
+        "others",
+        "params",
+        "readers",
+        "recomputed",
+        "rule",
+        "tap",
+    )
 
     def __init__(
         self,
         tap: Tap,
+        rule: Rule,
         forward: Forward | None,
-        n_inputs: int,
-        params: list[tuple[str, nn.Parameter]],
+        names: list[str],
+        params: list[nn.Parameter],
+        recomputed: bool,
     ):
         self.tap = tap
+        self.rule = rule
         self.forward = forward
-        self.n_inputs = n_inputs
+        self.names = names
         self.params = params
+        self.recomputed = recomputed
         self.readers: Readers | None = None
-        self.recomputed = in_backward()
+        self.others: list[Any] | None = None
 
     def count_readers(self) -> int:
         """How many layers read the input; 0 where a parameter has, or may have, other uses."""
         if self.forward is None or self.readers is None:
             return 0
         uses = self.forward.uses
-        for _, param in self.params:
+        for param in self.params:
             if uses.get(id(param)) != 1:
                 return 0
         return self.readers.count
@@ -336,19 +345,16 @@ class TappedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, use: Use, *inputs_and_params: Any) -> Any:
-        tap = use.tap
-        assert tap.rule is not None
-        inputs = inputs_and_params[: use.n_inputs]
-        output, saved = tap.rule.forward(tap.layer, *inputs)
+        inputs = inputs_and_params[: -len(use.params)]
+        output, saved = use.rule.forward(use.tap.layer, *inputs)
         if not isinstance(output, Tensor):
             output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
         elif output._is_view():
             output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.others = None
         for value in saved:
             if not isinstance(value, Tensor):
-                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
+                use.others = [None if isinstance(value, Tensor) else value for value in saved]
                 saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
                 break
         ctx.save_for_backward(*saved)
@@ -360,7 +366,7 @@ class TappedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         use: Use = ctx.use
-        tap, params = use.tap, use.params
+        tap, rule, params = use.tap, use.rule, use.params
         if torch.is_grad_enabled():
             raise FlashClippingError(
                 f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
@@ -368,23 +374,20 @@ class TappedLayer(torch.autograd.Function):
                 "such gradients on the unwrapped model."
             )
         saved = ctx.saved_tensors
-        if ctx.others is not None:
+        if use.others is not None:
             saved = tuple(
                 other if tensor is None else tensor
-                for tensor, other in zip(saved, ctx.others, strict=True)
+                for tensor, other in zip(saved, use.others, strict=True)
             )
         recorder = tap.recorder
-        needs = Needs(
-            ctx.needs_input_grad[1 : 1 + use.n_inputs],
-            frozenset([name for name, _ in params]),
-            recorder.backend,
-        )
+        wanted = ctx.needs_input_grad[1 : -len(params)]
+        needs = Needs(wanted, frozenset(use.names), recorder.backend)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        rule = tap.rule
-        assert rule is not None
         grads, factors = rule.backward(tap.layer, saved, grad_output, needs)
         try:
-            of_params = [(param, factors[name]) for name, param in params]
+            of_params = [
+                (param, factors[name]) for name, param in zip(use.names, params, strict=True)
+            ]
         except KeyError as missing:
             raise FlashClippingError(
                 f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
@@ -392,15 +395,15 @@ class TappedLayer(torch.autograd.Function):
             ) from None
         if not isinstance(grads, tuple):
             grads = (grads,)
-        grads += (None,) * (use.n_inputs - len(grads))
+        rest = len(wanted) - len(grads)
         if recorder.enabled:
-            tap.record(of_params, use.recomputed, use.count_readers())
-            return (None, *grads, *(None,) * len(params))
+            tap.record(of_params, use.recomputed, use.count_readers)
+            return (None, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
             factor.clipped_sum(None, recorder.backend).view_as(param) for param, factor in of_params
         ]
-        return (None, *grads, *ordinary)
+        return (None, *grads, *(None,) * rest, *ordinary)
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
@@ -411,8 +414,9 @@ _apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
     memory = output.untyped_storage().data_ptr()
-    if any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in inputs):
-        return output.clone()
+    for x in inputs:
+        if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory:
+            return output.clone()
     # A view of memory that nobody else has: the same tensor without the mark of a view.
     return output.detach()
 

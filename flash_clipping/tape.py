@@ -8,7 +8,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -102,15 +102,19 @@ class Tape:
         self._stand_ins.close()
 
     def record(
-        self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int = 0
+        self,
+        path: str,
+        factors: Sequence[tuple[nn.Parameter, Factor]],
+        count_readers: Callable[[], int] | None = None,
     ) -> None:
         """Take the factors of one layer call.
 
-        ``readers`` layers read the same input; 0 if the call's parameters have other uses in the
-        same call of the root, or may have, so that none is worth storing by itself.
+        ``count_readers`` tells how many layers read the same input; 0 if the call's parameters
+        have other uses in the same call of the root, or may have, so that none is worth storing by
+        itself. It is asked only where that decides something.
         """
-        if readers and self.coef is None and not self.norms_only:
-            factors = self._stored_where_cheaper(factors, readers)
+        if count_readers is not None and self.coef is None and not self.norms_only:
+            factors = self._stored_where_cheaper(factors, count_readers)
         for param, factor in factors:
             key = id(param)
             if factor.batch_size != self.batch_size:
@@ -133,10 +137,13 @@ class Tape:
                 self.factors[key] = [factor]
 
     def _stored_where_cheaper(
-        self, factors: Sequence[tuple[nn.Parameter, Factor]], readers: int
+        self, factors: Sequence[tuple[nn.Parameter, Factor]], count_readers: Callable[[], int]
     ) -> Sequence[tuple[nn.Parameter, Factor]]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        if not any([_worth_storing(factor, readers) for _, factor in factors]):
+        if not any([_may_be_stored(factor) for _, factor in factors]):
+            return factors
+        readers = count_readers()
+        if not readers or not any([_worth_storing(factor, readers) for _, factor in factors]):
             return factors
         kept: list[tuple[nn.Parameter, Factor]] = []
         for param, factor in factors:
@@ -435,6 +442,14 @@ class Tape:
                 self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
 
 
+def _may_be_stored(factor: Factor) -> bool:
+    """Whether memory allows it, with one reader at least: decides most, and quickly."""
+    if type(factor) is not Outer:
+        return type(factor) is Convolution
+    _, T, d = factor.A_BTd.shape
+    return cost.may_hold_gradients(T, d, factor.G_BTp.shape[-1])
+
+
 def _worth_storing(factor: Factor, readers: int) -> bool:
     """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
     if type(factor) is not Outer:
@@ -442,7 +457,7 @@ def _worth_storing(factor: Factor, readers: int) -> bool:
     G = factor.G_BTp
     B, T, d = factor.A_BTd.shape
     p = G.shape[-1]
-    if not cost.may_hold_gradients(T, d, p, readers):  # decides most, and quickly
+    if not cost.may_hold_gradients(T, d, p, readers):
         return False
     algorithm = cost.choose_on(
         G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,11 +157,14 @@ def _watched(flash: Flash) -> Iterator[None]:
 
     class WatchedTape(Tape):
         def record(
-            self, path: str, factors: Iterable[tuple[nn.Parameter, Factor]], readers: int = 0
+            self,
+            path: str,
+            factors: Iterable[tuple[nn.Parameter, Factor]],
+            count_readers: Callable[[], int] | None = None,
         ) -> None:
             factors = list(factors)
             first_pass = self.coef is None
-            super().record(path, factors, readers)
+            super().record(path, factors, count_readers)
             if not first_pass:
                 return
             with torch.no_grad():
