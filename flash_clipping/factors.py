@@ -11,7 +11,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` outp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
 from flash_clipping.ops.row_sum import row_sums
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.shapes import Layout, Memo, Normalized
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,6 +67,11 @@ class Factor(ABC):
     def dense(self) -> Tensor:
         """The per-sample gradients themselves, ``[B, *parameter]``."""
 
+    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
+        """What decides how it is handled: its kind, and the layouts of tensors ``of`` which
+        launches are remembered (:mod:`flash_clipping.plan`)."""
+        return type(self), self.batch_size
+
     @classmethod
     def concatenate(cls, factors: Sequence[Any]) -> Factor:
         """One factor for several uses of a parameter within a sample."""
@@ -90,6 +95,10 @@ class Dense(Factor):
     @property
     def batch_size(self) -> int:
         return self.grads.shape[0]
+
+    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
+        parts = self.sq_parts_Bn
+        return type(self), of(self.grads), None if parts is None else of(parts)
 
     #: Per-sample gradients of up to this many elements are handled many at a time.
     SMALL = 1 << 16
@@ -144,6 +153,11 @@ class RowSum(Factor):
     def batch_size(self) -> int:
         return self.rows_BTn.shape[0]
 
+    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
+        x_hat = self.normalized
+        read = None if x_hat is None else (of(x_hat[0]), of(x_hat[1]), of(x_hat[2]))
+        return type(self), of(self.rows_BTn), self.shape, read
+
     def sqnorms(self, backend: str) -> Tensor:
         return Dense(self._grads(backend)).sqnorms(backend)
 
@@ -194,11 +208,13 @@ class VectorStack:
         return cls(keys, torch.stack(flat, dim=1))
 
     @classmethod
-    def of_sums(cls, keys: list[int], factors: Sequence[RowSum], backend: str) -> VectorStack:
+    def of_sums(
+        cls, keys: list[int], factors: Sequence[RowSum], backend: str, memo: Memo | None = None
+    ) -> VectorStack:
         rows = [factor.rows_BTn for factor in factors]
         # All or none: stacked are factors of one kind.
         x_hats = [factor.normalized for factor in factors if factor.normalized is not None]
-        return cls(keys, row_sums(rows, x_hats or None, backend=backend))
+        return cls(keys, row_sums(rows, x_hats or None, backend=backend, memo=memo))
 
     def sqnorms_PB(self) -> Tensor:
         dtype = accumulation_dtype(self.grads_BPn.dtype)
@@ -224,6 +240,9 @@ class Outer(Factor):
     @property
     def batch_size(self) -> int:
         return self.G_BTp.shape[0]
+
+    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
+        return type(self), of(self.A_BTd), of(self.G_BTp)
 
     def shares_input_with(self) -> tuple[Any, ...]:
         """A key that is equal for factors that read the same memory."""

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
+from flash_clipping.plan import Plans
 
 #: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
 ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
@@ -191,6 +192,8 @@ class Recorder:
         self.warned_non_finite = False
         #: ``mode="two_pass"``: what the running outer backward will end with.
         self.walks: weakref.ref[Any] | None = None
+        #: How factors of the layouts that were met are handled.
+        self.plans = Plans()
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
         self._tape: weakref.ref[RunningTape] | None = None
@@ -200,7 +203,12 @@ class Recorder:
         # Copies and pickles of a wrapped model start between steps.
         state = self.__dict__.copy()
         state.update(
-            _forwards=[], _current_forward=None, _tape=None, _pending_flag=None, walks=None
+            _forwards=[],
+            _current_forward=None,
+            _tape=None,
+            _pending_flag=None,
+            walks=None,
+            plans=Plans(),  # parameters go by their id there
         )
         return state
 

@@ -10,7 +10,6 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -228,12 +227,7 @@ class Tap(Place):
             x = to_samples(x, forward.batch_size or 1, self.path)
             args = (x, *args[1:])
         axis = rule.batch_axis(self.layer, recorder.batch_axis)
-        # Comparing devices takes longer than comparing their numbers.
-        if (
-            not isinstance(x, Tensor)
-            or x.get_device() != params[0].get_device()
-            or x.dim() <= axis
-        ):
+        if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
             self._refuse_input(x, params[0])
         if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
             forward.note_rows(self.path, x, axis, recorder, features=1)

@@ -30,6 +30,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, i
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import weighted_sums_many
 from flash_clipping.ops.upload import to_device
+from flash_clipping.plan import Plan, layout_of, plan_of
 from flash_clipping.recorder import Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
@@ -47,10 +48,10 @@ class LinearGroup:
 
     __slots__ = ("A_BTd", "Gs", "keys")
 
-    def __init__(self, A_BTd: Tensor):
+    def __init__(self, A_BTd: Tensor, keys: Sequence[int], Gs: Sequence[Tensor]):
         self.A_BTd = A_BTd
-        self.keys: list[int] = []
-        self.Gs: list[Tensor] = []
+        self.keys = keys
+        self.Gs = Gs
 
     def items(self) -> Iterator[tuple[int, Tensor]]:
         return zip(self.keys, self.Gs, strict=True)
@@ -79,6 +80,7 @@ class Tape:
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
+        self.plan: Plan | None = None
         self.uses = recorder.uses()
         self.batch_size: int | None = None
         self.first_path = ""
@@ -205,12 +207,20 @@ class Tape:
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
-        self._sort(self.merged())
+        params = self.recorder.trainable()
+        factors = self.merged()
+        plan = self.plan = self._find_plan(factors, params)
+        self._sort(factors, plan)
+        del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are.
-        blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
+        blocks: list[tuple[Sequence[int], Tensor]] = [
+            ([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()
+        ]
         self.sqnorms_B.clear()
         operands = [(linear.A_BTd, linear.Gs) for linear in self.linear]
-        sqnorms = linear_sqnorms(operands, backend=self.backend, checked=True)
+        memo = plan.memo("linear_sqnorms")
+        sqnorms = linear_sqnorms(operands, backend=self.backend, checked=True, memo=memo)
+        del operands
         blocks += [(linear.keys, sq) for linear, sq in zip(self.linear, sqnorms, strict=True)]
         blocks += [(stack.keys, stack.sqnorms_PB()) for stack in self.stacks]
         blocks += self._stored_sqnorms()
@@ -218,34 +228,37 @@ class Tape:
             ([key], factor.sqnorms(self.backend).unsqueeze(0))
             for key, factor in self.others.items()
         ]
-        params = self.recorder.trainable()
-        self._check_trainable(params)
-        coef = self.recorder.clip(params, self._norms(params, blocks))
+        coef = self.recorder.clip(params, self._norms(params, blocks, plan))
         self.recorder.note_non_finite(coef == 0)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
-        scaled = coef * self._own_gradient_scale()
-        rows = scaled.unbind(0) if scaled.dim() == 2 else None
-        on_device: dict[int, Tensor] = {}
-        self.coef = {}
-        for n, param in enumerate(params):
-            index = param.get_device()
-            if rows is not None:
-                coef_B = rows[n].to(param.device, non_blocking=True)
-            elif index in on_device:
-                coef_B = on_device[index]
-            else:
-                coef_B = on_device[index] = scaled.to(param.device, non_blocking=True)
-            self.params[id(param)], self.coef[id(param)] = param, coef_B
+        self._hand_out(params, coef * self._own_gradient_scale(), plan)
 
-    def _check_trainable(self, params: list[nn.Parameter]) -> None:
-        frozen = self.paths.keys() - {id(param) for param in params}
-        if frozen:
-            paths = ", ".join(sorted({self.paths[key] for key in frozen}))
-            raise FlashClippingError(
-                f"{paths}: found a parameter that was trainable in forward and is frozen in "
-                "backward; its part of the norms would be missing. Change requires_grad between "
-                "steps, before forward()."
-            )
+    def _find_plan(self, factors: Mapping[int, Factor], params: Sequence[nn.Parameter]) -> Plan:
+        """The plan for factors of this layout; made if there is none yet."""
+        plans = self.recorder.plans
+        layout = layout_of(factors, params, self.sqnorms_B)
+        number = hash(layout)
+        plan = plans.find(number, layout)
+        if plan is None:
+            plan = plan_of(factors, params, self.paths)
+            plans.keep(number, layout, plan)
+        return plan
+
+    def _hand_out(self, params: Sequence[nn.Parameter], coef: Tensor, plan: Plan) -> None:
+        """Every parameter its coefficients, ``[B]`` on its device."""
+        self.params.update(zip(plan.trainable, params, strict=True))
+        by_param = coef.dim() == 2
+        if not by_param and plan.one_device and coef.get_device() == params[0].get_device():
+            self.coef = dict.fromkeys(plan.trainable, coef)
+            return
+        rows = coef.unbind(0) if by_param else [coef] * len(params)
+        on_device: dict[tuple[int, int], Tensor] = {}
+        self.coef = {}
+        for key, param, row in zip(plan.trainable, params, rows, strict=True):
+            place = (id(row), param.get_device())
+            if place not in on_device:
+                on_device[place] = row.to(param.device, non_blocking=True)
+            self.coef[key] = on_device[place]
 
     def merged(self) -> dict[int, Factor]:
         """One factor per parameter: all of its uses are in."""
@@ -254,61 +267,25 @@ class Tape:
             for key, factors in self.factors.items()
         }
 
-    def _sort(self, merged: Mapping[int, Factor]) -> None:
-        """Put factors that can be handled in one go together."""
+    def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
+        """Put factors together as the plan has it."""
         self.factors.clear()
-        linear: dict[Any, LinearGroup] = {}
-        kind: Any  # what members of one stack have in common
-        sums: dict[Any, list[tuple[int, RowSum]]] = {}
-        vectors: dict[Any, list[tuple[int, Dense]]] = {}
-        for key, factor in merged.items():
-            # Exactly these: a subclass may have its own way with norms and sums.
-            if type(factor) is Outer:
-                A, G = factor.A_BTd, factor.G_BTp
-                shared = factor.shares_input_with()
-                if shared not in linear:
-                    linear[shared] = LinearGroup(A)
-                fit = G.shape[:2] == A.shape[:2] and G.get_device() == A.get_device()
-                if not fit or A.dim() != 3 or G.dim() != 3:
-                    self._refuse_operands(key, factor)
-                linear[shared].keys.append(key)
-                linear[shared].Gs.append(G)
-            elif type(factor) is RowSum:
-                rows, x_hat = factor.rows_BTn, factor.normalized
-                x_dtype = None if x_hat is None else x_hat.x_BTn.dtype
-                kind = (rows.shape, rows.dtype, rows.device, self.params[key].dtype, x_dtype)
-                sums.setdefault(kind, []).append((key, factor))
-            elif type(factor) is not Dense:
-                self.others[key] = factor
-            elif factor.sq_parts_Bn is None and factor.is_small:
-                grads = factor.grads
-                size = grads.shape[1:].numel()
-                kind = (grads.dtype, grads.device, self.params[key].dtype, size)
-                vectors.setdefault(kind, []).append((key, factor))
-            else:
-                self.stored[key] = factor
-        self.linear = list(linear.values())
-        for members in sums.values():
-            keys, rows_of = [key for key, _ in members], [factor for _, factor in members]
-            self.stacks.append(VectorStack.of_sums(keys, rows_of, self.backend))
-        for alike in vectors.values():
-            keys, dense = [key for key, _ in alike], [factor for _, factor in alike]
-            if len(keys) > 1:
-                self.stacks.append(VectorStack.of_dense(keys, dense))
-            else:
-                self.stored[keys[0]] = dense[0]
+        self.linear = [
+            LinearGroup(factors[keys[0]].A_BTd, keys, [factors[key].G_BTp for key in keys])
+            for keys in plan.linear
+        ]
+        for keys in plan.sums:
+            sums = [factors[key] for key in keys]
+            memo = plan.memo(("row_sums", keys[0]))
+            self.stacks.append(VectorStack.of_sums(keys, sums, self.backend, memo))
+        for keys in plan.vectors:
+            self.stacks.append(VectorStack.of_dense(keys, [factors[key] for key in keys]))
+        self.stored = {key: factors[key] for key in plan.stored}
+        self.others = {key: factors[key] for key in plan.others}
 
-    def _refuse_operands(self, key: int, factor: Outer) -> None:
-        raise FlashClippingError(
-            f"{self.paths[key]}: its rule returned an Outer of A_BTd {tuple(factor.A_BTd.shape)} "
-            f"on {factor.A_BTd.device} and G_BTp {tuple(factor.G_BTp.shape)} on "
-            f"{factor.G_BTp.device}; expected [B, T, d] and [B, T, p] of the same B and T on one "
-            "device. Flatten the axes between batch and features of both alike."
-        )
-
-    def _stored_sqnorms(self) -> list[tuple[list[int], Tensor]]:
+    def _stored_sqnorms(self) -> list[tuple[Sequence[int], Tensor]]:
         """Norms of stored gradients; those that came with parts of it are added up together."""
-        blocks = []
+        blocks: list[tuple[Sequence[int], Tensor]] = []
         by_shape: dict[Any, list[int]] = {}
         for key, factor in self.stored.items():
             parts_Bn = factor.sq_parts_Bn
@@ -325,17 +302,21 @@ class Tape:
         mean = self.recorder.loss_reduction == "mean"
         return float(self.batch_size or 0) if mean else 1.0
 
-    def _norms(self, params: list[nn.Parameter], blocks: list[tuple[list[int], Tensor]]) -> Tensor:
+    def _norms(
+        self, params: Sequence[nn.Parameter], blocks: list[tuple[Sequence[int], Tensor]], plan: Plan
+    ) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
         device = blocks[0][1].device if blocks else params[0].device
         wide = any(sq.dtype == torch.float64 for _, sq in blocks)
         dtype = torch.float64 if wide else torch.float32
-        row_of: dict[int, int] = {}
-        for keys, _ in blocks:
-            for key in keys:
-                row_of[key] = len(row_of)
-        zero = len(row_of)
-        rows = [row_of.get(id(param), zero) for param in params]
+        if plan.order is None:
+            row_of: dict[int, int] = {}
+            for keys, _ in blocks:
+                for key in keys:
+                    row_of[key] = len(row_of)
+            plan.unreached = [key for key in plan.trainable if key not in row_of]
+            rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
+            plan.order = to_device(rows, device, torch.int64)
         found = [
             sq
             if sq.device == device and sq.dtype == dtype
@@ -343,14 +324,14 @@ class Tape:
             else sq.to(device=device, dtype=dtype, non_blocking=True)
             for _, sq in blocks
         ]
-        if zero in rows:
+        if plan.unreached:
             found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
-        sq_PB = torch.cat(found).index_select(0, to_device(rows, device, torch.int64))
+        sq_PB = torch.cat(found).index_select(0, plan.order)
         return sq_PB.sqrt_().mul_(self._own_gradient_scale())
 
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
-        assert self.coef is not None
+        assert self.coef is not None and self.plan is not None
         self._add_small_products()
         self._add_products()
         while self.stacks:
@@ -364,7 +345,7 @@ class Tape:
             self._add([key], [factor.clipped_sum(self.coef[key], self.backend)])
             del factor
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
-        for key in self.coef:
+        for key in self.plan.unreached:
             param = self.params[key]
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -376,7 +357,7 @@ class Tape:
     def _alike(self, keys: Iterable[int]) -> list[list[int]]:
         """Those of these parameters together that are clipped by the same coefficients."""
         assert self.coef is not None
-        by_coef: dict[int, list[int]] = {}
+        by_coef: dict[int, list[int]] = {}  # by id of the coefficients
         for key in keys:
             by_coef.setdefault(id(self.coef[key]), []).append(key)
         return list(by_coef.values())
@@ -384,19 +365,26 @@ class Tape:
     def _add_small_products(self) -> None:
         """Linear maps that are bound by launches, many in one launch."""
         assert self.coef is not None
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        large = []
-        for linear in self.linear:
-            if is_small(linear.A_BTd, linear.Gs, backend=self.backend):
-                A_BTd = linear.A_BTd
-                pairs.update({key: (A_BTd, G) for key, G in linear.items()})
-            else:
-                large.append(linear)
-        self.linear = large
+        assert self.plan is not None
+        small = self.plan.small
+        if small is None:
+            small = self.plan.small = {
+                n
+                for n, linear in enumerate(self.linear)
+                if is_small(linear.A_BTd, linear.Gs, backend=self.backend)
+            }
+        pairs = {
+            key: (self.linear[n].A_BTd, G)
+            for n in sorted(small)
+            for key, G in self.linear[n].items()
+        }
+        self.linear = [linear for n, linear in enumerate(self.linear) if n not in small]
         for keys in self._alike(pairs):
             products = [pairs[key] for key in keys]
-            coef_B = self.coef[keys[0]]
-            sums = clipped_sums_many(products, coef_B, backend=self.backend, checked=True)
+            memo = self.plan.memo(("clipped_sums", *keys))
+            sums = clipped_sums_many(
+                products, self.coef[keys[0]], backend=self.backend, checked=True, memo=memo
+            )
             self._add(keys, sums)
 
     def _add_products(self) -> None:

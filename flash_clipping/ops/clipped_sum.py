@@ -14,9 +14,11 @@ from flash_clipping.ops import backend as backends
 from flash_clipping.ops import clipped_sum_torch
 from flash_clipping.ops.shapes import (
     Group,
+    Memo,
     by_kind,
     check_coefficients,
     checked_groups,
+    part_of,
 )
 
 
@@ -92,22 +94,36 @@ def clipped_sums_many(
     *,
     backend: str = "auto",
     checked: bool = False,
+    memo: Memo | None = None,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many small layers ``(A, G)`` at once: one launch on a GPU.
+
+    ``checked`` and ``memo``: the caller has seen to shapes and devices, and hands on what was kept
+    for pairs of the same layout.
 
     Returns:
         ``[p, d]`` for each pair, in its operands' dtype (the wider if they differ).
     """
-    ready: Sequence[Group] = [(A, [G]) for A, G in pairs]
     if not checked:
-        ready = checked_groups(ready)
-        for A_BTd, _ in ready:
+        groups = checked_groups([(A, [G]) for A, G in pairs])
+        for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
+        pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
+    kinds = memo.get("kinds") if memo is not None else None
+    if kinds is None:
+        kinds = by_kind([(A, [G]) for A, G in pairs])
+        if memo is not None:
+            memo["kinds"] = kinds
     results: dict[int, Tensor] = {}
-    for members in by_kind(ready):
-        alike = [(ready[i][0], ready[i][1][0]) for i in members]
+    for number, members in enumerate(kinds):
+        alike = [pairs[i] for i in members]
         sums = backends.run(
-            clipped_sum_torch.clipped_sums_many, backend, alike[0][0], alike, coef_B
+            clipped_sum_torch.clipped_sums_many,
+            backend,
+            alike[0][0],
+            alike,
+            coef_B,
+            part_of(memo, number),
         )
         results.update(zip(members, sums, strict=True))
-    return [results[i] for i in range(len(ready))]
+    return [results[i] for i in range(len(pairs))]

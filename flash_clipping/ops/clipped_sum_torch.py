@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.row_scale_torch import row_scale
-from flash_clipping.ops.shapes import Group
+from flash_clipping.ops.shapes import Group, Memo
 
 
 def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor]]:
@@ -33,7 +33,9 @@ def _clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
     return sums
 
 
-def clipped_sums_many(pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor) -> list[Tensor]:
+def clipped_sums_many(
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
+) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums = []
     for A, G in pairs:

@@ -14,11 +14,13 @@ from flash_clipping.ops import gram_torch
 from flash_clipping.ops.shapes import (
     Group,
     GroupSqnorms,
+    Memo,
     accumulator,
     as_rows,
     by_kind,
     check_same_rows,
     checked_groups,
+    part_of,
 )
 
 
@@ -62,16 +64,34 @@ def gram_sqnorms_many(
 
 
 def gram_of_checked(
-    ready: Sequence[Group], *, bias: bool = False, backend: str = "auto"
+    ready: Sequence[Group],
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    memo: Memo | None = None,
 ) -> list[GroupSqnorms]:
     """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
     results: list[GroupSqnorms | None] = [None] * len(ready)
-    for members in by_kind(ready):
+    kinds = memo.get("kinds") if memo is not None else None
+    if kinds is None:
         # No kernel walks over a group without layers or rows.
-        busy = [i for i in members if ready[i][1] and ready[i][0].numel()]
+        kinds = [
+            [i for i in members if ready[i][1] and ready[i][0].numel()]
+            for members in by_kind(ready)
+        ]
+        if memo is not None:
+            memo["kinds"] = kinds
+    for number, busy in enumerate(kinds):
         if busy:
             groups = [ready[i] for i in busy]
-            norms = backends.run(gram_torch.gram_sqnorms_many, backend, groups[0][0], groups, bias)
+            norms = backends.run(
+                gram_torch.gram_sqnorms_many,
+                backend,
+                groups[0][0],
+                groups,
+                bias,
+                part_of(memo, number),
+            )
             for i, sqnorms in zip(busy, norms, strict=True):
                 results[i] = sqnorms
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import Group, GroupSqnorms, accumulator
+from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
@@ -68,7 +68,9 @@ def _quadratic_forms(AA_BTT: Tensor, G_BTp: Tensor) -> Tensor:
     return torch.stack(forms)
 
 
-def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
+def gram_sqnorms_many(
+    groups: Sequence[Group], bias: bool, memo: Memo | None = None
+) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
     return [gram_sqnorms(A_BTd, Gs, bias) for A_BTd, Gs in groups]
 

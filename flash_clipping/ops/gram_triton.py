@@ -17,6 +17,7 @@ launch where small layers would be bound by launches.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
-from flash_clipping.ops.shapes import Group, GroupSqnorms
+from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
 
@@ -301,20 +302,28 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorm
     return gram_sqnorms_many([(A_BTd, Gs)], bias)[0]
 
 
-def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
+def gram_sqnorms_many(
+    groups: Sequence[Group], bias: bool, memo: Memo | None = None
+) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
-    kinds: dict[_Kind, list[tuple[int, _Rows]]] = {}
-    for index, (A, Gs) in enumerate(groups):
-        rows = _Rows(A, Gs)
-        kinds.setdefault(rows.kind, []).append((index, rows))
-    results: list[GroupSqnorms | None] = [None] * len(groups)
-    for members in kinds.values():
+    launches: list[_Launch] | None = memo.get(_Launch) if memo is not None else None
+    if launches is not None:
+        for launch in launches:
+            launch.read(groups)
+    else:
+        rows = [_Rows(A, Gs) for A, Gs in groups]
+        kinds: dict[_Kind, list[int]] = {}
+        for index, each in enumerate(rows):
+            kinds.setdefault(each.kind, []).append(index)
         # Costly groups first, so that the grid ends on short tiles.
-        members.sort(key=lambda member: -member[1].width)
-        outcome = launch_gram([rows for _, rows in members], bias)
-        for (index, _), result in zip(members, outcome, strict=True):
-            results[index] = result
-    return [result for result in results if result is not None]
+        ordered = [sorted(members, key=lambda i: -rows[i].width) for members in kinds.values()]
+        launches = [_Launch(members, [rows[i] for i in members]) for members in ordered]
+    results: dict[int, GroupSqnorms] = {}
+    for launch in launches:
+        results.update(zip(launch.members, launch_gram(launch, bias), strict=True))
+    if memo is not None and not any([launch.copied for launch in launches]):
+        memo[_Launch] = launches
+    return [results[index] for index in range(len(groups))]
 
 
 class _Kind(NamedTuple):
@@ -331,10 +340,11 @@ class _Kind(NamedTuple):
 class _Rows:
     """A group's rows of the table: addresses, strides and widths of its operands."""
 
-    __slots__ = ("held", "input", "kind", "layers", "width")
+    __slots__ = ("copied", "held", "input", "kind", "layers", "width")
 
     def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
         G_dtype = Gs[0].dtype
+        given = [A, *Gs]
         if len(Gs) > 1 and any(G.dtype != G_dtype for G in Gs):
             Gs, G_dtype = [G.float() for G in Gs], torch.float32
         A, self.input, aligned = tiles.table_row(A)
@@ -347,38 +357,60 @@ class _Rows:
             self.layers.append(row)
             self.width += row[3]
             aligned = aligned and G_aligned
+        self.copied = any(x is not y for x, y in zip(given, self.held, strict=True))
         B, T, _ = A.shape
         self.kind = _Kind(B, T, A.dtype, G_dtype, aligned, A.device)
 
 
-def launch_gram(
-    groups: Sequence[_Rows], bias: bool, config: Config | None = None
-) -> list[GroupSqnorms]:
+class _Launch:
+    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers.
+
+    Without addresses it serves every step of the same layout.
+    """
+
+    __slots__ = ("copied", "counts", "held", "inputs", "kind", "members", "table")
+
+    def __init__(self, members: Sequence[int], groups: Sequence[_Rows]) -> None:
+        self.members = members
+        self.kind = groups[0].kind
+        self.counts = [len(group.layers) for group in groups]
+        self.copied = any([group.copied for group in groups])
+        self.held = [x for group in groups for x in group.held]  # until the kernel is launched
+        inputs: list[int] = []
+        layers: list[int] = []
+        for group in groups:
+            inputs += (*group.input, len(layers) // 4, len(group.layers))
+            for row in group.layers:
+                layers += row
+        self.inputs = len(inputs)
+        self.table = array("q", inputs + layers)
+
+    def read(self, groups: Sequence[Group]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        mine = [groups[i] for i in self.members]
+        self.table[: self.inputs : 6] = array("q", [A.data_ptr() for A, _ in mine])
+        self.table[self.inputs :: 4] = array("q", [G.data_ptr() for _, Gs in mine for G in Gs])
+
+
+def launch_gram(launch: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
     """One launch for groups of one kind; ``config`` is open to benchmarks."""
-    B, T, A_dtype, G_dtype, aligned, device = groups[0].kind
+    B, T, A_dtype, G_dtype, aligned, device = launch.kind
     config = config or config_for(A_dtype, aligned and tiles.has_tma(device))
-    inputs: list[int] = []
-    layers: list[int] = []
-    for group in groups:
-        inputs += (*group.input, len(layers) // 4, len(group.layers))
-        for row in group.layers:
-            layers += row
-    table = to_device(inputs + layers, device, torch.int64)
+    table = to_device(launch.table, device, torch.int64)
+    groups, layers = len(launch.counts), sum(launch.counts)
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
-    partial = torch.empty(
-        (1 + bias, len(layers) // 4, B, slots * parts), dtype=torch.float32, device=device
-    )
+    partial = torch.empty((1 + bias, layers, B, slots * parts), dtype=torch.float32, device=device)
 
-    grid = (min(len(groups) * B * slots, tiles.sm_count(device)),)
+    grid = (min(groups * B * slots, tiles.sm_count(device)),)
     tiles.launch_with_workspace(
         _gram_kernel[grid],
         table,
-        table[len(inputs) :],
+        table[launch.inputs :],
         partial[0],
         partial[-1],
-        len(groups),
+        groups,
         B,
         T,
         rows,
@@ -397,9 +429,9 @@ def launch_gram(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    launch.held = []
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     sums = partial.sum(-1).clamp_(min=0)
-    counts = [len(group.layers) for group in groups]
-    weights = sums[0].split(counts)
-    biases = sums[1].split(counts) if bias else [None] * len(counts)
+    weights = sums[0].split(launch.counts)
+    biases = sums[1].split(launch.counts) if bias else [None] * groups
     return list(zip(weights, biases, strict=True))

@@ -10,6 +10,8 @@ in memory, nothing is rounded twice, and the rows of a dropped sample are never 
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.shapes import Memo
 from flash_clipping.ops.upload import to_device
 
 _COLUMNS = 10  # of the table
@@ -109,24 +112,69 @@ def _grouped_product_kernel(
         )
 
 
+class _Table:
+    """Operands of one launch. Without addresses it serves every step of the same layout.
+
+    Args:
+        pairs: ``(A_BTd, G_BTp)`` of one B, one T and one dtype.
+        outs_aligned: whether results lie on 16-byte boundaries.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], block: int, outs_aligned: bool
+    ) -> None:
+        self.aligned, self.count, self.copied = outs_aligned, 0, False
+        self.held: list[Tensor] = []  # until the kernel has been launched
+        self.rows = array("q")
+        for A, G in pairs:
+            A_read, A_row, A_aligned = tiles.table_row(A)
+            G_read, G_row, G_aligned = tiles.table_row(G)
+            self.copied = self.copied or A_read is not A or G_read is not G
+            self.held += (A_read, G_read)
+            self.aligned = self.aligned and A_aligned and G_aligned
+            self.rows.extend((*G_row, *A_row, 0, self.count))
+            self.count += tiles.cdiv(G_row[3], block) * tiles.cdiv(A_row[3], block)
+        #: Elements of every result, and of the room it takes: each on a 16-byte boundary.
+        self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
+        self.sizes = [tiles.cdiv(p * d, 8) * 8 for p, d in self.shapes]
+
+    def read(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        self.rows[::_COLUMNS] = array("q", [G.data_ptr() for _, G in pairs])
+        self.rows[4::_COLUMNS] = array("q", [A.data_ptr() for A, _ in pairs])
+
+    def write_to(self, addresses: Sequence[int]) -> None:
+        """Where the results go."""
+        self.rows[8::_COLUMNS] = array("q", addresses)
+
+
 def grouped_products(
-    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, *, block: int = 128
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    coef_B: Tensor,
+    *,
+    block: int = 128,
+    memo: Memo | None = None,
 ) -> list[Tensor]:
     """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
     A_BTd, _ = pairs[0]
-    each = A_BTd.element_size()
-    # One buffer for all results, each on a 16-byte boundary.
-    sizes = [tiles.cdiv(A.shape[2] * G.shape[2], 8) * 8 for A, G in pairs]
-    buffer = torch.empty(sum(sizes), dtype=A_BTd.dtype, device=A_BTd.device)
+    table: _Table | None = memo.get(block) if memo is not None else None
+    if table is None:
+        table = _Table(pairs, block, outs_aligned=True)
+    else:
+        table.read(pairs)
+    # One buffer for all results.
+    buffer = torch.empty(sum(table.sizes), dtype=A_BTd.dtype, device=A_BTd.device)
     outs = []
-    for part, (A, G) in zip(buffer.split(sizes), pairs, strict=True):
-        d, p = A.shape[2], G.shape[2]
-        outs.append((part if part.numel() == p * d else part[: p * d]).view(p, d))
-    start, addresses = buffer.data_ptr(), []
-    for size in sizes:
-        addresses.append(start)
-        start += size * each
-    _launch(pairs, addresses, coef_B, repair=False, block=block)
+    for part, size, (p, d) in zip(
+        buffer.split(table.sizes), table.sizes, table.shapes, strict=True
+    ):
+        outs.append((part if size == p * d else part[: p * d]).view(p, d))
+    starts = itertools.accumulate([size * A_BTd.element_size() for size in table.sizes[:-1]])
+    start = buffer.data_ptr()
+    table.write_to([start, *[start + offset for offset in starts]])
+    _launch(table, A_BTd, coef_B, repair=False, block=block)
+    if memo is not None and not table.copied:
+        memo[block] = table
     return outs
 
 
@@ -135,41 +183,27 @@ def repair_products(
 ) -> None:
     """If some sample was dropped, overwrite the products by those of :func:`grouped_products`."""
     addresses = [product.data_ptr() for product in products]
-    _launch(pairs, addresses, coef_B, repair=True, block=128)
+    table = _Table(pairs, 128, all([address % 16 == 0 for address in addresses]))
+    table.write_to(addresses)
+    _launch(table, pairs[0][0], coef_B, repair=True, block=128)
 
 
-def _launch(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    addresses: Sequence[int],
-    coef_B: Tensor,
-    *,
-    repair: bool,
-    block: int,
-) -> None:
-    B, T, _ = pairs[0][0].shape
-    device, dtype = pairs[0][0].device, pairs[0][0].dtype
-    held: list[Tensor] = []  # until the kernel has been launched
-    table: list[int] = []
-    aligned, count = True, 0
-    for (A, G), address in zip(pairs, addresses, strict=True):
-        A, A_row, A_aligned = tiles.table_row(A)
-        G, G_row, G_aligned = tiles.table_row(G)
-        held += (A, G)
-        aligned = aligned and A_aligned and G_aligned and address % 16 == 0
-        table += (*G_row, *A_row, address, count)
-        count += tiles.cdiv(G_row[3], block) * tiles.cdiv(A_row[3], block)
+def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block: int) -> None:
+    B, T, _ = A_BTd.shape
+    device, dtype = A_BTd.device, A_BTd.dtype
     # A repair hardly ever has anything to do: then few programs look, and end.
-    programs = min(count, tiles.sm_count(device)) if repair else count
+    programs = min(table.count, tiles.sm_count(device)) if repair else table.count
+    layers = len(table.shapes)
     _grouped_product_kernel[(programs,)](
-        to_device(table, device, torch.int64),
+        to_device(table.rows, device, torch.int64),
         coef_B.contiguous(),
-        len(pairs),
-        count,
+        layers,
+        table.count,
         B,
         T,
         DTYPE=tiles.TL_DTYPE[dtype],
-        ALIGNED=aligned,
-        LAYERS=tiles.next_power_of_2(len(pairs)),
+        ALIGNED=table.aligned,
+        LAYERS=tiles.next_power_of_2(layers),
         COLUMNS=_COLUMNS,
         BLOCK=block,
         BLOCK_T=32 if dtype == torch.float32 else 64,
@@ -178,3 +212,4 @@ def _launch(
         num_warps=8,
         num_stages=3,
     )
+    table.held = []

@@ -13,11 +13,15 @@ from torch import Tensor
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_of_checked
 from flash_clipping.ops.outer import outer_sqnorms
-from flash_clipping.ops.shapes import Group, accumulator, checked_groups
+from flash_clipping.ops.shapes import Group, Memo, accumulator, checked_groups
 
 
 def linear_sqnorms(
-    groups: Sequence[Group], *, backend: str = "auto", checked: bool = False
+    groups: Sequence[Group],
+    *,
+    backend: str = "auto",
+    checked: bool = False,
+    memo: Memo | None = None,
 ) -> list[Tensor]:
     """Squared norms of ``G_l,bᵀ A_b`` for groups of layers that read the same input.
 
@@ -26,10 +30,13 @@ def linear_sqnorms(
             ``[B, ..., p_l]``.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         checked: the caller has seen to shapes, ``[B, T, features]``, and devices.
+        memo: what was kept for operands of the same layout, which are ``checked``.
 
     Returns:
         ``[L, B]`` for each group, fp32 (float64 for float64).
     """
+    if memo is not None and memo.get("gram for all"):
+        return [sq_LB for sq_LB, _ in gram_of_checked(groups, backend=backend, memo=memo)]
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     gram: list[Group] = []
     rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet (gram)
@@ -50,6 +57,8 @@ def linear_sqnorms(
         if done:
             Gs_BTp = [G for layer, G in enumerate(Gs_BTp) if layer not in done]
         gram.append((A_BTd, Gs_BTp))
+    if memo is not None:
+        memo["gram for all"] = not any(rows)
     norms = gram_of_checked(gram, backend=backend)
     results = []
     for (_, Gs), done, (gram_LB, _) in zip(groups, rows, norms, strict=True):

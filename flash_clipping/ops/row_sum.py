@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import row_sum_torch
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.shapes import Memo, Normalized
 
 
 def row_sums(
@@ -19,17 +19,25 @@ def row_sums(
     normalized: Sequence[Normalized] | None = None,
     *,
     backend: str = "auto",
+    memo: Memo | None = None,
 ) -> Tensor:
     """``Σ_t rows_bt``, or ``Σ_t rows_bt · x̂_bt``, of many tensors: one launch on a GPU.
 
     Args:
         rows: tensors ``[B, T, n]`` of one shape and dtype.
         normalized: one ``x̂`` for each, in the same shape and all of one dtype.
+        memo: what was kept for operands of the same layout; they need no checks.
 
     Returns:
         ``[B, P, n]``, P being the number of tensors; summed in fp32 (float64 for float64) and in a
         fixed order.
     """
+    if not memo:
+        _check(rows, normalized)
+    return backends.run(row_sum_torch.row_sums, backend, rows[0], rows, normalized, memo)
+
+
+def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> None:
     first = rows[0]
     _check_alike(rows)
     if normalized is not None:
@@ -46,7 +54,6 @@ def row_sums(
                 f"row_sums takes means and rstds [B, T]; found {tuple(statistics[0])} beside rows "
                 f"{tuple(first.shape)}."
             )
-    return backends.run(row_sum_torch.row_sums, backend, first, rows, normalized)
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:

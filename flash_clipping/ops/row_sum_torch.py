@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import Normalized, accumulator
+from flash_clipping.ops.shapes import Memo, Normalized, accumulator
 
 
-def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> Tensor:
+def row_sums(
+    rows: Sequence[Tensor], normalized: Sequence[Normalized] | None, memo: Memo | None = None
+) -> Tensor:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     B, _, n = rows[0].shape
     dtype = accumulator(rows[0])

@@ -5,6 +5,7 @@ B samples, T positions, n elements, P tensors.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.shapes import Memo, Normalized
 from flash_clipping.ops.upload import to_device
 
 BLOCK = 128
@@ -66,22 +67,22 @@ def _row_sums_kernel(
     tl.store(out_ptr + vector.to(tl.int64) * n + columns, total, mask=inside)
 
 
-def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> Tensor:
+def row_sums(
+    rows: Sequence[Tensor], normalized: Sequence[Normalized] | None, memo: Memo | None = None
+) -> Tensor:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     B, T, n = rows[0].shape
+    table: array[int] | None = memo.get("row_sums") if memo is not None else None
     held: list[Tensor] = []  # until the kernel has been launched
-    table: list[int] = []
-    for i, x in enumerate(rows):
-        x, row, _ = tiles.table_row(x)
-        held.append(x)
-        table += row[:3]
-        if normalized is None:
-            table += (0,) * 5
-            continue
-        x, row, _ = tiles.table_row(normalized[i].x_BTn)
-        mean, rstd = (each.float().contiguous() for each in normalized[i][1:])
-        held += (x, mean, rstd)
-        table += (*row[:3], mean.data_ptr(), rstd.data_ptr())
+    if table is None:
+        table, held, copied = _table(rows, normalized)
+        if memo is not None and not copied:
+            memo["row_sums"] = table
+    else:
+        table[::_COLUMNS] = array("q", [x.data_ptr() for x in rows])
+        for place, column in enumerate((3, 6, 7) if normalized is not None else ()):
+            addresses = [x_hat[place].data_ptr() for x_hat in normalized or ()]
+            table[column::_COLUMNS] = array("q", addresses)
     out = torch.empty((B, len(rows), n), dtype=torch.float32, device=rows[0].device)
     blocks = tiles.cdiv(n, BLOCK)
     _row_sums_kernel[(B * len(rows) * blocks,)](
@@ -99,3 +100,26 @@ def row_sums(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) ->
         num_warps=4,
     )
     return out
+
+
+def _table(
+    rows: Sequence[Tensor], normalized: Sequence[Normalized] | None
+) -> tuple[array[int], list[Tensor], bool]:
+    """The table, the tensors that it names, and whether there are copies among them."""
+    given: list[Tensor] = []
+    held: list[Tensor] = []
+    table = array("q")
+    for i, x in enumerate(rows):
+        given.append(x)
+        x, row, _ = tiles.table_row(x)
+        held.append(x)
+        table.extend(row[:3])
+        if normalized is None:
+            table.extend((0,) * 5)
+            continue
+        given += normalized[i]
+        x, row, _ = tiles.table_row(normalized[i].x_BTn)
+        mean, rstd = (each.float().contiguous() for each in normalized[i][1:])
+        held += (x, mean, rstd)
+        table.extend((*row[:3], mean.data_ptr(), rstd.data_ptr()))
+    return table, held, any(x is not y for x, y in zip(given, held, strict=True))

@@ -6,13 +6,18 @@ B samples, T positions, d input features, p output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
+
+Memo: TypeAlias = dict[Any, Any]
+"""What an operation keeps for operands of one layout: tables without their addresses, and what is
+launched together. Whoever hands the same memo again answers for it that all operands agree with
+those before in :func:`layout`, in their order, and in which of them are one tensor."""
 
 GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 """``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
@@ -24,6 +29,19 @@ class Normalized(NamedTuple):
     x_BTn: Tensor
     mean_BT: Tensor
     rstd_BT: Tensor
+
+
+Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+
+
+def layout(x: Tensor) -> Layout:
+    """All that launches depend on, except the address: shape, strides, dtype, device, alignment."""
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+
+
+def part_of(memo: Memo | None, key: object) -> Memo | None:
+    """The memo of one of several launches."""
+    return None if memo is None else memo.setdefault(key, {})
 
 
 def by_kind(groups: Sequence[Group]) -> list[list[int]]:

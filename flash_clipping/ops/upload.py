@@ -17,7 +17,7 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype)
     ``torch.tensor`` looks at every value by itself: three times as slow as an array of bytes. On
     a GPU the copy starts from pinned memory, which PyTorch keeps until it has been made.
     """
-    if not values:
+    if not len(values):
         return torch.empty(0, dtype=dtype, device=device)
     on_host = torch.frombuffer(array(_TYPECODES[dtype], values), dtype=dtype)
     if device.type == "cpu":

@@ -95,7 +95,9 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
         A = case.randn(2, 140, 64, seed=seed)
         groups.append((A, [case.randn(2, 140, 96, seed=10 * seed + k) for k in range(seed + 1)]))
     results = kernels.launch_gram(
-        [kernels._Rows(A, Gs) for A, Gs in groups], True, kernels.config_for(case.dtype, tma)
+        kernels._Launch(range(len(groups)), [kernels._Rows(A, Gs) for A, Gs in groups]),
+        True,
+        kernels.config_for(case.dtype, tma),
     )
     for (A, Gs), (weight_sq, bias_sq) in zip(groups, results, strict=True):
         oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])

@@ -1,0 +1,173 @@
+"""How the factors of a step are handled together: worked out once for every layout.
+
+Which layers share launches, and what those launches must be told, follows from shapes, strides and
+dtypes. Only addresses differ from step to step, and small models wait for the host, so a recorder
+remembers its plans. A plan holds no tensor of a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Dense, Factor, Outer, RowSum
+from flash_clipping.ops.shapes import Layout, Memo, layout
+
+
+@dataclass(slots=True)
+class Plan:
+    """Parameters, by their ``id``, in the groups in which they are handled.
+
+    Attributes:
+        trainable: all that are trainable, in the model's order.
+        one_device: whether they are all on one device.
+        linear: linear maps that read one input.
+        sums: sums over positions that one launch adds up.
+        vectors: small gradients of one size that are stacked.
+        stored: other gradients that are kept as they are.
+        others: everything else, one by one.
+        unreached: trainable parameters that backward did not reach; known once norms are.
+        order: row of each trainable parameter's norms among those that were taken; likewise.
+        small: groups of ``linear`` that are worth one launch for all; likewise.
+        memos: what operations keep, by the name of the operation.
+    """
+
+    trainable: list[int]
+    one_device: bool
+    linear: list[list[int]] = field(default_factory=list)
+    sums: list[list[int]] = field(default_factory=list)
+    vectors: list[list[int]] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
+    order: Tensor | None = None
+    small: set[int] | None = None
+    memos: dict[Hashable, Memo] = field(default_factory=dict)
+
+    def memo(self, name: Hashable) -> Memo:
+        """What one operation keeps."""
+        return self.memos.setdefault(name, {})
+
+
+class Plans:
+    """The plans that were used last, by layout."""
+
+    #: Poisson batches come in this many sizes, or a few more.
+    SIZE = 64
+
+    def __init__(self) -> None:
+        # By hash, taken once: that of a layout of hundreds of tensors takes a while.
+        self._plans: OrderedDict[int, tuple[Hashable, Plan]] = OrderedDict()
+
+    def find(self, number: int, layout: Hashable) -> Plan | None:
+        """The plan for a layout whose hash is ``number``."""
+        found = self._plans.get(number)
+        if found is None or found[0] != layout:
+            return None
+        self._plans.move_to_end(number)
+        return found[1]
+
+    def keep(self, number: int, layout: Hashable, plan: Plan) -> None:
+        self._plans[number] = layout, plan
+        if len(self._plans) > self.SIZE:
+            self._plans.popitem(last=False)
+
+
+def layout_of(
+    factors: Mapping[int, Factor], params: Sequence[nn.Parameter], done: Iterable[int]
+) -> Hashable:
+    """All that a plan depends on.
+
+    Args:
+        factors: of parameters, by ``id``.
+        params: the trainable parameters.
+        done: ids of parameters whose norms are known already.
+    """
+    known: dict[int, Layout] = {}  # by id of a tensor; several factors hold the same
+    inputs: dict[int, int] = {}  # which linear maps read the same memory
+
+    def of(x: Tensor) -> Layout:
+        found = known.get(id(x))
+        if found is None:
+            found = known[id(x)] = layout(x)
+        return found
+
+    parts: list[Any] = []
+    for key, factor in factors.items():
+        parts += (key, factor.layout(of))
+        if type(factor) is Outer:
+            parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
+    for param in params:
+        parts += (id(param), param.dtype, param.get_device())
+    parts += done
+    return tuple(parts)
+
+
+def plan_of(
+    factors: Mapping[int, Factor], params: Sequence[nn.Parameter], paths: Mapping[int, str]
+) -> Plan:
+    """Put factors that can be handled in one go together.
+
+    Raises:
+        FlashClippingError: a factor is of a frozen parameter, or does not fit together.
+    """
+    trainable = {id(param): param for param in params}
+    _check_trainable(trainable, paths)
+    devices = {param.device for param in params}
+    plan = Plan(trainable=list(trainable), one_device=len(devices) == 1)
+    kind: Any  # what members of one group have in common
+    linear: dict[Any, list[int]] = {}
+    sums: dict[Any, list[int]] = {}
+    vectors: dict[Any, list[int]] = {}
+    for key, factor in factors.items():
+        # Exactly these: a subclass may have its own way with norms and sums.
+        if type(factor) is Outer:
+            _check_operands(factor, paths[key])
+            linear.setdefault(factor.shares_input_with(), []).append(key)
+        elif type(factor) is RowSum:
+            rows, x_hat = factor.rows_BTn, factor.normalized
+            x_dtype = None if x_hat is None else x_hat.x_BTn.dtype
+            kind = (rows.shape, rows.dtype, rows.device, trainable[key].dtype, x_dtype)
+            sums.setdefault(kind, []).append(key)
+        elif type(factor) is not Dense:
+            plan.others.append(key)
+        elif factor.sq_parts_Bn is None and factor.is_small:
+            grads = factor.grads
+            size = grads.shape[1:].numel()
+            kind = (grads.dtype, grads.device, trainable[key].dtype, size)
+            vectors.setdefault(kind, []).append(key)
+        else:
+            plan.stored.append(key)
+    plan.linear, plan.sums = list(linear.values()), list(sums.values())
+    for alike in vectors.values():
+        if len(alike) > 1:
+            plan.vectors.append(alike)
+        else:
+            plan.stored += alike
+    return plan
+
+
+def _check_trainable(trainable: Mapping[int, nn.Parameter], paths: Mapping[int, str]) -> None:
+    frozen = paths.keys() - trainable.keys()
+    if frozen:
+        names = ", ".join(sorted({paths[key] for key in frozen}))
+        raise FlashClippingError(
+            f"{names}: found a parameter that was trainable in forward and is frozen in "
+            "backward; its part of the norms would be missing. Change requires_grad between "
+            "steps, before forward()."
+        )
+
+
+def _check_operands(factor: Outer, path: str) -> None:
+    A, G = factor.A_BTd, factor.G_BTp
+    if A.dim() != 3 or G.dim() != 3 or G.shape[:2] != A.shape[:2] or A.device != G.device:
+        raise FlashClippingError(
+            f"{path}: its rule returned an Outer of A_BTd {tuple(A.shape)} on {A.device} and "
+            f"G_BTp {tuple(G.shape)} on {G.device}; expected [B, T, d] and [B, T, p] of the same "
+            "B and T on one device. Flatten the axes between batch and features of both alike."
+        )
