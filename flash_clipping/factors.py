@@ -11,7 +11,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` outp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
 from flash_clipping.ops.row_sum import row_sums
-from flash_clipping.ops.shapes import Layout, Memo, Normalized
+from flash_clipping.ops.shapes import Memo, Normalized
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,10 +67,10 @@ class Factor(ABC):
     def dense(self) -> Tensor:
         """The per-sample gradients themselves, ``[B, *parameter]``."""
 
-    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
-        """What decides how it is handled: its kind, and the layouts of tensors ``of`` which
-        launches are remembered (:mod:`flash_clipping.plan`)."""
-        return type(self), self.batch_size
+    def operands(self) -> tuple[Any, ...]:
+        """What decides, besides its type, how it is handled together with others: tensors by
+        their layout, anything else by its value (:mod:`flash_clipping.plan`)."""
+        return (self.batch_size,)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Any]) -> Factor:
@@ -96,9 +96,8 @@ class Dense(Factor):
     def batch_size(self) -> int:
         return self.grads.shape[0]
 
-    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
-        parts = self.sq_parts_Bn
-        return type(self), of(self.grads), None if parts is None else of(parts)
+    def operands(self) -> tuple[Any, ...]:
+        return self.grads, self.sq_parts_Bn
 
     #: Per-sample gradients of up to this many elements are handled many at a time.
     SMALL = 1 << 16
@@ -153,10 +152,10 @@ class RowSum(Factor):
     def batch_size(self) -> int:
         return self.rows_BTn.shape[0]
 
-    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
-        x_hat = self.normalized
-        read = None if x_hat is None else (of(x_hat[0]), of(x_hat[1]), of(x_hat[2]))
-        return type(self), of(self.rows_BTn), self.shape, read
+    def operands(self) -> tuple[Any, ...]:
+        if self.normalized is None:
+            return self.rows_BTn, self.shape
+        return self.rows_BTn, self.shape, *self.normalized
 
     def sqnorms(self, backend: str) -> Tensor:
         return Dense(self._grads(backend)).sqnorms(backend)
@@ -241,8 +240,8 @@ class Outer(Factor):
     def batch_size(self) -> int:
         return self.G_BTp.shape[0]
 
-    def layout(self, of: Callable[[Tensor], Layout]) -> Hashable:
-        return type(self), of(self.A_BTd), of(self.G_BTp)
+    def operands(self) -> tuple[Any, ...]:
+        return self.A_BTd, self.G_BTp
 
     def shares_input_with(self) -> tuple[Any, ...]:
         """A key that is equal for factors that read the same memory."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
-from flash_clipping.ops.shapes import Layout, Memo, layout
+from flash_clipping.ops.shapes import Memo, layout
 
 
 @dataclass(slots=True)
@@ -88,18 +88,21 @@ def layout_of(
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
     """
-    known: dict[int, Layout] = {}  # by id of a tensor; several factors hold the same
+    known: dict[int, int] = {}  # by id: several factors hold the same tensor
     inputs: dict[int, int] = {}  # which linear maps read the same memory
-
-    def of(x: Tensor) -> Layout:
-        found = known.get(id(x))
-        if found is None:
-            found = known[id(x)] = layout(x)
-        return found
-
+    # Flat: hundreds of tuples would make Python's garbage collector look for cycles in every step.
     parts: list[Any] = []
     for key, factor in factors.items():
-        parts += (key, factor.layout(of))
+        parts += (key, type(factor))
+        for operand in factor.operands():
+            if not isinstance(operand, Tensor):
+                parts.append(operand)
+                continue
+            number = known.get(id(operand))
+            if number is None:
+                number = known[id(operand)] = len(known)
+                parts += layout(operand)
+            parts.append(number)
         if type(factor) is Outer:
             parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
     for param in params:

@@ -59,13 +59,6 @@ def in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
-@dataclass(slots=True)
-class Readers:
-    """How many tapped layers read one input."""
-
-    count: int = 0
-
-
 @dataclass(eq=False)
 class Forward:
     """One call of the root module: what a later backward has to know about it."""
@@ -75,9 +68,9 @@ class Forward:
     #: Parameters that tapped layers used, call by call (checkpointed: once), not yet counted.
     used: list[Sequence[nn.Parameter]] = field(default_factory=list)
     counted: Counter[int] = field(default_factory=Counter)
-    #: The input that the last tapped layer read, and how many have read it in a row.
+    #: How many tapped layers in a row read one input, input by input, and the last of these.
+    readers: list[int] = field(default_factory=list)
     last_input: weakref.ref[Tensor] | None = None
-    last_readers: Readers | None = None
     #: Whether the norms of this call have been taken.
     spent: bool = False
     #: Memory of the root's tensor inputs, and the stride of their batch axis.
@@ -121,12 +114,17 @@ class Forward:
             self.rows.append((path, self.batch_size))
             self.unproven.add(path)
 
-    def readers_of(self, x: Tensor) -> Readers:
-        """Count one more reader of this input; layers that share one are called in a row."""
-        if self.last_readers is None or self.last_input is None or self.last_input() is not x:
-            self.last_input, self.last_readers = weakref.ref(x), Readers()
-        self.last_readers.count += 1
-        return self.last_readers
+    def note_reader(self, x: Tensor) -> int:
+        """Count one more reader of this input; layers that share one are called in a row.
+
+        Returns:
+            Its place in ``readers``.
+        """
+        if self.last_input is None or self.last_input() is not x:
+            self.last_input = weakref.ref(x)
+            self.readers.append(0)
+        self.readers[-1] += 1
+        return len(self.readers) - 1
 
     @property
     def uses(self) -> Counter[int]:

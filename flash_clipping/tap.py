@@ -11,20 +11,21 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_alias_of
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense
-from flash_clipping.recorder import Forward, Place, Readers, Recorder, in_backward
+from flash_clipping.recorder import Forward, Place, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 
 #: Modules that hold parameters for their parent and are never called.
@@ -83,6 +84,7 @@ class Tap(Place):
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
         self._rule_calls = rule is not None and type(rule).call is not Rule.call
+        self._trainable: tuple[list[str], list[nn.Parameter]] = [], []
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -179,7 +181,12 @@ class Tap(Place):
                 if param is not None and param.requires_grad:
                     names.append(name)
                     params.append(param)
-        return names, params
+        # The same lists again: what calls keep would make Python look for garbage in every step.
+        known_names, known_params = self._trainable
+        if names == known_names and all(map(operator.is_, params, known_params)):
+            return self._trainable
+        self._trainable = names, params
+        return self._trainable
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
@@ -288,7 +295,7 @@ class Use:
         forward: the call of the root that it belongs to, if any.
         names, params: the layer's trainable parameters, as ``p.grad`` belongs to them.
         recomputed: whether this is checkpointing's second forward.
-        readers: how many layers read the same input.
+        place: of its input in the call's count of readers.
         others: saved values that are no tensors, in their places.
     """
 
@@ -297,7 +304,7 @@ class Use:
         "names",
         "others",
         "params",
-        "readers",
+        "place",
         "recomputed",
         "rule",
         "tap",
@@ -318,18 +325,18 @@ class Use:
         self.names = names
         self.params = params
         self.recomputed = recomputed
-        self.readers: Readers | None = None
+        self.place: int | None = None
         self.others: list[Any] | None = None
 
     def count_readers(self) -> int:
         """How many layers read the input; 0 where a parameter has, or may have, other uses."""
-        if self.forward is None or self.readers is None:
+        if self.forward is None or self.place is None:
             return 0
         uses = self.forward.uses
         for param in self.params:
             if uses.get(id(param)) != 1:
                 return 0
-        return self.readers.count
+        return self.forward.readers[self.place]
 
 
 class TappedLayer(torch.autograd.Function):
@@ -354,7 +361,7 @@ class TappedLayer(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.use = use
         if use.forward is not None:
-            use.readers = use.forward.readers_of(inputs[0])
+            use.place = use.forward.note_reader(inputs[0])
         return output
 
     @staticmethod
@@ -407,9 +414,8 @@ _apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
-    memory = output.untyped_storage().data_ptr()
     for x in inputs:
-        if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory:
+        if isinstance(x, Tensor) and _is_alias_of(x, output):
             return output.clone()
     # A view of memory that nobody else has: the same tensor without the mark of a view.
     return output.detach()

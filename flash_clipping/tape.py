@@ -72,7 +72,8 @@ class Tape:
         self.recorder = recorder
         self.params: dict[int, nn.Parameter] = {}
         self.paths: dict[int, str] = {}  # of the layers that recorded them
-        self.factors: dict[int, list[Factor]] = {}
+        self.factors: dict[int, Factor] = {}
+        self.repeated: dict[int, list[Factor]] = {}  # the same of parameters with several uses
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
         # The same factors once their norms are asked for, by how they are handled together.
@@ -134,9 +135,9 @@ class Tape:
             if self.norms_only and self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
             elif key in self.factors:
-                self.factors[key].append(factor)
+                self.repeated.setdefault(key, [self.factors[key]]).append(factor)
             else:
-                self.factors[key] = [factor]
+                self.factors[key] = factor
 
     def _stored_where_cheaper(
         self, factors: Sequence[tuple[nn.Parameter, Factor]], count_readers: Callable[[], int]
@@ -200,6 +201,7 @@ class Tape:
     def forget(self) -> None:
         """Let go of all factors."""
         self.factors.clear()
+        self.repeated.clear()
         self.linear.clear()
         self.stacks.clear()
         self.stored.clear()
@@ -262,14 +264,14 @@ class Tape:
 
     def merged(self) -> dict[int, Factor]:
         """One factor per parameter: all of its uses are in."""
-        return {
-            key: factors[0] if len(factors) == 1 else merge(factors)
-            for key, factors in self.factors.items()
-        }
+        factors, self.factors = self.factors, {}
+        while self.repeated:
+            key, uses = self.repeated.popitem()
+            factors[key] = merge(uses)
+        return factors
 
     def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
         """Put factors together as the plan has it."""
-        self.factors.clear()
         self.linear = [
             LinearGroup(factors[keys[0]].A_BTd, keys, [factors[key].G_BTp for key in keys])
             for keys in plan.linear

@@ -169,7 +169,8 @@ def _watched(flash: Flash) -> Iterator[None]:
                 return
             with torch.no_grad():
                 for param, factor in factors:
-                    kept = self.factors.get(id(param), [factor])[-1]
+                    uses = self.repeated.get(id(param))
+                    kept = uses[-1] if uses else self.factors.get(id(param), factor)
                     formed = isinstance(factor, Outer | Convolution) and kept is not factor
                     stored = formed and isinstance(kept, Dense)
                     flash.recorded(path, param, factor, stored)

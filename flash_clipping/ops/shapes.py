@@ -31,12 +31,9 @@ class Normalized(NamedTuple):
     rstd_BT: Tensor
 
 
-Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
-
-
-def layout(x: Tensor) -> Layout:
-    """All that launches depend on, except the address: shape, strides, dtype, device, alignment."""
-    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """All that launches depend on, except the address: dtype, shape, strides, device, alignment."""
+    return x.dtype, x.dim(), *x.shape, *x.stride(), x.get_device(), x.data_ptr() % 16
 
 
 def part_of(memo: Memo | None, key: object) -> Memo | None:
