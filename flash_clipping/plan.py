@@ -95,14 +95,14 @@ def layout_of(
     for key, factor in factors.items():
         parts += (key, type(factor))
         for operand in factor.operands():
-            if not isinstance(operand, Tensor):
-                parts.append(operand)
-                continue
             number = known.get(id(operand))
-            if number is None:
-                number = known[id(operand)] = len(known)
+            if number is not None:
+                parts.append(number)
+            elif isinstance(operand, Tensor):
+                known[id(operand)] = len(known)
                 parts += layout(operand)
-            parts.append(number)
+            else:
+                parts.append(operand)
         if type(factor) is Outer:
             parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
     for param in params:

@@ -18,7 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active, _is_alias_of
+from torch._C import (  # type: ignore[attr-defined]
+    _are_functorch_transforms_active,
+    _is_alias_of,
+)
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 

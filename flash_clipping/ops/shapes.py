@@ -33,7 +33,9 @@ class Normalized(NamedTuple):
 
 def layout(x: Tensor) -> tuple[Any, ...]:
     """All that launches depend on, except the address: dtype, shape, strides, device, alignment."""
-    return x.dtype, x.dim(), *x.shape, *x.stride(), x.get_device(), x.data_ptr() % 16
+    plain = x.is_contiguous()
+    strides = () if plain else x.stride()
+    return x.dtype, x.dim(), plain, *x.shape, *strides, x.get_device(), x.data_ptr() % 16
 
 
 def part_of(memo: Memo | None, key: object) -> Memo | None:

@@ -28,29 +28,33 @@ def test_sums_over_positions(case: Case, shape: tuple, tensors: int) -> None:
 @pytest.mark.parametrize("shape", [(3, 17, 24), (2, 1, 130), (4, 33, 257)], ids=str)
 def test_sums_of_products_with_what_is_normalized(case: Case, shape: tuple) -> None:
     B, T, n = shape
-    rows, normalized, oracle = [], [], []
-    for _ in range(3):
-        x = case.randn(B, T, n + 3)[..., 3:]  # rows apart, and not on 16 bytes
-        wide = x.cpu().double()
-        mean, rstd = wide.mean(-1), wide.var(-1, correction=0).add(1e-5).rsqrt()
-        rows.append(case.randn(B, T, n))
-        statistic = torch.float64 if case.dtype == torch.float64 else torch.float32
-        mean, rstd = mean.to(x.device, statistic), rstd.to(x.device, statistic)
-        normalized.append(Normalized(x, mean, rstd))
-        x_hat = (wide - mean.cpu().double()[..., None]) * rstd.cpu().double()[..., None]
-        oracle.append((rows[-1].cpu().double() * x_hat).sum(1))
-    sums = row_sums(rows, normalized, backend=case.backend)
-    assert relative_error(sums, torch.stack(oracle, dim=1)) <= 1e-5
+    memo: dict = {}
+    for seed in (0, 10):  # the second time with what was kept the first time
+        rows, normalized, oracle = [], [], []
+        for each in range(3):
+            x = case.randn(B, T, n + 3, seed=seed + each)[..., 3:]  # rows apart, not on 16 bytes
+            wide = x.cpu().double()
+            mean, rstd = wide.mean(-1), wide.var(-1, correction=0).add(1e-5).rsqrt()
+            rows.append(case.randn(B, T, n, seed=seed + 5 + each))
+            statistic = torch.float64 if case.dtype == torch.float64 else torch.float32
+            mean, rstd = mean.to(x.device, statistic), rstd.to(x.device, statistic)
+            normalized.append(Normalized(x, mean, rstd))
+            x_hat = (wide - mean.cpu().double()[..., None]) * rstd.cpu().double()[..., None]
+            oracle.append((rows[-1].cpu().double() * x_hat).sum(1))
+        sums = row_sums(rows, normalized, backend=case.backend, memo=memo)
+        assert relative_error(sums, torch.stack(oracle, dim=1)) <= 1e-5
 
 
 @every_case
 def test_strided_and_shifted_tensors(case: Case) -> None:
-    wide = case.randn(3, 20, 40)
-    rows = [wide[:, :, 3:24], wide.transpose(0, 1)[:3, :3, :21].transpose(0, 1)[:, :3]]
-    rows = [rows[0][:, :3], rows[1], case.randn(3, 21, 3).mT]
-    sums = row_sums(rows, backend=case.backend)
-    oracle = torch.stack([x.cpu().double().sum(1) for x in rows], dim=1)
-    assert relative_error(sums, oracle) <= 1e-5
+    memo: dict = {}
+    for seed in (0, 10):
+        wide = case.randn(3, 20, 40, seed=seed)
+        rows = [wide[:, :, 3:24], wide.transpose(0, 1)[:3, :3, :21].transpose(0, 1)[:, :3]]
+        rows = [rows[0][:, :3], rows[1], case.randn(3, 21, 3, seed=seed + 1).mT]
+        sums = row_sums(rows, backend=case.backend, memo=memo)
+        oracle = torch.stack([x.cpu().double().sum(1) for x in rows], dim=1)
+        assert relative_error(sums, oracle) <= 1e-5
 
 
 @every_case

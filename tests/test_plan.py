@@ -1,0 +1,209 @@
+"""What is remembered between steps must never answer for a step of another layout."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.ops.backend import is_interpreting
+from flash_clipping.ops.shapes import layout
+from flash_clipping.plan import Plan, Plans, layout_of
+from tests.oracle import Truth, assert_close, per_sample_truth
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not is_interpreting(), reason="no kernels")),
+]
+
+
+class Small(nn.Module):
+    """Linear maps, two of one input, norm layers and an embedding, all handled many at a time.
+
+    ``how`` says how the second linear map is read: shapes are the same every time.
+    """
+
+    def __init__(self, how: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 32)
+        self.norm, self.last = nn.LayerNorm(32), nn.LayerNorm(32)
+        # Wide beside the number of positions, so that their gradients are not stored.
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 40)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        # An axis more, so that the two see different views of what they may share.
+        one, two = self.one(x.unsqueeze(2)), self.two(self.how(x).unsqueeze(2))
+        return self.head(self.last(torch.tanh(one) * two).squeeze(2))
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    logits, labels = model(batch[0]), batch[1]
+    # Classes stay next to each other: operands that must be copied are not remembered.
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return each.view(labels.shape).sum(1)
+
+
+def draw(samples: int, positions: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(11, (samples, positions), generator=generator)
+    return ids, torch.randint(40, (samples, positions), generator=generator)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Other numbers, laid out as before."""
+    return 2 * x
+
+
+def truth_of(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tensor]) -> Truth:
+    """Of an unwrapped model with the same parameters."""
+    model = Small(doubled if wrapped._module.how is doubled else torch.clone)
+    model.load_state_dict(wrapped._module.state_dict())
+    for name, param in wrapped._module.named_parameters():
+        model.get_parameter(name).requires_grad_(param.requires_grad)
+    return per_sample_truth(model, batch, losses)
+
+
+def check_step(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tensor]) -> None:
+    wrapped.zero_grad()
+    losses(wrapped, batch).mean().backward()
+    truth = truth_of(wrapped, batch)
+    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+    clipped = truth.clipped(wrapped.max_grad_norm)
+    for name, param in wrapped._module.named_parameters():
+        assert param.grad is not None
+        assert_close(param.grad, clipped[name], 1e-5, name)
+
+
+@pytest.fixture
+def wrapped(request: pytest.FixtureRequest) -> Iterator[GradSampleModuleFlashClipping]:
+    torch.manual_seed(0)
+    yield GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5, backend=request.param)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_batches_of_changing_sizes(wrapped: GradSampleModuleFlashClipping) -> None:
+    sizes = [(3, 4), (5, 4), (3, 4), (3, 7), (5, 4), (3, 4)]
+    for seed, (samples, positions) in enumerate(sizes):
+        check_step(wrapped, draw(samples, positions, seed))
+    assert len(wrapped._recorder.plans._plans) == 3
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, positions next to each other."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def time_first(x: Tensor) -> Tensor:
+    """The same numbers, positions outermost."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same numbers, one element off the boundary that allocations begin at."""
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].view_as(x).copy_(x)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+@pytest.mark.parametrize("how", [doubled, transposed, time_first, shifted])
+def test_same_shapes_laid_out_otherwise(
+    wrapped: GradSampleModuleFlashClipping, how: Callable[[Tensor], Tensor]
+) -> None:
+    """Read together or apart, by rows or by columns: the plan of one may not serve the other."""
+    model = wrapped._module
+    for seed, way in enumerate([model.how, how, model.how, how]):
+        model.how = way
+        check_step(wrapped, draw(3, 6, seed))
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_parameters_frozen_and_thawed(wrapped: GradSampleModuleFlashClipping) -> None:
+    model = wrapped._module
+    batch = draw(3, 4, 0)
+    for trainable in (True, False, True):
+        model.two.requires_grad_(trainable)
+        wrapped.zero_grad()
+        losses(wrapped, batch).mean().backward()
+        truth = truth_of(wrapped, batch)
+        assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+        assert bool(model.two.weight.grad.any()) == trainable
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_per_layer_bounds_after_a_flat_one(wrapped: GradSampleModuleFlashClipping) -> None:
+    batch = draw(3, 4, 0)
+    check_step(wrapped, batch)
+    params = list(wrapped._module.named_parameters())
+    wrapped.clipping = "per_layer"
+    wrapped.max_grad_norm = [0.01 * (n + 1) for n in range(len(params))]
+    wrapped.zero_grad()
+    losses(wrapped, batch).mean().backward()
+    truth = truth_of(wrapped, batch)
+    for (name, param), bound in zip(params, wrapped.max_grad_norm, strict=True):
+        coef_B = (bound / (truth.param_norms[name] + 1e-6)).clamp(max=1)
+        expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
+        assert param.grad is not None
+        assert_close(param.grad, expected, 1e-5, name)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(weakref.ref(x))
+        return x
+
+    wrapped._module.how = note
+    for _ in range(2):
+        losses(wrapped, draw(3, 4, 0)).mean().backward()
+        wrapped.zero_grad()
+    gc.collect()
+    assert len(seen) == 2 and all(ref() is None for ref in seen)
+
+
+def test_only_the_plans_used_last_are_kept() -> None:
+    plans = Plans()
+    plans.SIZE = 2
+    for number in range(3):
+        if number == 2:
+            assert plans.find(0, "layout 0") is not None  # used again: 1 is the oldest now
+        plans.keep(number, f"layout {number}", Plan([], True))
+    assert [plans.find(n, f"layout {n}") is not None for n in range(3)] == [True, False, True]
+
+
+def test_equal_hashes_do_not_make_equal_layouts() -> None:
+    plans = Plans()
+    plans.keep(7, "one layout", Plan([], True))
+    assert plans.find(7, "another layout") is None
+
+
+def test_layouts_tell_apart() -> None:
+    x = torch.zeros(2, 3, 4)
+    room = torch.zeros(25)
+    others = [
+        x.double(),
+        x.transpose(0, 1),
+        torch.zeros(2, 4, 3).mT,
+        torch.zeros(2, 12),
+        torch.zeros(4, 3, 4)[::2],
+        room[1:].view(2, 3, 4),
+    ]
+    assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
+    assert layout(x) == layout(torch.ones(2, 3, 4))
+
+
+def test_dtypes_of_parameters_count() -> None:
+    layer = nn.Linear(2, 2)
+    before = layout_of({}, list(layer.parameters()), ())
+    layer.half()
+    assert layout_of({}, list(layer.parameters()), ()) != before
