@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +36,12 @@ LAYERS = 8
 """Layers in one gram launch; a step has more."""
 CALLS = 4
 """Calls in one sample of time."""
-HEAD_START = 8_000_000
-"""Cycles that the device sleeps before a sample, while the host queues the calls: a small operation
-takes the host longer than the device, and it is the device that is measured here."""
+HEAD_START = 40
+"""Matmuls, of 0.2 ms on an H200, that the device is given before a sample. Meanwhile the host
+queues the calls: a small operation takes the host longer than the device, and it is the device
+that is measured here. And every operation finds the device as warm as in the middle of a step:
+one that has just idled, or copied, runs the next matmul a fifth faster."""
+HEAD_START_SIDE = 4096
 
 SHAPES = {
     "cuda": [
@@ -210,10 +214,14 @@ def linear_candidates(
             Result(group, "gram", "matmul", LAYERS * float(B) * T * T * (d + p)),
             lambda: gram_sqnorms_many(groups),
         ),
-        (Result(group, "outer", "matmul", matmul), lambda: ops.outer_sqnorms(A, G)),
+        # In parts, as a step takes them: it adds up those of all layers in one go.
+        (
+            Result(group, "outer", "matmul", matmul),
+            lambda: ops.outer_sqnorms(A, G, in_parts=True),
+        ),
         (
             Result(group, "outer_store", "matmul", matmul),
-            lambda: ops.outer_sqnorms(A, G, store=True),
+            lambda: ops.outer_sqnorms(A, G, store=True, in_parts=True),
         ),
         (Result(group, "clipped_sum", "matmul", matmul), lambda: ops.clipped_sums(A, [G], coef)),
         copy_candidate(group, B * p * d, device, dtype),
@@ -266,9 +274,14 @@ def measure(candidates: list[Candidate], rounds: int, device: torch.device) -> l
     """Every candidate in turn, ``rounds`` times; rates relative to the floor of the same run."""
     for _, call in candidates:
         call()  # compiles
+    busy: Callable[[], object] = nothing
+    if device.type == "cuda":
+        square = torch.randn(HEAD_START_SIDE, HEAD_START_SIDE, device=device, dtype=torch.bfloat16)
+        busy = partial(torch.mm, square, square, out=torch.empty_like(square))
+    order = random.Random(0)
     for _ in range(rounds):
-        for result, call in candidates:
-            result.milliseconds.append(sample(call, device))
+        for result, call in order.sample(candidates, len(candidates)):
+            result.milliseconds.append(sample(call, device, busy))
     results = [result for result, _ in candidates]
     floors = {result.name: result.rate for result in results}
     for result in results:
@@ -277,8 +290,14 @@ def measure(candidates: list[Candidate], rounds: int, device: torch.device) -> l
     return results
 
 
-def sample(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call, of ``CALLS`` in a row."""
+def nothing() -> None:
+    """No head start: on a CPU the host is the device."""
+
+
+def sample(
+    call: Callable[[], object], device: torch.device, busy: Callable[[], object] = nothing
+) -> float:
+    """Milliseconds of one call, of ``CALLS`` in a row, after ``HEAD_START`` calls of ``busy``."""
 
     def run() -> None:
         for _ in range(CALLS):
@@ -288,7 +307,8 @@ def sample(call: Callable[[], object], device: torch.device) -> float:
         return milliseconds(device, run) / CALLS
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)
+    for _ in range(HEAD_START):
+        busy()
     start.record()
     run()
     end.record()

@@ -28,7 +28,7 @@ from flash_clipping.factors import (
 from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
 from flash_clipping.ops.linear import linear_sqnorms
-from flash_clipping.ops.outer import weighted_sums_many
+from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.upload import to_device
 from flash_clipping.plan import Plan, layout_of, plan_of
 from flash_clipping.recorder import Recorder
@@ -286,19 +286,17 @@ class Tape:
         self.others = {key: factors[key] for key in plan.others}
 
     def _stored_sqnorms(self) -> list[tuple[Sequence[int], Tensor]]:
-        """Norms of stored gradients; those that came with parts of it are added up together."""
+        """Norms of stored gradients; those that came in parts are added up together."""
+        keys: list[int] = []
+        parts: list[Tensor] = []
         blocks: list[tuple[Sequence[int], Tensor]] = []
-        by_shape: dict[Any, list[int]] = {}
         for key, factor in self.stored.items():
-            parts_Bn = factor.sq_parts_Bn
-            if parts_Bn is None:
+            if factor.sq_parts_Bn is None:
                 blocks.append(([key], factor.sqnorms(self.backend).unsqueeze(0)))
             else:
-                by_shape.setdefault((parts_Bn.shape, parts_Bn.device), []).append(key)
-        for keys in by_shape.values():
-            parts = [self.stored[key].sq_parts_Bn for key in keys]
-            blocks.append((keys, torch.stack([part for part in parts if part is not None]).sum(-1)))
-        return blocks
+                keys.append(key)
+                parts.append(factor.sq_parts_Bn)
+        return blocks + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
 
     def _own_gradient_scale(self) -> float:
         mean = self.recorder.loss_reduction == "mean"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_of_checked
-from flash_clipping.ops.outer import outer_sqnorms
+from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.shapes import Group, Memo, accumulator, checked_groups
 
 
@@ -39,33 +39,40 @@ def linear_sqnorms(
         return [sq_LB for sq_LB, _ in gram_of_checked(groups, backend=backend, memo=memo)]
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     gram: list[Group] = []
-    rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet (gram)
-    for A_BTd, Gs_BTp in groups if checked else checked_groups(groups):
+    rows: list[dict[int, Tensor]] = []  # of each group: layer -> norms, or nothing yet
+    outer: list[tuple[int, int]] = []  # group and layer of each of these parts
+    parts: list[Tensor] = []
+    for group, (A_BTd, Gs_BTp) in enumerate(groups if checked else checked_groups(groups)):
         B, T, d = A_BTd.shape
         device_type, itemsize = A_BTd.device.type, A_BTd.element_size()
-        done: dict[int, Tensor] = {}
+        rows.append({})
+        left: list[Tensor] = []
         for layer, G in enumerate(Gs_BTp):
             p = G.shape[2]
             algorithm = cost.choose_on(
                 device_type, B, T, d, p, itemsize, may_store=False, shared=len(Gs_BTp)
             )
-            if algorithm == "rank_one":
-                done[layer] = rank_one_sqnorms(A_BTd, G)
-            elif algorithm != "gram":
-                done[layer] = outer_sqnorms(A_BTd, G, backend=backend)[0]
-        rows.append(done)
-        if done:
-            Gs_BTp = [G for layer, G in enumerate(Gs_BTp) if layer not in done]
-        gram.append((A_BTd, Gs_BTp))
+            if algorithm == "gram":
+                left.append(G)
+            elif algorithm == "rank_one":
+                rows[group][layer] = rank_one_sqnorms(A_BTd, G)
+            else:
+                outer.append((group, layer))
+                parts.append(outer_sqnorms(A_BTd, G, in_parts=True, backend=backend)[0])
+        gram.append((A_BTd, left))
+    for members, norms_LB in sum_parts(parts):
+        for i, norm_B in zip(members, norms_LB.unbind(0), strict=True):
+            group, layer = outer[i]
+            rows[group][layer] = norm_B
     if memo is not None:
         memo["gram for all"] = not any(rows)
     norms = gram_of_checked(gram, backend=backend)
     results = []
     for (_, Gs), done, (gram_LB, _) in zip(groups, rows, norms, strict=True):
         if done:
-            left = iter(gram_LB)
+            rest = iter(gram_LB)
             gram_LB = torch.stack(
-                [done[layer] if layer in done else next(left) for layer in range(len(Gs))]
+                [done[layer] if layer in done else next(rest) for layer in range(len(Gs))]
             )
         results.append(gram_LB)
     return results

@@ -49,6 +49,20 @@ def outer_sqnorms(
     return parts_Bn if in_parts else parts_Bn.sum(1), grads_Bpd
 
 
+def sum_parts(parts: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
+    """Squared norms from parts ``[B, n]``, a launch for all of one shape and device.
+
+    Returns:
+        Indices of those of one kind, and their squared norms, one row ``[B]`` for each.
+    """
+    alike: dict[tuple[torch.Size, int], list[int]] = {}
+    for i, parts_Bn in enumerate(parts):
+        alike.setdefault((parts_Bn.shape, parts_Bn.get_device()), []).append(i)
+    return [
+        (members, torch.stack([parts[i] for i in members]).sum(-1)) for members in alike.values()
+    ]
+
+
 def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
     """``Σ_b coef_b · grads_b`` for stored per-sample gradients ``[B, ...]``.
 
