@@ -389,7 +389,7 @@ class Tape:
 
     def _add_products(self) -> None:
         """Linear maps that are worth a launch each; a shared input is scaled once."""
-        assert self.coef is not None
+        assert self.coef is not None and self.plan is not None
         total = sum([linear.nbytes for linear in self.linear])
         at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * total))
         while self.linear:
@@ -408,7 +408,10 @@ class Tape:
                 ]
                 groups = [(A_BTd, Gs) for A_BTd, Gs in groups if Gs]
                 coef_B = self.coef[alike[0]]
-                sums = clipped_sums_of(groups, coef_B, backend=self.backend, checked=True)
+                memo = self.plan.memo(("clipped_sums_of", *alike))
+                sums = clipped_sums_of(
+                    groups, coef_B, backend=self.backend, checked=True, memo=memo
+                )
                 self._add(alike, [grad for grads in sums for grad in grads])
                 del groups, sums
             del batch

@@ -41,29 +41,38 @@ def clipped_sums(
 
 
 def clipped_sums_of(
-    groups: Sequence[Group], coef_B: Tensor, *, backend: str = "auto", checked: bool = False
+    groups: Sequence[Group],
+    coef_B: Tensor,
+    *,
+    backend: str = "auto",
+    checked: bool = False,
+    memo: Memo | None = None,
 ) -> list[list[Tensor]]:
     """:func:`clipped_sums` of groups ``(A, [G, ...])`` that are held at one time anyway.
 
-    On a GPU one launch looks after the dropped samples of all of them. ``checked``: the caller has
-    seen to shapes, ``[B, T, features]``, and devices.
+    On a GPU one launch looks after the dropped samples of all of them. ``checked`` and ``memo``:
+    the caller has seen to shapes, ``[B, T, features]``, and devices, and hands on what was kept
+    for groups of the same layout.
     """
     ready = groups if checked else checked_groups(groups)
     if not checked:
         for A_BTd, _ in ready:
             check_coefficients(coef_B, A_BTd, "A")
     results: list[list[Tensor]] = [[] for _ in ready]
-    for members in by_kind(ready):
+    for number, members in enumerate(by_kind(ready)):
         alike = [ready[i] for i in members]
-        for i, sums in zip(members, _sums_of_kind(alike, coef_B, backend), strict=True):
+        found = _sums_of_kind(alike, coef_B, backend, part_of(memo, number))
+        for i, sums in zip(members, found, strict=True):
             results[i] = sums
     return results
 
 
-def _sums_of_kind(groups: list[Group], coef_B: Tensor, backend: str) -> list[list[Tensor]]:
+def _sums_of_kind(
+    groups: list[Group], coef_B: Tensor, backend: str, memo: Memo | None
+) -> list[list[Tensor]]:
     first, Gs = groups[0]
     if all(x.dtype != torch.float16 for x in (first, *Gs)):
-        return backends.run(clipped_sum_torch.clipped_sums_of, backend, first, groups, coef_B)
+        return backends.run(clipped_sum_torch.clipped_sums_of, backend, first, groups, coef_B, memo)
     # Below 6e-5 fp16 has ever fewer bits: a scaled operand would lose what makes a small
     # coefficient times a large gradient come out at the bound. Coefficients meet the fp32
     # product instead.

@@ -11,7 +11,9 @@ from flash_clipping.ops.row_scale_torch import row_scale
 from flash_clipping.ops.shapes import Group, Memo
 
 
-def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor]]:
+def clipped_sums_of(
+    groups: Sequence[Group], coef_B: Tensor, memo: Memo | None = None
+) -> list[list[Tensor]]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_of`."""
     return [_clipped_sums(A_BTd, Gs, coef_B) for A_BTd, Gs in groups]
 

@@ -26,7 +26,9 @@ SMALL_BYTES = 4 * 2**20
 """Copying this much costs about what launching the repair kernel does (3 µs at 4.3 TB/s)."""
 
 
-def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor]]:
+def clipped_sums_of(
+    groups: Sequence[Group], coef_B: Tensor, memo: Memo | None = None
+) -> list[list[Tensor]]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_of`."""
     whole: list[int] = []  # groups whose products are looked after together
     to_scale: list[Tensor] = []
@@ -35,7 +37,8 @@ def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor
         scale_A = scales_input(A_BTd, Gs)
         x, y = (A_BTd, Gs[0]) if scale_A else (Gs[0], A_BTd)
         if len(Gs) == 1 and y.numel() * y.element_size() <= SMALL_BYTES:
-            sums.append([_product(*scale_and_clean(x, y, coef_B), swap=not scale_A)])
+            x, y = scale_and_clean(x, y, coef_B)
+            sums.append(_products(x, [y], swap=not scale_A))
         else:
             whole.append(len(sums))
             to_scale.append(x)
@@ -48,15 +51,17 @@ def clipped_sums_of(groups: Sequence[Group], coef_B: Tensor) -> list[list[Tensor
     for i in reversed(whole):
         scaled = scaled_copies.pop()  # let go of after its products
         A_BTd, Gs = groups[i]
-        scale_A = scales_input(A_BTd, Gs)
-        for G_BTp in Gs:
-            product = _product(scaled, G_BTp if scale_A else A_BTd, swap=not scale_A)
-            sums[i].append(product)
-            kind = (A_BTd.shape[:2], product.dtype)
-            doubtful.setdefault(kind, []).append((A_BTd, G_BTp, product))
-    for (_, dtype), members in doubtful.items():
-        operands = [(A.to(dtype), G.to(dtype)) for A, G, _ in members]
-        repair_products(operands, [product for _, _, product in members], coef_B)
+        if scales_input(A_BTd, Gs):
+            sums[i] = _products(scaled, Gs, swap=False)
+        else:
+            sums[i] = _products(scaled, [A_BTd], swap=True)
+        kind = (A_BTd.shape[:2], sums[i][0].dtype)
+        members = doubtful.setdefault(kind, [])
+        members += [(A_BTd, G, product) for G, product in zip(Gs, sums[i], strict=True)]
+    for kind, members in doubtful.items():
+        operands = [(A.to(kind[1]), G.to(kind[1])) for A, G, _ in members]
+        products = [product for _, _, product in members]
+        repair_products(operands, products, coef_B, part_of(memo, kind))
     return sums
 
 
@@ -85,11 +90,14 @@ def clipped_sums_many(
     return [sums[i] for i in range(len(pairs))]
 
 
-def _product(scaled: Tensor, other: Tensor, *, swap: bool) -> Tensor:
+def _products(scaled: Tensor, others: Sequence[Tensor], *, swap: bool) -> list[Tensor]:
     """``otherᵀ scaled``, or ``scaledᵀ other`` with ``swap`` (where G is the scaled operand)."""
-    scaled_NF, other_NF = rows_for_matmul(scaled, other)
-    left, right = (scaled_NF, other_NF) if swap else (other_NF, scaled_NF)
-    if torch.is_autocast_enabled(left.device.type):
-        with torch.autocast(left.device.type, enabled=False):
-            return torch.mm(left.mT, right)
-    return torch.mm(left.mT, right)
+    if torch.is_autocast_enabled(scaled.device.type):
+        with torch.autocast(scaled.device.type, enabled=False):
+            return _products(scaled, others, swap=swap)
+    products = []
+    for other in others:
+        scaled_NF, other_NF = rows_for_matmul(scaled, other)
+        left, right = (scaled_NF, other_NF) if swap else (other_NF, scaled_NF)
+        products.append(torch.mm(left.mT, right))
+    return products

@@ -179,13 +179,23 @@ def grouped_products(
 
 
 def repair_products(
-    pairs: Sequence[tuple[Tensor, Tensor]], products: Sequence[Tensor], coef_B: Tensor
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    products: Sequence[Tensor],
+    coef_B: Tensor,
+    memo: Memo | None = None,
 ) -> None:
     """If some sample was dropped, overwrite the products by those of :func:`grouped_products`."""
     addresses = [product.data_ptr() for product in products]
-    table = _Table(pairs, 128, all([address % 16 == 0 for address in addresses]))
+    aligned = all([address % 16 == 0 for address in addresses])
+    table: _Table | None = memo.get("repair") if memo is not None and aligned else None
+    if table is None:
+        table = _Table(pairs, 128, aligned)
+    else:
+        table.read(pairs)
     table.write_to(addresses)
     _launch(table, pairs[0][0], coef_B, repair=True, block=128)
+    if memo is not None and aligned and not table.copied:
+        memo["repair"] = table
 
 
 def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block: int) -> None:

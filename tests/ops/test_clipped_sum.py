@@ -71,22 +71,25 @@ def test_several_groups_at_once(
         kernels = pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
         monkeypatch.setattr(kernels, "SMALL_BYTES", 0)
     shapes = [(24, [40]), (40, [24]), (16, [8, 24]), (7, [5])]  # the last: nothing is aligned
-    groups = []
-    for i, (d, ps) in enumerate(shapes):
-        A = case.randn(4, 9, d, seed=10 * i)
-        Gs = [case.randn(4, 9, p, seed=10 * i + j + 1) for j, p in enumerate(ps)]
-        groups.append((A, Gs))
-    coef = torch.tensor([0.5, 1.0, 0.125, 0.25], device=case.device)
-    if dropped:
-        coef[1] = 0
-        for A, Gs in groups:
-            A[1, 3, 1] = float("inf")
-            for G in Gs:
-                G[1, 2, 0] = float("nan")
-    sums = clipped_sums_of(groups, coef, backend=case.backend)
-    for (A, Gs), totals in zip(groups, sums, strict=True):
-        for total, G in zip(totals, Gs, strict=True):
-            assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
+    memo: dict = {}
+    for seed in (0, 100):  # the second time with what was kept the first time
+        groups = []
+        for i, (d, ps) in enumerate(shapes):
+            A = case.randn(4, 9, d, seed=seed + 10 * i)
+            Gs = [case.randn(4, 9, p, seed=seed + 10 * i + j + 1) for j, p in enumerate(ps)]
+            groups.append((A, Gs))
+        coef = torch.tensor([0.5, 1.0, 0.125, 0.25], device=case.device)
+        if dropped:
+            bad = 1 if seed else 2
+            coef[bad] = 0
+            for A, Gs in groups:
+                A[bad, 3, 1] = float("inf")
+                for G in Gs:
+                    G[bad, 2, 0] = float("nan")
+        sums = clipped_sums_of(groups, coef, backend=case.backend, checked=True, memo=memo)
+        for (A, Gs), totals in zip(groups, sums, strict=True):
+            for total, G in zip(totals, Gs, strict=True):
+                assert relative_error(total, oracle_of(A, G, coef)) <= max(2 * case.rounding, 1e-5)
 
 
 @every_case
