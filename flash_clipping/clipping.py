@@ -37,7 +37,10 @@ def total_norm(norms_PB: Tensor) -> Tensor:
 
 
 def clipping_coefficients(
-    norms_PB: Tensor, max_grad_norm: float | Tensor | Sequence[float], clipping: str = "flat"
+    norms_PB: Tensor,
+    max_grad_norm: float | Tensor | Sequence[float],
+    clipping: str = "flat",
+    total_B: Tensor | None = None,
 ) -> Tensor:
     """Coefficient of every sample: ``[B]``, or ``[P, B]`` for per-layer clipping.
 
@@ -45,7 +48,8 @@ def clipping_coefficients(
     * ``per_layer``: the same for every parameter with its own ``C``.
     * ``automatic``: ``C / (norm + gamma)``, AUTO-S of Bu et al. 2023.
 
-    A sample whose norm is not finite gets 0. A coefficient is never NaN.
+    A sample whose norm is not finite gets 0. A coefficient is never NaN. ``total_B`` are the norms
+    over all parameters, where they are known already.
 
     Guarantees:
         ``coefficient * norm <= C`` for every sample (and parameter, when per layer), up to the
@@ -71,7 +75,8 @@ def clipping_coefficients(
                 f"clipping={clipping!r} takes one max_grad_norm; found a list of "
                 f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
             )
-        norms, bound = total_norm(norms_PB), max_grad_norm
+        norms = total_norm(norms_PB) if total_B is None else total_B
+        bound = max_grad_norm
     if clipping == "automatic":
         coef = bound / (norms + AUTOMATIC_GAMMA)
     else:

@@ -264,7 +264,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 norm_B = norm_B.to(param.device)
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B)  # noqa: B010
-        self.per_sample_gradient_norms = total_norm(norms_PB)
+        total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
         self._backwards += 1
         self._clipped = True
         if self._backwards > 1 and not self.grad_accumulation_allowed:
@@ -274,8 +274,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 "BatchMemoryManager"
             )
         if self.before_clipping is not None:
-            self.before_clipping(self.per_sample_gradient_norms)
-        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
+            self.before_clipping(total_B)
+        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
 
     @property
     def backward_count(self) -> int:

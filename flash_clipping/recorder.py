@@ -195,7 +195,8 @@ class Recorder:
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
         self._tape: weakref.ref[RunningTape] | None = None
-        self._pending_flag: tuple[Tensor, torch.cuda.Event | None] | None = None
+        #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
+        self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps.
@@ -204,7 +205,7 @@ class Recorder:
             _forwards=[],
             _current_forward=None,
             _tape=None,
-            _pending_flag=None,
+            _least=None,
             walks=None,
             plans=Plans(),  # parameters go by their id there
         )
@@ -327,26 +328,33 @@ class Recorder:
         for forward in self._forwards:
             forward.spent = True
 
-    def note_non_finite(self, bad: Tensor) -> None:
-        """Warn once when some sample was not finite, without waiting for the device."""
-        if self.warned_non_finite:
+    def note_non_finite(self, coef: Tensor) -> None:
+        """Warn once when some sample was not finite, without waiting for the device.
+
+        Args:
+            coef: coefficients, which are 0 for such samples and positive for all others.
+        """
+        if self.warned_non_finite or not coef.numel():
             return
-        if self._pending_flag is not None:
-            flag, event = self._pending_flag
-            if event is None or event.query():
-                self._pending_flag = None
-                if bool(flag):
-                    self._warn_non_finite()
-                    return
-        if bad.is_cuda:
-            if self._pending_flag is None and not torch.cuda.is_current_stream_capturing():
-                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-                flag.copy_(bad.any(), non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                self._pending_flag = (flag, event)
-        elif bool(bad.any()):
-            self._warn_non_finite()
+        if not coef.is_cuda:
+            if not bool(coef.all()):
+                self._warn_non_finite()
+            return
+        if self._least is None:
+            pinned = torch.empty((), dtype=coef.dtype, pin_memory=True)
+            self._least = (pinned, torch.cuda.Event(), False)
+        least, event, pending = self._least
+        if pending:
+            if not event.query():
+                return
+            self._least = (least, event, False)
+            if float(least) == 0:
+                self._warn_non_finite()
+                return
+        if not torch.cuda.is_current_stream_capturing():
+            least.copy_(coef.amin(), non_blocking=True)
+            event.record()
+            self._least = (least, event, True)
 
     def _warn_non_finite(self) -> None:
         self.warned_non_finite = True

@@ -118,6 +118,23 @@ class Tape:
         """
         if count_readers is not None and self.coef is None and not self.norms_only:
             factors = self._stored_where_cheaper(factors, count_readers)
+        if self.coef is not None or self.norms_only:
+            self._use_now(path, factors)
+            return
+        # This runs for every layer of every backward. Of one call's factors the first speaks for
+        # the others; a new plan looks at all of them.
+        if factors[0][1].batch_size != self.batch_size:
+            self._check_batch_size(path, factors[0][1].batch_size)
+        for param, factor in factors:
+            key = id(param)
+            self.params[key], self.paths[key] = param, path
+            if key in self.factors:
+                self.repeated.setdefault(key, [self.factors[key]]).append(factor)
+            else:
+                self.factors[key] = factor
+
+    def _use_now(self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]]) -> None:
+        """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
         for param, factor in factors:
             key = id(param)
             if factor.batch_size != self.batch_size:
@@ -132,7 +149,7 @@ class Tape:
                     "model, before the next forward()."
                 )
             self.params[key], self.paths[key] = param, path
-            if self.norms_only and self.uses[key] == 1:
+            if self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
             elif key in self.factors:
                 self.repeated.setdefault(key, [self.factors[key]]).append(factor)
@@ -231,7 +248,7 @@ class Tape:
             for key, factor in self.others.items()
         ]
         coef = self.recorder.clip(params, self._norms(params, blocks, plan))
-        self.recorder.note_non_finite(coef == 0)
+        self.recorder.note_non_finite(coef)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         self._hand_out(params, coef * self._own_gradient_scale(), plan)
 
@@ -242,6 +259,9 @@ class Tape:
         number = hash(layout)
         plan = plans.find(number, layout)
         if plan is None:
+            for key, factor in factors.items():
+                if factor.batch_size != self.batch_size:
+                    self._check_batch_size(self.paths[key], factor.batch_size)
             plan = plan_of(factors, params, self.paths)
             plans.keep(number, layout, plan)
         return plan

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import io
+import linecache
 import random
 import sys
 import weakref
@@ -253,13 +254,18 @@ def test_fault_at_every_operator(variant: str) -> None:
 
 
 class Interrupt:
-    """Ctrl-C at the n-th line that runs in the library, or in some functions of it."""
+    """Ctrl-C at the n-th line that runs in the library, or in some functions of it.
+
+    A ``with`` is traced once more when it is left. Python looks for signals after calls and jumps,
+    so between the body of a ``with`` and its exit there is no place for one.
+    """
 
     def __init__(self, at: int, functions: tuple[str, ...] = ()):
         self.at = at
         self.functions = functions
         self.count = 0
         self.where = ""
+        self.entered: set[tuple[FrameType, int]] = set()
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self.trace)
@@ -267,6 +273,7 @@ class Interrupt:
 
     def __exit__(self, *exception: object) -> None:
         sys.settrace(None)
+        self.entered.clear()
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
@@ -274,13 +281,23 @@ class Interrupt:
         return self.line if inside and code.co_name in (self.functions or (code.co_name,)) else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
+        if event == "line" and not self._leaves(frame):
             self.count += 1
             if self.count == self.at:
                 code = frame.f_code
                 self.where = f"{Path(code.co_filename).name}:{code.co_name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self.line
+
+    def _leaves(self, frame: FrameType) -> bool:
+        """Whether this line is a ``with`` that is being left."""
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if not source.lstrip().startswith("with "):
+            return False
+        place = (frame, frame.f_lineno)
+        left = place in self.entered
+        self.entered ^= {place}
+        return left
 
 
 def interrupt_at_lines(
