@@ -78,21 +78,19 @@ class Plans:
             self._plans.popitem(last=False)
 
 
-def layout_of(
-    factors: Mapping[int, Factor], params: Sequence[nn.Parameter], done: Iterable[int]
-) -> Hashable:
-    """All that a plan depends on.
+class StepLayout:
+    """All that a plan depends on, noted factor by factor while they are at hand anyway."""
 
-    Args:
-        factors: of parameters, by ``id``.
-        params: the trainable parameters.
-        done: ids of parameters whose norms are known already.
-    """
-    known: dict[int, int] = {}  # by id: several factors hold the same tensor
-    inputs: dict[int, int] = {}  # which linear maps read the same memory
-    # Flat: hundreds of tuples would make Python's garbage collector look for cycles in every step.
-    parts: list[Any] = []
-    for key, factor in factors.items():
+    def __init__(self) -> None:
+        # Flat: hundreds of tuples would make Python's garbage collector look for cycles in every
+        # step.
+        self._parts: list[Any] = []
+        self._known: dict[int, int] = {}  # by id: several factors hold the same tensor
+        self._inputs: dict[int, int] = {}  # which linear maps read the same memory
+
+    def note(self, key: int, factor: Factor) -> None:
+        """One use of a parameter, whose ``id`` is ``key``; its tensors live to the step's end."""
+        parts, known = self._parts, self._known
         parts += (key, type(factor))
         for operand in factor.operands():
             number = known.get(id(operand))
@@ -104,11 +102,21 @@ def layout_of(
             else:
                 parts.append(operand)
         if type(factor) is Outer:
-            parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
-    for param in params:
-        parts += (id(param), param.dtype, param.get_device())
-    parts += done
-    return tuple(parts)
+            address = factor.A_BTd.data_ptr()
+            parts.append(self._inputs.setdefault(address, len(self._inputs)))
+
+    def complete(self, params: Sequence[nn.Parameter], done: Iterable[int]) -> Hashable:
+        """The layout of a step.
+
+        Args:
+            params: the trainable parameters.
+            done: ids of parameters whose norms are known already.
+        """
+        parts = self._parts
+        for param in params:
+            parts += (id(param), param.dtype, param.get_device())
+        parts += done
+        return tuple(parts)
 
 
 def plan_of(

@@ -30,7 +30,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, i
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.upload import to_device
-from flash_clipping.plan import Plan, layout_of, plan_of
+from flash_clipping.plan import Plan, StepLayout, plan_of
 from flash_clipping.recorder import Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
@@ -76,6 +76,7 @@ class Tape:
         self.repeated: dict[int, list[Factor]] = {}  # the same of parameters with several uses
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
+        self.layout = StepLayout()
         # The same factors once their norms are asked for, by how they are handled together.
         self.linear: list[LinearGroup] = []
         self.stacks: list[VectorStack] = []
@@ -128,10 +129,15 @@ class Tape:
         for param, factor in factors:
             key = id(param)
             self.params[key], self.paths[key] = param, path
-            if key in self.factors:
-                self.repeated.setdefault(key, [self.factors[key]]).append(factor)
-            else:
-                self.factors[key] = factor
+            self._keep(key, factor)
+
+    def _keep(self, key: int, factor: Factor) -> None:
+        """Hold a factor to the end of the pass."""
+        self.layout.note(key, factor)
+        if key in self.factors:
+            self.repeated.setdefault(key, [self.factors[key]]).append(factor)
+        else:
+            self.factors[key] = factor
 
     def _use_now(self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]]) -> None:
         """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
@@ -151,10 +157,8 @@ class Tape:
             self.params[key], self.paths[key] = param, path
             if self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
-            elif key in self.factors:
-                self.repeated.setdefault(key, [self.factors[key]]).append(factor)
             else:
-                self.factors[key] = factor
+                self._keep(key, factor)
 
     def _stored_where_cheaper(
         self, factors: Sequence[tuple[nn.Parameter, Factor]], count_readers: Callable[[], int]
@@ -255,7 +259,7 @@ class Tape:
     def _find_plan(self, factors: Mapping[int, Factor], params: Sequence[nn.Parameter]) -> Plan:
         """The plan for factors of this layout; made if there is none yet."""
         plans = self.recorder.plans
-        layout = layout_of(factors, params, self.sqnorms_B)
+        layout = self.layout.complete(params, self.sqnorms_B)
         number = hash(layout)
         plan = plans.find(number, layout)
         if plan is None:

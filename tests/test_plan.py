@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.shapes import layout
-from flash_clipping.plan import Plan, Plans, layout_of
+from flash_clipping.plan import Plan, Plans, StepLayout
 from tests.oracle import Truth, assert_close, per_sample_truth
 
 BACKENDS = [
@@ -204,6 +204,6 @@ def test_layouts_tell_apart() -> None:
 
 def test_dtypes_of_parameters_count() -> None:
     layer = nn.Linear(2, 2)
-    before = layout_of({}, list(layer.parameters()), ())
+    before = StepLayout().complete(list(layer.parameters()), ())
     layer.half()
-    assert layout_of({}, list(layer.parameters()), ()) != before
+    assert StepLayout().complete(list(layer.parameters()), ()) != before
