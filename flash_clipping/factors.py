@@ -140,12 +140,12 @@ class RowSum(Factor):
     def __init__(
         self,
         rows_BTn: Tensor,
-        shape: torch.Size | tuple[int, ...] | None = None,
+        shape: Sequence[int] | None = None,
         normalized: Normalized | None = None,
     ):
         self.rows_BTn = rows_BTn
         #: Of the parameter, where that has several axes.
-        self.shape = shape
+        self.shape = None if shape is None else tuple(shape)
         self.normalized = normalized
 
     @property

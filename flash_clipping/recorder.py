@@ -318,6 +318,12 @@ class Recorder:
         return tape
 
     def new_tape(self) -> RunningTape:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise FlashClippingError(
+                "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
+                "would read the captured step's addresses, not those of its own: norms would be "
+                "of other tensors. Run the step outside torch.cuda.graph."
+            )
         tape = self.tape_class(self)
         tape.stand_in()
         self._tape = weakref.ref(tape)
@@ -351,10 +357,9 @@ class Recorder:
             if float(least) == 0:
                 self._warn_non_finite()
                 return
-        if not torch.cuda.is_current_stream_capturing():
-            least.copy_(coef.amin(), non_blocking=True)
-            event.record()
-            self._least = (least, event, True)
+        least.copy_(coef.amin(), non_blocking=True)
+        event.record()
+        self._least = (least, event, True)
 
     def _warn_non_finite(self) -> None:
         self.warned_non_finite = True

@@ -461,8 +461,10 @@ def _may_be_stored(factor: Factor) -> bool:
     """Whether memory allows it, with one reader at least: decides most, and quickly."""
     if type(factor) is not Outer:
         return type(factor) is Convolution
-    _, T, d = factor.A_BTd.shape
-    return cost.may_hold_gradients(T, d, factor.G_BTp.shape[-1])
+    shape = factor.A_BTd.shape
+    if len(shape) != 3:  # refused, with the layer's path, when norms are taken
+        return False
+    return cost.may_hold_gradients(shape[1], shape[2], factor.G_BTp.shape[-1])
 
 
 def _worth_storing(factor: Factor, readers: int) -> bool:

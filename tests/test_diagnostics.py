@@ -31,6 +31,7 @@ from flash_clipping import (
 )
 from flash_clipping.__main__ import _print_rich, main
 from flash_clipping.diagnostics import BadBatchError, CheckReport, check, environment
+from flash_clipping.factors import RowSum
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import linear
 from flash_clipping.rules import registry
@@ -432,18 +433,35 @@ def test_a_rule_with_a_wrong_norm_fails(own_rules: None) -> None:
     assert "qkv.weight" in report.failures[0]
 
 
-def test_a_rule_with_operands_of_other_shapes_is_refused_by_name(own_rules: None) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rule_with_operands_of_other_shapes_is_refused_by_name(
+    own_rules: None, flat: bool
+) -> None:
     @register_rule(QKV)
     class Faulty(LinearRule):
         def backward(self, layer, saved, grad_output, needs):
             grad_input, factors = super().backward(layer, saved, grad_output, needs)
-            return grad_input, {**factors, "weight": Outer(saved[0], grad_output.unsqueeze(1))}
+            if flat:
+                outer = Outer(saved[0][:, 0], grad_output[:, 0])
+            else:
+                outer = Outer(saved[0], grad_output.unsqueeze(1))
+            return grad_input, {**factors, "weight": outer}
 
     module = GradSampleModuleFlashClipping(Fused(), max_grad_norm=1.0)
     with pytest.raises(
         FlashClippingError, match=r"qkv \(QKV\): its rule returned an Outer of A_BTd"
     ):
         module(torch.randn(5, 3, 4)).sum().backward()
+
+
+def test_a_rule_may_give_a_shape_as_a_list(own_rules: None) -> None:
+    @register_rule(QKV)
+    class Listing(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            return grad_input, {**factors, "bias": RowSum(grad_output, list(layer.bias.shape))}
+
+    assert check(Fused(), torch.randn(5, 3, 4)).passed
 
 
 def test_a_rule_with_a_right_norm_and_a_wrong_sum_fails(own_rules: None) -> None:

@@ -363,6 +363,20 @@ def raise_in_backward(trainer: Trainer) -> Any:
     return trainer.plain.block.norm2.register_forward_hook(watch)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would read the addresses of the captured step."""
+    trainer = Trainer(mode=mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(flash_clipping.FlashClippingError, match="captured as a CUDA graph"):
+            trainer.step(batch())
+    trainer = Trainer(mode=mode)
+    trainer.step(batch())
+    assert_same(trainer.state(), state_after_one_step(mode=mode), "after a refusal")
+
+
 @pytest.mark.parametrize("fail", [raise_in_forward, raise_in_backward])
 @pytest.mark.parametrize("mode", MODES)
 def test_fault_in_a_hook_of_the_user(mode: str, fail: Callable[[Trainer], Any]) -> None:

@@ -306,7 +306,7 @@ def gram_sqnorms_many(
     groups: Sequence[Group], bias: bool, memo: Memo | None = None
 ) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
-    launches: list[_Launch] | None = memo.get(_Launch) if memo is not None else None
+    launches: list[_Launch] | None = memo.get("launches") if memo is not None else None
     if launches is not None:
         for launch in launches:
             launch.read(groups)
@@ -322,7 +322,7 @@ def gram_sqnorms_many(
     for launch in launches:
         results.update(zip(launch.members, launch_gram(launch, bias), strict=True))
     if memo is not None and not any([launch.copied for launch in launches]):
-        memo[_Launch] = launches
+        memo["launches"] = launches
     return [results[index] for index in range(len(groups))]
 
 

@@ -157,7 +157,7 @@ def grouped_products(
 ) -> list[Tensor]:
     """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
     A_BTd, _ = pairs[0]
-    table: _Table | None = memo.get(block) if memo is not None else None
+    table: _Table | None = memo.get("table") if memo is not None else None
     if table is None:
         table = _Table(pairs, block, outs_aligned=True)
     else:
@@ -174,7 +174,7 @@ def grouped_products(
     table.write_to([start, *[start + offset for offset in starts]])
     _launch(table, A_BTd, coef_B, repair=False, block=block)
     if memo is not None and not table.copied:
-        memo[block] = table
+        memo["table"] = table
     return outs
 
 
@@ -187,7 +187,7 @@ def repair_products(
     """If some sample was dropped, overwrite the products by those of :func:`grouped_products`."""
     addresses = [product.data_ptr() for product in products]
     aligned = all([address % 16 == 0 for address in addresses])
-    table: _Table | None = memo.get("repair") if memo is not None and aligned else None
+    table: _Table | None = memo.get("table") if memo is not None and aligned else None
     if table is None:
         table = _Table(pairs, 128, aligned)
     else:
@@ -195,7 +195,7 @@ def repair_products(
     table.write_to(addresses)
     _launch(table, pairs[0][0], coef_B, repair=True, block=128)
     if memo is not None and aligned and not table.copied:
-        memo["repair"] = table
+        memo["table"] = table
 
 
 def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block: int) -> None:

@@ -66,7 +66,8 @@ def linear_sqnorms(
             rows[group][layer] = norm_B
     if memo is not None:
         memo["gram for all"] = not any(rows)
-    norms = gram_of_checked(gram, backend=backend)
+    # Groups that others took a part of are not what the memo will be asked for.
+    norms = gram_of_checked(gram, backend=backend, memo=None if any(rows) else memo)
     results = []
     for (_, Gs), done, (gram_LB, _) in zip(groups, rows, norms, strict=True):
         if done:

@@ -50,14 +50,15 @@ def outer_sqnorms(
 
 
 def sum_parts(parts: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
-    """Squared norms from parts ``[B, n]``, a launch for all of one shape and device.
+    """Squared norms from parts ``[B, n]``, a launch for all of one shape, dtype and device.
 
     Returns:
         Indices of those of one kind, and their squared norms, one row ``[B]`` for each.
     """
-    alike: dict[tuple[torch.Size, int], list[int]] = {}
+    alike: dict[object, list[int]] = {}
     for i, parts_Bn in enumerate(parts):
-        alike.setdefault((parts_Bn.shape, parts_Bn.get_device()), []).append(i)
+        kind = (parts_Bn.shape, parts_Bn.dtype, parts_Bn.get_device())
+        alike.setdefault(kind, []).append(i)
     return [
         (members, torch.stack([parts[i] for i in members]).sum(-1)) for members in alike.values()
     ]

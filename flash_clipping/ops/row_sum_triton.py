@@ -72,12 +72,12 @@ def row_sums(
 ) -> Tensor:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     B, T, n = rows[0].shape
-    table: array[int] | None = memo.get("row_sums") if memo is not None else None
+    table: array[int] | None = memo.get("table") if memo is not None else None
     held: list[Tensor] = []  # until the kernel has been launched
     if table is None:
         table, held, copied = _table(rows, normalized)
         if memo is not None and not copied:
-            memo["row_sums"] = table
+            memo["table"] = table
     else:
         table[::_COLUMNS] = array("q", [x.data_ptr() for x in rows])
         for place, column in enumerate((3, 6, 7) if normalized is not None else ()):
