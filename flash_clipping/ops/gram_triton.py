@@ -32,6 +32,16 @@ from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
 
+SLICE = 4096
+SLICE_IN_INPUTS = 8
+"""Features of an output gradient that one program walks over for a tile: so many, or so many times
+those of the input, whose tile every slice computes anew. A vocabulary's would keep a few programs
+at work long after all others are done."""
+
+
+def _widest(A: Tensor) -> int:
+    return max(SLICE, SLICE_IN_INPUTS * A.shape[2])
+
 
 @triton.jit
 def _operand_tile(
@@ -306,6 +316,55 @@ def gram_sqnorms_many(
     groups: Sequence[Group], bias: bool, memo: Memo | None = None
 ) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
+    if memo is not None and "launches" in memo and memo["narrow"]:
+        return _in_launches(groups, bias, memo)
+    narrow = all([max([G.shape[2] for G in Gs]) <= _widest(A) for A, Gs in groups])
+    if memo is not None:
+        memo["narrow"] = narrow
+    return _in_launches(groups, bias, memo) if narrow else _by_slices(groups, bias, memo)
+
+
+def _by_slices(groups: Sequence[Group], bias: bool, memo: Memo | None) -> list[GroupSqnorms]:
+    """Share out layers of very many features: a squared norm is the sum of those of its slices."""
+    parts: list[Group] = []
+    rows_of: list[list[range]] = []  # of each group's layers: where in its parts they are
+    for A, Gs in groups:
+        rows: list[range] = []
+        slices: list[Tensor] = []
+        widest = _widest(A)
+        for G in Gs:
+            count = tiles.cdiv(G.shape[2], widest)
+            of_layer = G.split(tiles.cdiv(G.shape[2], 64 * count) * 64, dim=2) if count > 1 else [G]
+            rows.append(range(len(slices), len(slices) + len(of_layer)))
+            slices += of_layer
+        rows_of.append(rows)
+        if len(slices) == len(Gs):
+            parts.append((A, Gs))
+        else:
+            parts += [(A, [part]) for part in slices]
+    found = iter(_in_launches(parts, bias, memo))
+    results: list[GroupSqnorms] = []
+    for (_, Gs), rows in zip(groups, rows_of, strict=True):
+        slices_in_all = rows[-1].stop
+        if slices_in_all == len(Gs):
+            results.append(next(found))
+            continue
+        norms = [next(found) for _ in range(slices_in_all)]
+        weight_LB = _sums_of_rows([weight_1B for weight_1B, _ in norms], rows)
+        biases = [bias_1B for _, bias_1B in norms if bias_1B is not None]
+        results.append((weight_LB, _sums_of_rows(biases, rows) if bias else None))
+    return results
+
+
+def _sums_of_rows(norms: Sequence[Tensor], rows: Sequence[range]) -> Tensor:
+    norms_NB = torch.cat(list(norms))
+    return torch.stack([norms_NB[row.start : row.stop].sum(0) for row in rows])
+
+
+def _in_launches(
+    groups: Sequence[Group], bias: bool, memo: Memo | None = None
+) -> list[GroupSqnorms]:
+    """A launch for all groups of one kind."""
     launches: list[_Launch] | None = memo.get("launches") if memo is not None else None
     if launches is not None:
         for launch in launches:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_clipping.ops import gram_torch
-from flash_clipping.ops.gram import gram_sqnorms, gram_sqnorms_many
+from flash_clipping.ops.gram import gram_of_checked, gram_sqnorms, gram_sqnorms_many
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
 SHAPES = [
@@ -157,3 +157,32 @@ def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> 
 def test_unequal_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"A has shape \(2, 3, 4\) and G has shape \(2, 5, 4\)"):
         gram_sqnorms(torch.randn(2, 3, 4), [torch.randn(2, 5, 4)])
+
+
+@every_case
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_many_features_are_shared_out(
+    case: Case, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.backend == "triton":
+        kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
+        monkeypatch.setattr(kernels, "SLICE", 64)
+        monkeypatch.setattr(kernels, "SLICE_IN_INPUTS", 2)
+    memo: dict = {}
+    for seed in (0, 100):  # the second time with what was kept the first time
+        widths = [(24, (40, 130, 8, 200)), (40, (129,)), (72, (16,))]
+        groups = [
+            (
+                case.randn(2, 9, d, seed=seed + 10 * i),
+                [case.randn(2, 9, p, seed=seed + 10 * i + j + 1) for j, p in enumerate(ps)],
+            )
+            for i, (d, ps) in enumerate(widths)
+        ]
+        found = gram_of_checked(groups, bias=bias, backend=case.backend, memo=memo)
+        for (A, Gs), (weight_LB, bias_LB) in zip(groups, found, strict=True):
+            oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
+            assert worst_relative_error(weight_LB, oracle) <= case.tolerance
+            assert (bias_LB is not None) == bias
+            if bias_LB is not None:
+                oracle = torch.stack([G.cpu().double().sum(1).square().sum(1) for G in Gs])
+                assert worst_relative_error(bias_LB, oracle) <= 2 * case.tolerance
