@@ -8,6 +8,7 @@ the others, each is built anew for its turn and is alone on the device.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -157,7 +158,20 @@ class Session:
 
         Every round starts with the next method: what runs after a method that left the card cool
         is faster by a few percent, and no method is to have that place always.
+
+        Python's garbage collector passes over what was made before: walking all objects of the
+        process takes longer than a step, and comes upon whichever method's turn it is.
         """
+        settle(self.setting.device)
+        gc.freeze()
+        try:
+            self._take_turns(rounds, steps, warmup, clock, done)
+        finally:
+            gc.unfreeze()
+
+    def _take_turns(
+        self, rounds: int, steps: int, warmup: int, clock: Clock, done: Progress
+    ) -> None:
         for number in range(rounds):
             names = self.running()
             first = number % max(1, len(names))
