@@ -28,7 +28,7 @@ from flash_clipping.ops.embedding import (
 )
 from flash_clipping.ops.embedding_torch import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorms
-from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
+from flash_clipping.ops.outer import outer_grads, outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
 from flash_clipping.ops.row_sum import row_sums
 from flash_clipping.ops.shapes import Memo, Normalized
@@ -100,7 +100,7 @@ class Dense(Factor):
         return self.grads, self.sq_parts_Bn
 
     #: Per-sample gradients of up to this many elements are handled many at a time.
-    SMALL = 1 << 16
+    SMALL = 1 << 17
 
     @property
     def is_small(self) -> bool:
@@ -266,6 +266,9 @@ class Outer(Factor):
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
+        if self.G_BTp.is_cuda and self.A_BTd.shape[2] * self.G_BTp.shape[2] <= Dense.SMALL:
+            # Their norms are taken with those of all other small ones.
+            return Dense(outer_grads(self.A_BTd, self.G_BTp))
         parts_Bn, grads_Bpd = outer_sqnorms(
             self.A_BTd, self.G_BTp, store=True, in_parts=True, backend=backend
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from tests.models import CASES, Case
+from tests.models import CASES, Case, Wrapped
 from tests.oracle import assert_close, per_sample_truth
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +40,29 @@ def test_rule_matches_oracle_on_the_gpu(name: str, mode: str) -> None:
     clipped = truth.clipped(bound)
     for param_name, param in model.named_parameters():
         assert_close(param.grad, clipped[param_name], 1e-3, param_name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters(dtype: torch.dtype) -> None:
+    """Narrow layers at many positions: their gradients are kept, and taken together at the end."""
+    case = Case(
+        lambda: Wrapped(*(nn.Linear(*s, bias=False) for s in [(64, 8), (8, 96), (96, 8), (8, 64)])),
+        lambda: (torch.randn(4, 300, 64),),
+    )
+    model, batch = on_gpu(case, dtype)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = truth.norms.median().item()
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
+    for _ in range(2):  # the second time as remembered
+        module.zero_grad(set_to_none=True)
+        case.loss(module, batch).mean().backward()
+    (plan,) = [plan for _, plan in module._recorder.plans._plans.values()]
+    assert plan.vectors and not plan.linear
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # of the model's own forward and backward
+    assert_close(module.get_norm_sample(), truth.norms, tolerance, "norms")
+    clipped = truth.clipped(bound)
+    for name, param in model.named_parameters():
+        assert_close(param.grad, clipped[name], 10 * tolerance, name)
 
 
 def step_without_waiting(mode: str) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_clipping.ops import outer_torch
-from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
+from flash_clipping.ops.outer import outer_grads, outer_sqnorms, weighted_sum
 from tests.ops.cases import (
     Case,
     every_case,
@@ -121,3 +121,21 @@ def test_weighted_sum_leaves_out_what_has_coefficient_zero(case: Case) -> None:
     total = weighted_sum(grads, coef, backend=case.backend)
     oracle = 0.5 * grads[0].double() + grads[2].double()
     assert relative_error(total, oracle) <= case.rounding
+
+
+@every_case
+def test_gradients_alone(case: Case) -> None:
+    """Whatever the caller allows for its own products."""
+    A, G = case.randn(3, 200, 24), case.randn(3, 200, 5, seed=1)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast(case.device, torch.bfloat16):
+            grads = outer_grads(A, G)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert grads.dtype == case.dtype
+    assert relative_error(grads, per_sample_gradients(A, G)) <= max(2 * case.rounding, 1e-5)
+    wide = outer_grads(A, G.double())
+    assert wide.dtype == torch.float64
+    assert relative_error(wide, per_sample_gradients(A, G)) <= 1e-12
