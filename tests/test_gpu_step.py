@@ -42,8 +42,11 @@ def test_rule_matches_oracle_on_the_gpu(name: str, mode: str) -> None:
         assert_close(param.grad, clipped[param_name], 1e-3, param_name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters(dtype: torch.dtype) -> None:
+# The model's own forward and backward in these dtypes are no nearer.
+@pytest.mark.parametrize(
+    ("dtype", "of_norms", "of_sums"), [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, 2e-2, 5e-2)]
+)
+def test_adapters(dtype: torch.dtype, of_norms: float, of_sums: float) -> None:
     """Narrow layers at many positions: their gradients are kept, and taken together at the end."""
     case = Case(
         lambda: Wrapped(*(nn.Linear(*s, bias=False) for s in [(64, 8), (8, 96), (96, 8), (8, 64)])),
@@ -58,11 +61,10 @@ def test_adapters(dtype: torch.dtype) -> None:
         case.loss(module, batch).mean().backward()
     (plan,) = [plan for _, plan in module._recorder.plans._plans.values()]
     assert plan.vectors and not plan.linear
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # of the model's own forward and backward
-    assert_close(module.get_norm_sample(), truth.norms, tolerance, "norms")
+    assert_close(module.get_norm_sample(), truth.norms, of_norms, "norms")
     clipped = truth.clipped(bound)
     for name, param in model.named_parameters():
-        assert_close(param.grad, clipped[name], 10 * tolerance, name)
+        assert_close(param.grad, clipped[name], of_sums, name)
 
 
 def step_without_waiting(mode: str) -> Tensor:
