@@ -124,7 +124,7 @@ class Tape:
             return
         # This runs for every layer of every backward. Of one call's factors the first speaks for
         # the others; a new plan looks at all of them.
-        if factors[0][1].batch_size != self.batch_size:
+        if factors and factors[0][1].batch_size != self.batch_size:
             self._check_batch_size(path, factors[0][1].batch_size)
         for param, factor in factors:
             key = id(param)

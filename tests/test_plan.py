@@ -15,6 +15,7 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.shapes import layout
 from flash_clipping.plan import Plan, Plans, StepLayout
+from flash_clipping.tape import Tape
 from tests.oracle import Truth, assert_close, per_sample_truth
 
 BACKENDS = [
@@ -207,3 +208,11 @@ def test_dtypes_of_parameters_count() -> None:
     before = StepLayout().complete(list(layer.parameters()), ())
     layer.half()
     assert StepLayout().complete(list(layer.parameters()), ()) != before
+
+
+def test_a_call_without_factors_says_nothing() -> None:
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    tape = wrapped._recorder.new_tape()
+    assert isinstance(tape, Tape)
+    tape.record("layer", [])
+    assert tape.batch_size is None and not tape.factors
