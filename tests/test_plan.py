@@ -139,6 +139,21 @@ def test_parameters_frozen_and_thawed(wrapped: GradSampleModuleFlashClipping) ->
         assert bool(model.two.weight.grad.any()) == trainable
 
 
+def test_who_is_trainable_counts_even_where_backward_does_not_come() -> None:
+    """One parameter in place of another of its shape: the one that takes part gets its zeros."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.spare, model.other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for taking_part, left_out in ((model.spare, model.other), (model.other, model.spare)):
+        taking_part.requires_grad_(True)
+        left_out.requires_grad_(False)
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(torch.randn(3, 4)).sum().backward()
+        assert all(p.grad is not None and not p.grad.any() for p in taking_part.parameters())
+        assert all(p.grad is None for p in left_out.parameters())
+
+
 @pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
 def test_per_layer_bounds_after_a_flat_one(wrapped: GradSampleModuleFlashClipping) -> None:
     batch = draw(3, 4, 0)
