@@ -118,7 +118,7 @@ class Tap(Place):
         if rule is None or not params:
             return self._unruled_forward(params, args, kwargs)
         call, recomputed = recorder.current_forward, in_backward()
-        if call is not None and not recomputed:
+        if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not torch.is_grad_enabled():
             if self._note_checkpointed(args, kwargs) and rule.allows_children:

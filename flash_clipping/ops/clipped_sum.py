@@ -19,6 +19,7 @@ from flash_clipping.ops.shapes import (
     check_coefficients,
     checked_groups,
     part_of,
+    remembered,
 )
 
 
@@ -118,11 +119,7 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    kinds = memo.get("kinds") if memo is not None else None
-    if kinds is None:
-        kinds = by_kind([(A, [G]) for A, G in pairs])
-        if memo is not None:
-            memo["kinds"] = kinds
+    kinds = remembered(memo, "kinds", lambda: by_kind([(A, [G]) for A, G in pairs]))
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = [pairs[i] for i in members]

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_clipping.ops.clipped_sum_torch import rows_for_matmul, scales_input
 from flash_clipping.ops.grouped_product_triton import grouped_products, repair_products
 from flash_clipping.ops.row_scale_triton import row_scale_many, scale_and_clean
-from flash_clipping.ops.shapes import Group, Memo, part_of
+from flash_clipping.ops.shapes import Group, Memo, part_of, remembered
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.dtype]
 
@@ -69,15 +69,8 @@ def clipped_sums_many(
     pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
-    kinds: dict[_Kind, list[int]] | None = memo.get("launches") if memo is not None else None
-    if kinds is None:  # one launch for all pairs of one kind
-        kinds = {}
-        for i, (A, G) in enumerate(pairs):
-            kinds.setdefault((A.shape[:2], A.dtype, G.dtype), []).append(i)
-        if memo is not None:
-            memo["launches"] = kinds
     sums: dict[int, Tensor] = {}
-    for kind, members in kinds.items():
+    for kind, members in remembered(memo, "launches", lambda: _launches(pairs)).items():
         alike = [pairs[i] for i in members]
         _, A_dtype, G_dtype = kind
         if A_dtype != G_dtype:
@@ -88,6 +81,14 @@ def clipped_sums_many(
             products = grouped_products(alike, coef_B, memo=part_of(memo, kind))
         sums.update(zip(members, products, strict=True))
     return [sums[i] for i in range(len(pairs))]
+
+
+def _launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[_Kind, list[int]]:
+    """What one launch serves: all pairs of one kind."""
+    kinds: dict[_Kind, list[int]] = {}
+    for i, (A, G) in enumerate(pairs):
+        kinds.setdefault((A.shape[:2], A.dtype, G.dtype), []).append(i)
+    return kinds
 
 
 def _products(scaled: Tensor, others: Sequence[Tensor], *, swap: bool) -> list[Tensor]:

@@ -21,6 +21,7 @@ from flash_clipping.ops.shapes import (
     check_same_rows,
     checked_groups,
     part_of,
+    remembered,
 )
 
 
@@ -72,16 +73,7 @@ def gram_of_checked(
 ) -> list[GroupSqnorms]:
     """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
     results: list[GroupSqnorms | None] = [None] * len(ready)
-    kinds = memo.get("kinds") if memo is not None else None
-    if kinds is None:
-        # No kernel walks over a group without layers or rows.
-        kinds = [
-            [i for i in members if ready[i][1] and ready[i][0].numel()]
-            for members in by_kind(ready)
-        ]
-        if memo is not None:
-            memo["kinds"] = kinds
-    for number, busy in enumerate(kinds):
+    for number, busy in enumerate(remembered(memo, "kinds", lambda: _busy_kinds(ready))):
         if busy:
             groups = [ready[i] for i in busy]
             norms = backends.run(
@@ -97,4 +89,11 @@ def gram_of_checked(
     return [
         gram_sqnorms(*group, bias=bias, backend=backend) if found is None else found
         for group, found in zip(ready, results, strict=True)
+    ]
+
+
+def _busy_kinds(ready: Sequence[Group]) -> list[list[int]]:
+    """:func:`by_kind` without what no kernel walks over: groups without layers or rows."""
+    return [
+        [i for i in members if ready[i][1] and ready[i][0].numel()] for members in by_kind(ready)
     ]

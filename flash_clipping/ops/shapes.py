@@ -5,11 +5,13 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+Kept = TypeVar("Kept")
 
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
@@ -36,6 +38,16 @@ def layout(x: Tensor) -> tuple[Any, ...]:
     plain = x.is_contiguous()
     strides = () if plain else x.stride()
     return x.dtype, x.dim(), plain, *x.shape, *strides, x.get_device(), x.data_ptr() % 16
+
+
+def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:
+    """What the memo has under the key; made, and kept if there is a memo, where it has nothing."""
+    if memo is None:
+        return make()
+    if key not in memo:
+        memo[key] = make()
+    found: Kept = memo[key]
+    return found
 
 
 def part_of(memo: Memo | None, key: object) -> Memo | None:
