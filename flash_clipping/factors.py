@@ -169,7 +169,7 @@ class RowSum(Factor):
     def _grads(self, backend: str) -> Tensor:
         rows_BTn = self.rows_BTn
         if self.normalized is not None:
-            grads = row_sums([rows_BTn], [self.normalized], backend=backend).squeeze(1)
+            grads, _ = row_sums([rows_BTn], [self.normalized], backend=backend)
         else:
             grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
         return grads if self.shape is None else grads.view(-1, *self.shape)
@@ -190,42 +190,48 @@ class RowSum(Factor):
 
 
 class VectorStack:
-    """Small per-sample gradients of one size, side by side.
+    """Small per-sample gradients, side by side, and their squared norms.
 
     A model has a bias and a norm layer for every few matrices; one by one, their launches take
-    longer than their arithmetic. Shape suffix ``P``: parameters; ``n``: elements of one of them.
+    longer than their arithmetic. Shape suffix ``P``: parameters; ``n``: elements of one of them,
+    ``N`` of all.
     """
 
-    def __init__(self, keys: list[int], grads_BPn: Tensor):
+    def __init__(self, keys: list[int], sizes: list[int], grads_BN: Tensor, sq_PB: Tensor):
         self.keys = keys
-        self.grads_BPn = grads_BPn
+        self.sizes = sizes
+        self.grads_BN = grads_BN
+        self.sq_PB = sq_PB
 
     @classmethod
     def of_dense(cls, keys: list[int], factors: Sequence[Dense]) -> VectorStack:
+        """Of gradients of one size and dtype."""
         # Not flatten(1): a scalar parameter's gradients have no second axis.
         flat = [f.grads.reshape(f.batch_size, f.grads.shape[1:].numel()) for f in factors]
-        return cls(keys, torch.stack(flat, dim=1))
+        grads_BPn = torch.stack(flat, dim=1)
+        B, P, n = grads_BPn.shape
+        dtype = accumulation_dtype(grads_BPn.dtype)
+        norms_BP = torch.linalg.vector_norm(grads_BPn, dim=2, dtype=dtype)
+        return cls(keys, [n] * P, grads_BPn.view(B, P * n), norms_BP.square_().T)
 
     @classmethod
     def of_sums(
         cls, keys: list[int], factors: Sequence[RowSum], backend: str, memo: Memo | None = None
     ) -> VectorStack:
+        """Of sums over as many positions and in one dtype, of any sizes."""
         rows = [factor.rows_BTn for factor in factors]
-        # All or none: stacked are factors of one kind.
-        x_hats = [factor.normalized for factor in factors if factor.normalized is not None]
-        return cls(keys, row_sums(rows, x_hats or None, backend=backend, memo=memo))
-
-    def sqnorms_PB(self) -> Tensor:
-        dtype = accumulation_dtype(self.grads_BPn.dtype)
-        return torch.linalg.vector_norm(self.grads_BPn, dim=2, dtype=dtype).square_().T
+        x_hats = [factor.normalized for factor in factors]
+        grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
+        return cls(keys, [x.shape[2] for x in rows], grads_BN, sq_PB)
 
     def clipped_sums(
         self, coefs: Sequence[Tensor], dtype: torch.dtype, backend: str
     ) -> Sequence[Tensor]:
         """One clipped sum ``[n]`` per parameter, in order and in the parameters' dtype."""
         if all(coef is coefs[0] for coef in coefs):
-            return weighted_sum(self.grads_BPn, coefs[0], backend=backend).to(dtype).unbind(0)
-        columns = zip(self.grads_BPn.unbind(1), coefs, strict=True)
+            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
+            return sums_N.to(dtype).split(self.sizes)
+        columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
         return [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]
 
 

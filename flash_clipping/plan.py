@@ -142,8 +142,9 @@ def plan_of(
             linear.setdefault(factor.shares_input_with(), []).append(key)
         elif type(factor) is RowSum:
             rows, x_hat = factor.rows_BTn, factor.normalized
-            x_dtype = None if x_hat is None else x_hat.x_BTn.dtype
-            kind = (rows.shape, rows.dtype, rows.device, trainable[key].dtype, x_dtype)
+            # Sums that have none go with those whose x̂ is of the rows' dtype, as it mostly is.
+            x_dtype = rows.dtype if x_hat is None else x_hat.x_BTn.dtype
+            kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype)
             sums.setdefault(kind, []).append(key)
         elif type(factor) is not Dense:
             plan.others.append(key)

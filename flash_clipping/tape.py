@@ -245,7 +245,7 @@ class Tape:
         sqnorms = linear_sqnorms(operands, backend=self.backend, checked=True, memo=memo)
         del operands
         blocks += [(linear.keys, sq) for linear, sq in zip(self.linear, sqnorms, strict=True)]
-        blocks += [(stack.keys, stack.sqnorms_PB()) for stack in self.stacks]
+        blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
         blocks += self._stored_sqnorms()
         blocks += [
             ([key], factor.sqnorms(self.backend).unsqueeze(0))

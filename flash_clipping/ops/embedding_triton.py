@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 
 MAX_RANKED = 4096
 """Positions of a sample up to which all pairs of ids are compared; beyond, ``torch.sort``."""
@@ -181,7 +182,9 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
     # Written, and read, only where a run crosses a boundary.
     ends = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32)
-    _runs_kernel[(B * chunks * slices,)](
+    launch(
+        _runs_kernel,
+        B * chunks * slices,
         G_BTd,
         sorted_BT,
         order_BT,
@@ -202,7 +205,9 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         num_warps=4,
     )
     if chunks > 1:
-        _boundaries_kernel[(B * (chunks - 1) * slices,)](
+        launch(
+            _boundaries_kernel,
+            B * (chunks - 1) * slices,
             sorted_BT,
             ends[0],
             ends[1],
@@ -231,8 +236,18 @@ def _sorted(ids_BT: Tensor) -> tuple[Tensor, Tensor]:
     order_BT = torch.empty_like(sorted_BT)
     rows, ids = RANKED
     blocks = tiles.cdiv(T, rows)
-    _rank_kernel[(B * blocks,)](
-        ids_BT, sorted_BT, order_BT, T, blocks, *ids_BT.stride(), ROWS=rows, IDS=ids, num_warps=4
+    launch(
+        _rank_kernel,
+        B * blocks,
+        ids_BT,
+        sorted_BT,
+        order_BT,
+        T,
+        blocks,
+        *ids_BT.stride(),
+        ROWS=rows,
+        IDS=ids,
+        num_warps=4,
     )
     return sorted_BT, order_BT
 
@@ -317,7 +332,9 @@ def tied_cross_term(
     block, block_d = 64, 32 if Gemb_BTd.element_size() == 4 else 64
     t_blocks, s_blocks = tiles.cdiv(T, block), tiles.cdiv(S, block)
     partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
-    _tied_kernel[(partial.numel(),)](
+    launch(
+        _tied_kernel,
+        partial.numel(),
         ids_BT.contiguous(),
         Gemb_BTd,
         Ahead_BSd,

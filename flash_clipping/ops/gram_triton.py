@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
@@ -367,8 +368,8 @@ def _in_launches(
     """A launch for all groups of one kind."""
     launches: list[_Launch] | None = memo.get("launches") if memo is not None else None
     if launches is not None:
-        for launch in launches:
-            launch.read(groups)
+        for work in launches:
+            work.read(groups)
     else:
         rows = [_Rows(A, Gs) for A, Gs in groups]
         kinds: dict[_Kind, list[int]] = {}
@@ -378,9 +379,9 @@ def _in_launches(
         ordered = [sorted(members, key=lambda i: -rows[i].width) for members in kinds.values()]
         launches = [_Launch(members, [rows[i] for i in members]) for members in ordered]
     results: dict[int, GroupSqnorms] = {}
-    for launch in launches:
-        results.update(zip(launch.members, launch_gram(launch, bias), strict=True))
-    if memo is not None and not any([launch.copied for launch in launches]):
+    for work in launches:
+        results.update(zip(work.members, launch_gram(work, bias), strict=True))
+    if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
     return [results[index] for index in range(len(groups))]
 
@@ -451,22 +452,22 @@ class _Launch:
         self.table[self.inputs :: 4] = array("q", [G.data_ptr() for _, Gs in mine for G in Gs])
 
 
-def launch_gram(launch: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
+def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
     """One launch for groups of one kind; ``config`` is open to benchmarks."""
-    B, T, A_dtype, G_dtype, aligned, device = launch.kind
+    B, T, A_dtype, G_dtype, aligned, device = work.kind
     config = config or config_for(A_dtype, aligned and tiles.has_tma(device))
-    table = to_device(launch.table, device, torch.int64)
-    groups, layers = len(launch.counts), sum(launch.counts)
+    table = to_device(work.table, device, torch.int64)
+    groups, layers = len(work.counts), sum(work.counts)
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
     partial = torch.empty((1 + bias, layers, B, slots * parts), dtype=torch.float32, device=device)
 
-    grid = (min(groups * B * slots, tiles.sm_count(device)),)
-    tiles.launch_with_workspace(
-        _gram_kernel[grid],
+    launch(
+        _gram_kernel,
+        min(groups * B * slots, tiles.sm_count(device)),
         table,
-        table[launch.inputs :],
+        table[work.inputs :],
         partial[0],
         partial[-1],
         groups,
@@ -485,12 +486,13 @@ def launch_gram(launch: _Launch, bias: bool, config: Config | None = None) -> li
         BIAS=bias,
         A_PRECISION=tiles.dot_precision(A_dtype),
         G_PRECISION=tiles.dot_precision(G_dtype),
+        workspace=config.tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    launch.held = []
+    work.held = []
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     sums = partial.sum(-1).clamp_(min=0)
-    weights = sums[0].split(launch.counts)
-    biases = sums[1].split(launch.counts) if bias else [None] * groups
+    weights = sums[0].split(work.counts)
+    biases = sums[1].split(work.counts) if bias else [None] * groups
     return list(zip(weights, biases, strict=True))

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 from flash_clipping.ops.shapes import Memo
 from flash_clipping.ops.upload import to_device
 
@@ -204,7 +205,9 @@ def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block
     # A repair hardly ever has anything to do: then few programs look, and end.
     programs = min(table.count, tiles.sm_count(device)) if repair else table.count
     layers = len(table.shapes)
-    _grouped_product_kernel[(programs,)](
+    launch(
+        _grouped_product_kernel,
+        programs,
         to_device(table.rows, device, torch.int64),
         coef_B.contiguous(),
         layers,

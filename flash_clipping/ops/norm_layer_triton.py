@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_clipping.ops import norm_layer_torch
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 
 MAX_WIDTH = 16384
 """The widest row that a program holds in registers."""
@@ -134,7 +135,9 @@ def norm_backward(
         (weight_grad + bias_grad, B, chunks, d), dtype=torch.float32, device=x_BTd.device
     )
     dx_BTd = torch.empty_like(x_BTd, memory_format=torch.contiguous_format) if input_grad else None
-    _norm_kernel[(B * chunks,)](
+    launch(
+        _norm_kernel,
+        B * chunks,
         x_BTd,
         G_BTd,
         None if mean_BT is None else mean_BT.contiguous(),
@@ -232,7 +235,9 @@ def group_norm_grads(
     channel_blocks = tiles.cdiv(C, channels)
     w_BC = torch.empty((B, C), dtype=torch.float32, device=x_BCS.device)
     b_BC = torch.empty_like(w_BC)
-    _group_norm_kernel[(B * channel_blocks,)](
+    launch(
+        _group_norm_kernel,
+        B * channel_blocks,
         x_BCS,
         G_BCS,
         mean_Bg.contiguous(),

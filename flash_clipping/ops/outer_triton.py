@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 from flash_clipping.ops.tiles_triton import load_tile, sum_by_warp
 from flash_clipping.ops.upload import to_device
 
@@ -158,9 +159,9 @@ def launch_outer(
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
     partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
     at_once = config.per_multiprocessor * tiles.sm_count(A_BTd.device)
-    grid = (min(B * tiles_p * tiles_d, at_once),)
-    tiles.launch_with_workspace(
-        _outer_kernel[grid],
+    launch(
+        _outer_kernel,
+        min(B * tiles_p * tiles_d, at_once),
         A_BTd,
         G_BTp,
         partial if grads_Bpd is None else grads_Bpd,
@@ -184,6 +185,7 @@ def launch_outer(
         PARTS=config.num_warps,
         PRECISION=tiles.dot_precision(A_BTd.dtype),
         FLATTEN=config.flatten,
+        workspace=tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -218,7 +220,9 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
         grads = grads.contiguous()
     out = torch.empty(grads.shape[1:], dtype=grads.dtype, device=grads.device)
     N = out.numel()
-    _weighted_sum_kernel[(tiles.cdiv(N, WEIGHTED_BLOCK),)](
+    launch(
+        _weighted_sum_kernel,
+        tiles.cdiv(N, WEIGHTED_BLOCK),
         grads,
         coef_B.contiguous(),
         out,
@@ -287,7 +291,9 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
         outs.append(out)
         table += (tensor.data_ptr(), out.data_ptr(), out.numel(), blocks)
         blocks += tiles.cdiv(out.numel(), WEIGHTED_BLOCK)
-    _weighted_sums_kernel[(blocks,)](
+    launch(
+        _weighted_sums_kernel,
+        blocks,
         to_device(table, first.device, torch.int64),
         coef_B.contiguous(),
         len(grads),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
 from flash_clipping.ops.upload import to_device
 
 BLOCK = 2048
@@ -92,8 +93,20 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     B = coef_B.shape[0]
     size = x.numel() // B
     programs = B * tiles.cdiv(size, BLOCK)
-    _contiguous_kernel[(programs,)](
-        coef_B, x, out, size, programs, x, out, size, BOTH=False, BLOCK=BLOCK, num_warps=4
+    launch(
+        _contiguous_kernel,
+        programs,
+        coef_B,
+        x,
+        out,
+        size,
+        programs,
+        x,
+        out,
+        size,
+        BOTH=False,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return out
 
@@ -146,7 +159,9 @@ def row_scale_many(xs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
         outs.append(out)
         table += (x.data_ptr(), out.data_ptr(), size, programs)
         programs += B * tiles.cdiv(size, BLOCK)
-    _many_kernel[(programs,)](
+    launch(
+        _many_kernel,
+        programs,
         to_device(table, first.device, torch.int64),
         coef_B.contiguous(),
         len(xs),
@@ -169,8 +184,20 @@ def scale_and_clean(x: Tensor, y: Tensor, coef_B: Tensor) -> tuple[Tensor, Tenso
     B = coef_B.shape[0]
     x_size, y_size = x.numel() // B, y.numel() // B
     x_programs = B * tiles.cdiv(x_size, BLOCK)
-    _contiguous_kernel[(x_programs + B * tiles.cdiv(y_size, BLOCK),)](
-        coef_B, x, x_out, x_size, x_programs, y, y_out, y_size, BOTH=True, BLOCK=BLOCK, num_warps=4
+    launch(
+        _contiguous_kernel,
+        x_programs + B * tiles.cdiv(y_size, BLOCK),
+        coef_B,
+        x,
+        x_out,
+        x_size,
+        x_programs,
+        y,
+        y_out,
+        y_size,
+        BOTH=True,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return x_out, y_out
 
@@ -181,7 +208,9 @@ def _scale_strided(x_BTF: Tensor, coef_B: Tensor, *, keep: bool) -> Tensor:
     B, T, F = x_BTF.shape
     columns = min(BLOCK, tiles.next_power_of_2(F))
     rows = min(BLOCK // columns, tiles.next_power_of_2(T))
-    _strided_kernel[(B * tiles.cdiv(T, rows) * tiles.cdiv(F, columns),)](
+    launch(
+        _strided_kernel,
+        B * tiles.cdiv(T, rows) * tiles.cdiv(F, columns),
         coef_B,
         x_BTF,
         out,

@@ -1,6 +1,6 @@
-"""Sums over the positions of every sample, for many small tensors at once.
+"""Sums over the positions of every sample, and their norms, for many small tensors at once.
 
-B samples, T positions, n elements, P tensors.
+B samples, T positions, n elements of one tensor and N of all, P tensors.
 """
 
 from __future__ import annotations
@@ -16,51 +16,57 @@ from flash_clipping.ops.shapes import Memo, Normalized
 
 def row_sums(
     rows: Sequence[Tensor],
-    normalized: Sequence[Normalized] | None = None,
+    normalized: Sequence[Normalized | None] | None = None,
     *,
     backend: str = "auto",
     memo: Memo | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``Σ_t rows_bt``, or ``Σ_t rows_bt · x̂_bt``, of many tensors: one launch on a GPU.
 
     Args:
-        rows: tensors ``[B, T, n]`` of one shape and dtype.
-        normalized: one ``x̂`` for each, in the same shape and all of one dtype.
+        rows: tensors ``[B, T, n]`` of one B, T and dtype; each has an n of its own.
+        normalized: for each an ``x̂`` of the same shape, or None; those that are of one dtype.
         memo: what was kept for operands of the same layout; they need no checks.
 
     Returns:
-        ``[B, P, n]``, P being the number of tensors; summed in fp32 (float64 for float64) and in a
-        fixed order.
+        The sums side by side, ``[B, N]``, and the squared norms of each, ``[P, B]``; both in fp32
+        (float64 for float64), and summed in a fixed order.
     """
+    if normalized is None:
+        normalized = [None] * len(rows)
     if not memo:
         _check(rows, normalized)
     return backends.run(row_sum_torch.row_sums, backend, rows[0], rows, normalized, memo)
 
 
-def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized] | None) -> None:
+def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
     first = rows[0]
-    _check_alike(rows)
-    if normalized is not None:
-        xs = [x_hat.x_BTn for x_hat in normalized]
-        _check_alike(xs)
-        statistics = [each.shape for x_hat in normalized for each in x_hat[1:]]
-        if len(xs) != len(rows) or xs[0].shape != first.shape:
+    for x in rows:
+        if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
             raise ValueError(
-                f"row_sums found {len(xs)} normalized tensors {tuple(xs[0].shape)} for {len(rows)} "
-                f"of rows {tuple(first.shape)}; expected one for each, of the same shape."
-            )
-        if any(shape != first.shape[:2] for shape in statistics):
-            raise ValueError(
-                f"row_sums takes means and rstds [B, T]; found {tuple(statistics[0])} beside rows "
-                f"{tuple(first.shape)}."
-            )
-
-
-def _check_alike(tensors: Sequence[Tensor]) -> None:
-    first = tensors[0]
-    for x in tensors:
-        if x.dim() != 3 or x.shape != first.shape or x.dtype != first.dtype:
-            raise ValueError(
-                f"row_sums takes tensors [B, T, n] of one shape and dtype; found {x.dtype} "
+                f"row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
                 f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
             )
+    if len(normalized) != len(rows):
+        raise ValueError(
+            f"row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
+            "expected one, or None, for each."
+        )
+    dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"row_sums takes normalized tensors of one dtype; found {found}.")
+    for x, x_hat in zip(rows, normalized, strict=True):
+        if x_hat is None:
+            continue
+        if x_hat.x_BTn.shape != x.shape:
+            raise ValueError(
+                f"row_sums found a normalized tensor {tuple(x_hat.x_BTn.shape)} beside rows "
+                f"{tuple(x.shape)}; expected the same shape."
+            )
+        for statistic in x_hat[1:]:
+            if statistic.shape != x.shape[:2]:
+                raise ValueError(
+                    f"row_sums takes means and rstds [B, T]; found {tuple(statistic.shape)} "
+                    f"beside rows {tuple(x.shape)}."
+                )

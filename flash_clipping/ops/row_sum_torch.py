@@ -1,4 +1,4 @@
-"""Reference for sums over positions."""
+"""Reference for sums over positions and their norms."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from flash_clipping.ops.shapes import Memo, Normalized, accumulator
 
 
 def row_sums(
-    rows: Sequence[Tensor], normalized: Sequence[Normalized] | None, memo: Memo | None = None
-) -> Tensor:
+    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: Memo | None = None
+) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
-    B, _, n = rows[0].shape
-    dtype = accumulator(rows[0])
-    sums_BPn = rows[0].new_empty((B, len(rows), n), dtype=dtype)
-    for i, row in enumerate(rows):
-        if normalized is not None:
-            x, mean, rstd = (tensor.to(dtype) for tensor in normalized[i])
+    first = rows[0]
+    dtype = accumulator(first)
+    sizes = [row.shape[2] for row in rows]
+    sums_BN = first.new_empty((len(first), sum(sizes)), dtype=dtype)
+    norms: list[Tensor] = []
+    for row, x_hat, sums_Bn in zip(rows, normalized, sums_BN.split(sizes, dim=1), strict=True):
+        if x_hat is not None:
+            x, mean, rstd = (tensor.to(dtype) for tensor in x_hat)
             row = row.to(dtype) * ((x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1))
-        torch.sum(row, 1, dtype=dtype, out=sums_BPn[:, i])
-    return sums_BPn
+        torch.sum(row, 1, dtype=dtype, out=sums_Bn)
+        norms.append(torch.linalg.vector_norm(sums_Bn, dim=1))
+    return sums_BN, torch.stack(norms).square_()

@@ -5,10 +5,7 @@ B samples, T positions, F features.
 
 from __future__ import annotations
 
-import contextvars
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -66,23 +63,6 @@ def fits_tma(*tensors: Tensor) -> bool:
         and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
         for x in tensors
     )
-
-
-def launch_with_workspace(launch: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Launch a kernel that may make descriptors on the device, which takes memory there.
-
-    Descriptors made by the host would cost it 10 µs each. Triton asks an allocator of the current
-    context for the memory; setting ours in a copy of the context leaves the caller's alone.
-    """
-    device = args[0].device
-
-    def run() -> None:
-        triton.set_allocator(
-            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
-        )
-        launch(*args, **kwargs)
-
-    contextvars.copy_context().run(run)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -1,0 +1,80 @@
+"""Starting kernels: what every launch costs the host.
+
+Triton looks at each argument of each launch to find the kernel that was compiled for arguments of
+its kind. That is half of what a launch takes, and small models wait for the host; so kernels that
+were found are remembered here by what decides which one it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import re
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+#: Since which version a compiled kernel is known to take all arguments, constants among them.
+_TAKES_CONSTANTS = (3, 6)
+
+#: Kernels found last: shapes are part of what they are found by, so they could become many.
+_MOST = 4096
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+
+
+_remembers = _version() >= _TAKES_CONSTANTS and torch.version.hip is None
+_found: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(
+    kernel: Any, programs: int, *args: Any, workspace: bool = False, **constants: Any
+) -> None:
+    """``kernel[(programs,)](*args, **constants)``.
+
+    Args:
+        kernel: a function of ``triton.jit`` whose constants come after all other parameters.
+        programs: size of the grid.
+        args: tensors, the first of them on the device that launches; None; and numbers, which
+            must come again from step to step, or what is remembered would never be found.
+        workspace: whether the kernel makes descriptors on the device, which takes memory there.
+        constants: all constants of the kernel, and Triton's own options.
+    """
+    if workspace:
+        # Descriptors made by the host would cost it 10 µs each. Triton asks an allocator of the
+        # current context for the memory; ours, in a copy of the context, leaves the caller's alone.
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _allocator(args[0].device))
+        context.run(launch, kernel, programs, *args, **constants)
+        return
+    key: list[Hashable] = [id(kernel), args[0].get_device()]
+    for value in args:
+        if isinstance(value, Tensor):
+            # Loads of 16 bytes are compiled in where the address allows them.
+            key += (value.dtype, value.data_ptr() % 16)
+        else:
+            key.append(value)
+    key += constants.values()
+    number = tuple(key)
+    found = _found.get(number)
+    if found is not None:
+        compiled, rest = found
+        compiled[programs, 1, 1](*args, *rest)
+        return
+    compiled = kernel[(programs,)](*args, **constants)
+    if compiled is None or not _remembers:  # interpreted, or too old
+        return
+    if len(_found) >= _MOST:
+        _found.clear()
+    names = kernel.arg_names[len(args) :]
+    _found[number] = compiled, tuple([constants[name] for name in names])
+
+
+@functools.cache
+def _allocator(device: torch.device) -> Callable[[int, int, int | None], Tensor]:
+    return lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
