@@ -33,7 +33,8 @@ class Plan:
         others: everything else, one by one.
         unreached: trainable parameters that backward did not reach; known once norms are.
         order: row of each trainable parameter's norms among those that were taken; likewise.
-        small: groups of ``linear`` that are worth one launch for all; likewise.
+        small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
+        batches: those of the others, by which of them are let go of together.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -46,7 +47,8 @@ class Plan:
     others: list[int] = field(default_factory=list)
     unreached: list[int] = field(default_factory=list)
     order: Tensor | None = None
-    small: set[int] | None = None
+    small: list[int] | None = None
+    batches: list[list[int]] = field(default_factory=list)
     memos: dict[Hashable, Memo] = field(default_factory=dict)
 
     def memo(self, name: Hashable) -> Memo:
@@ -113,8 +115,9 @@ class StepLayout:
             done: ids of parameters whose norms are known already.
         """
         parts = self._parts
-        for param in params:
-            parts += (id(param), param.dtype, param.get_device())
+        parts += map(id, params)
+        parts += [param.dtype for param in params]
+        parts += [param.get_device() for param in params]
         parts += done
         return tuple(parts)
 

@@ -11,7 +11,6 @@ autograd itself delivers their per-sample gradients: :func:`generic_forward`.
 from __future__ import annotations
 
 import inspect
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -178,17 +177,25 @@ class Tap(Place):
 
     def trainable(self) -> tuple[list[str], list[nn.Parameter]]:
         """The parameters that are the layer's own and trainable now, and their names."""
-        names, params = [], []
+        # The same lists again where they hold: what calls keep would make Python look for garbage
+        # in every step.
+        known, count = self._trainable[1], 0
         for owner in self.owners:
-            for name, param in owner._parameters.items():
+            for param in owner._parameters.values():
                 if param is not None and param.requires_grad:
-                    names.append(name)
-                    params.append(param)
-        # The same lists again: what calls keep would make Python look for garbage in every step.
-        known_names, known_params = self._trainable
-        if names == known_names and all(map(operator.is_, params, known_params)):
-            return self._trainable
-        self._trainable = names, params
+                    if count == len(known) or known[count] is not param:
+                        return self._look_up_trainable()
+                    count += 1
+        return self._trainable if count == len(known) else self._look_up_trainable()
+
+    def _look_up_trainable(self) -> tuple[list[str], list[nn.Parameter]]:
+        found = [
+            (name, param)
+            for owner in self.owners
+            for name, param in owner._parameters.items()
+            if param is not None and param.requires_grad
+        ]
+        self._trainable = [name for name, _ in found], [param for _, param in found]
         return self._trainable
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

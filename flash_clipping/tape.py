@@ -8,7 +8,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,6 +29,7 @@ from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
+from flash_clipping.ops.shapes import Group
 from flash_clipping.ops.upload import to_device
 from flash_clipping.plan import Plan, StepLayout, plan_of
 from flash_clipping.recorder import Recorder
@@ -41,25 +42,6 @@ STORED_AT_ONCE = 1 << 26
 #: more: few launches, and little beside what backward has let go of by then.
 HELD_AT_ONCE = 1 << 28
 SHARE_HELD_AT_ONCE = 1 / 8
-
-
-class LinearGroup:
-    """Linear maps that read one input: ``G_l^T A`` for every ``l``."""
-
-    __slots__ = ("A_BTd", "Gs", "keys")
-
-    def __init__(self, A_BTd: Tensor, keys: Sequence[int], Gs: Sequence[Tensor]):
-        self.A_BTd = A_BTd
-        self.keys = keys
-        self.Gs = Gs
-
-    def items(self) -> Iterator[tuple[int, Tensor]]:
-        return zip(self.keys, self.Gs, strict=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the operands."""
-        return self.A_BTd.nbytes + sum([G.nbytes for G in self.Gs])
 
 
 class Tape:
@@ -78,7 +60,7 @@ class Tape:
         self.sqnorms_B: dict[int, Tensor] = {}
         self.layout = StepLayout()
         # The same factors once their norms are asked for, by how they are handled together.
-        self.linear: list[LinearGroup] = []
+        self.linear: dict[int, Group] = {}  # by their number in the plan
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
@@ -164,7 +146,10 @@ class Tape:
         self, factors: Sequence[tuple[nn.Parameter, Factor]], count_readers: Callable[[], int]
     ) -> Sequence[tuple[nn.Parameter, Factor]]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        if not any([_may_be_stored(factor) for _, factor in factors]):
+        for _, factor in factors:
+            if _may_be_stored(factor):
+                break
+        else:
             return factors
         readers = count_readers()
         if not readers or not any([_worth_storing(factor, readers) for _, factor in factors]):
@@ -240,11 +225,11 @@ class Tape:
             ([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()
         ]
         self.sqnorms_B.clear()
-        operands = [(linear.A_BTd, linear.Gs) for linear in self.linear]
         memo = plan.memo("linear_sqnorms")
-        sqnorms = linear_sqnorms(operands, backend=self.backend, checked=True, memo=memo)
-        del operands
-        blocks += [(linear.keys, sq) for linear, sq in zip(self.linear, sqnorms, strict=True)]
+        groups = list(self.linear.values())
+        sqnorms = linear_sqnorms(groups, backend=self.backend, checked=True, memo=memo)
+        blocks += zip(plan.linear, sqnorms, strict=True)
+        del groups
         blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
         blocks += self._stored_sqnorms()
         blocks += [
@@ -296,10 +281,9 @@ class Tape:
 
     def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
         """Put factors together as the plan has it."""
-        self.linear = [
-            LinearGroup(factors[keys[0]].A_BTd, keys, [factors[key].G_BTp for key in keys])
-            for keys in plan.linear
-        ]
+        for number, keys in enumerate(plan.linear):
+            Gs = [factors[key].G_BTp for key in keys]
+            self.linear[number] = factors[keys[0]].A_BTd, Gs
         for keys in plan.sums:
             sums = [factors[key] for key in keys]
             memo = plan.memo(("row_sums", keys[0]))
@@ -388,24 +372,16 @@ class Tape:
 
     def _add_small_products(self) -> None:
         """Linear maps that are bound by launches, many in one launch."""
-        assert self.coef is not None
-        assert self.plan is not None
-        small = self.plan.small
-        if small is None:
-            small = self.plan.small = {
-                n
-                for n, linear in enumerate(self.linear)
-                if is_small(linear.A_BTd, linear.Gs, backend=self.backend)
-            }
-        pairs = {
-            key: (self.linear[n].A_BTd, G)
-            for n in sorted(small)
-            for key, G in self.linear[n].items()
-        }
-        self.linear = [linear for n, linear in enumerate(self.linear) if n not in small]
+        plan = self._divided()
+        assert self.coef is not None and plan.small is not None
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for number in plan.small:
+            A_BTd, Gs = self.linear.pop(number)
+            for key, G in zip(plan.linear[number], Gs, strict=True):
+                pairs[key] = A_BTd, G
         for keys in self._alike(pairs):
             products = [pairs[key] for key in keys]
-            memo = self.plan.memo(("clipped_sums", *keys))
+            memo = plan.memo(("clipped_sums", *keys))
             sums = clipped_sums_many(
                 products, self.coef[keys[0]], backend=self.backend, checked=True, memo=memo
             )
@@ -413,32 +389,50 @@ class Tape:
 
     def _add_products(self) -> None:
         """Linear maps that are worth a launch each; a shared input is scaled once."""
-        assert self.coef is not None and self.plan is not None
-        total = sum([linear.nbytes for linear in self.linear])
-        at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * total))
-        while self.linear:
-            # On a GPU a few at a time: their operands live until the launch that all share.
-            batch = [self.linear.pop()]
-            room = at_once - batch[0].nbytes if batch[0].A_BTd.is_cuda else 0
-            while self.linear and self.linear[-1].nbytes <= room:
-                batch.append(self.linear.pop())
-                room -= batch[-1].nbytes
+        plan = self._divided()
+        assert self.coef is not None
+        for batch in plan.batches:
+            held = [self.linear.pop(number) for number in batch]
             # Per-layer clipping scales a shared input differently for every reader.
-            for alike in self._alike([key for linear in batch for key in linear.keys]):
+            keys = [plan.linear[number] for number in batch]
+            for alike in self._alike([key for of_group in keys for key in of_group]):
                 chosen = set(alike)
                 groups = [
-                    (linear.A_BTd, [G for k, G in linear.items() if k in chosen])
-                    for linear in batch
+                    (A_BTd, [G for key, G in zip(of_group, Gs, strict=True) if key in chosen])
+                    for of_group, (A_BTd, Gs) in zip(keys, held, strict=True)
                 ]
                 groups = [(A_BTd, Gs) for A_BTd, Gs in groups if Gs]
                 coef_B = self.coef[alike[0]]
-                memo = self.plan.memo(("clipped_sums_of", *alike))
+                memo = plan.memo(("clipped_sums_of", *alike))
                 sums = clipped_sums_of(
                     groups, coef_B, backend=self.backend, checked=True, memo=memo
                 )
                 self._add(alike, [grad for grads in sums for grad in grads])
                 del groups, sums
-            del batch
+            del held
+
+    def _divided(self) -> Plan:
+        """The plan, which knows how groups of linear maps are divided between launches."""
+        plan = self.plan
+        assert plan is not None
+        if plan.small is not None:
+            return plan
+        plan.small = []
+        large: list[int] = []
+        for number, (A_BTd, Gs) in self.linear.items():
+            small = is_small(A_BTd, Gs, backend=self.backend)
+            (plan.small if small else large).append(number)
+        nbytes = {n: A.nbytes + sum([G.nbytes for G in Gs]) for n, (A, Gs) in self.linear.items()}
+        at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * sum([nbytes[n] for n in large])))
+        while large:
+            # On a GPU a few at a time: their operands live until the launch that all share.
+            batch = [large.pop()]
+            room = at_once - nbytes[batch[0]] if self.linear[batch[0]][0].is_cuda else 0
+            while large and nbytes[large[-1]] <= room:
+                batch.append(large.pop())
+                room -= nbytes[batch[-1]]
+            plan.batches.append(batch)
+        return plan
 
     def _add_stored(self) -> None:
         """Stored gradients, several at a time."""

@@ -10,7 +10,6 @@ in memory, nothing is rounded twice, and the rows of a dropped sample are never 
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -113,6 +112,11 @@ def _grouped_product_kernel(
         )
 
 
+def _room(p: int, d: int) -> int:
+    """Elements that a result takes, so that the next one begins on a 16-byte boundary too."""
+    return tiles.cdiv(p * d, 8) * 8
+
+
 class _Table:
     """Operands of one launch. Without addresses it serves every step of the same layout.
 
@@ -135,9 +139,16 @@ class _Table:
             self.aligned = self.aligned and A_aligned and G_aligned
             self.rows.extend((*G_row, *A_row, 0, self.count))
             self.count += tiles.cdiv(G_row[3], block) * tiles.cdiv(A_row[3], block)
-        #: Elements of every result, and of the room it takes: each on a 16-byte boundary.
-        self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
-        self.sizes = [tiles.cdiv(p * d, 8) * 8 for p, d in self.shapes]
+        #: Results by shape, which lie side by side, and where each begins.
+        self.members: dict[tuple[int, int], list[int]] = {}
+        for i, (A, G) in enumerate(pairs):
+            self.members.setdefault((G.shape[2], A.shape[2]), []).append(i)
+        self.starts = [0] * len(pairs)
+        self.room = 0
+        for (p, d), members in self.members.items():
+            for i in members:
+                self.starts[i] = self.room
+                self.room += _room(p, d)
 
     def read(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take the addresses of operands of the layout that the table was made for."""
@@ -163,20 +174,19 @@ def grouped_products(
         table = _Table(pairs, block, outs_aligned=True)
     else:
         table.read(pairs)
-    # One buffer for all results.
-    buffer = torch.empty(sum(table.sizes), dtype=A_BTd.dtype, device=A_BTd.device)
-    outs = []
-    for part, size, (p, d) in zip(
-        buffer.split(table.sizes), table.sizes, table.shapes, strict=True
-    ):
-        outs.append((part if size == p * d else part[: p * d]).view(p, d))
-    starts = itertools.accumulate([size * A_BTd.element_size() for size in table.sizes[:-1]])
-    start = buffer.data_ptr()
-    table.write_to([start, *[start + offset for offset in starts]])
+    # One buffer for all results: few calls make all views of it.
+    buffer = torch.empty(table.room, dtype=A_BTd.dtype, device=A_BTd.device)
+    address, each = buffer.data_ptr(), buffer.element_size()
+    table.write_to([address + each * start for start in table.starts])
     _launch(table, A_BTd, coef_B, repair=False, block=block)
     if memo is not None and not table.copied:
         memo["table"] = table
-    return outs
+    outs: dict[int, Tensor] = {}
+    for (p, d), members in table.members.items():
+        first, room = table.starts[members[0]], _room(p, d)
+        alike = buffer[first : first + len(members) * room].view(len(members), room)
+        outs.update(zip(members, alike[:, : p * d].view(-1, p, d).unbind(0), strict=True))
+    return [outs[i] for i in range(len(pairs))]
 
 
 def repair_products(
@@ -204,7 +214,7 @@ def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block
     device, dtype = A_BTd.device, A_BTd.dtype
     # A repair hardly ever has anything to do: then few programs look, and end.
     programs = min(table.count, tiles.sm_count(device)) if repair else table.count
-    layers = len(table.shapes)
+    layers = len(table.starts)
     launch(
         _grouped_product_kernel,
         programs,
