@@ -95,17 +95,17 @@ class StepLayout:
         parts, known = self._parts, self._known
         parts += (key, type(factor))
         for operand in factor.operands():
-            number = known.get(id(operand))
-            if number is not None:
-                parts.append(number)
+            name = id(operand)
+            if name in known:
+                parts.append(known[name])
             elif isinstance(operand, Tensor):
-                known[id(operand)] = len(known)
+                known[name] = len(known)
                 parts += layout(operand)
             else:
                 parts.append(operand)
         if type(factor) is Outer:
-            address = factor.A_BTd.data_ptr()
-            parts.append(self._inputs.setdefault(address, len(self._inputs)))
+            inputs = self._inputs
+            parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
 
     def complete(self, params: Sequence[nn.Parameter], done: Iterable[int]) -> Hashable:
         """The layout of a step.

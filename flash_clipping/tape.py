@@ -417,13 +417,14 @@ class Tape:
         assert plan is not None
         if plan.small is not None:
             return plan
-        plan.small = []
+        small: list[int] = []
         large: list[int] = []
         for number, (A_BTd, Gs) in self.linear.items():
-            small = is_small(A_BTd, Gs, backend=self.backend)
-            (plan.small if small else large).append(number)
+            which = small if is_small(A_BTd, Gs, backend=self.backend) else large
+            which.append(number)
         nbytes = {n: A.nbytes + sum([G.nbytes for G in Gs]) for n, (A, Gs) in self.linear.items()}
         at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * sum([nbytes[n] for n in large])))
+        batches: list[list[int]] = []
         while large:
             # On a GPU a few at a time: their operands live until the launch that all share.
             batch = [large.pop()]
@@ -431,7 +432,8 @@ class Tape:
             while large and nbytes[large[-1]] <= room:
                 batch.append(large.pop())
                 room -= nbytes[batch[-1]]
-            plan.batches.append(batch)
+            batches.append(batch)
+        plan.batches, plan.small = batches, small  # at once: an interrupt may come at any line
         return plan
 
     def _add_stored(self) -> None:

@@ -40,10 +40,6 @@ those of the input, whose tile every slice computes anew. A vocabulary's would k
 at work long after all others are done."""
 
 
-def _widest(A: Tensor) -> int:
-    return max(SLICE, SLICE_IN_INPUTS * A.shape[2])
-
-
 @triton.jit
 def _operand_tile(
     X_ptr,
@@ -317,73 +313,29 @@ def gram_sqnorms_many(
     groups: Sequence[Group], bias: bool, memo: Memo | None = None
 ) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
-    if memo is not None and "launches" in memo and memo["narrow"]:
-        return _in_launches(groups, bias, memo)
-    narrow = all([max([G.shape[2] for G in Gs]) <= _widest(A) for A, Gs in groups])
-    if memo is not None:
-        memo["narrow"] = narrow
-    return _in_launches(groups, bias, memo) if narrow else _by_slices(groups, bias, memo)
-
-
-def _by_slices(groups: Sequence[Group], bias: bool, memo: Memo | None) -> list[GroupSqnorms]:
-    """Share out layers of very many features: a squared norm is the sum of those of its slices."""
-    parts: list[Group] = []
-    rows_of: list[list[range]] = []  # of each group's layers: where in its parts they are
-    for A, Gs in groups:
-        rows: list[range] = []
-        slices: list[Tensor] = []
-        widest = _widest(A)
-        for G in Gs:
-            count = tiles.cdiv(G.shape[2], widest)
-            of_layer = G.split(tiles.cdiv(G.shape[2], 64 * count) * 64, dim=2) if count > 1 else [G]
-            rows.append(range(len(slices), len(slices) + len(of_layer)))
-            slices += of_layer
-        rows_of.append(rows)
-        if len(slices) == len(Gs):
-            parts.append((A, Gs))
-        else:
-            parts += [(A, [part]) for part in slices]
-    found = iter(_in_launches(parts, bias, memo))
-    results: list[GroupSqnorms] = []
-    for (_, Gs), rows in zip(groups, rows_of, strict=True):
-        slices_in_all = rows[-1].stop
-        if slices_in_all == len(Gs):
-            results.append(next(found))
-            continue
-        norms = [next(found) for _ in range(slices_in_all)]
-        weight_LB = _sums_of_rows([weight_1B for weight_1B, _ in norms], rows)
-        biases = [bias_1B for _, bias_1B in norms if bias_1B is not None]
-        results.append((weight_LB, _sums_of_rows(biases, rows) if bias else None))
-    return results
-
-
-def _sums_of_rows(norms: Sequence[Tensor], rows: Sequence[range]) -> Tensor:
-    norms_NB = torch.cat(list(norms))
-    return torch.stack([norms_NB[row.start : row.stop].sum(0) for row in rows])
-
-
-def _in_launches(
-    groups: Sequence[Group], bias: bool, memo: Memo | None = None
-) -> list[GroupSqnorms]:
-    """A launch for all groups of one kind."""
     launches: list[_Launch] | None = memo.get("launches") if memo is not None else None
-    if launches is not None:
+    if launches is None:
+        launches = _launches(groups)
+    else:
         for work in launches:
             work.read(groups)
-    else:
-        rows = [_Rows(A, Gs) for A, Gs in groups]
-        kinds: dict[_Kind, list[int]] = {}
-        for index, each in enumerate(rows):
-            kinds.setdefault(each.kind, []).append(index)
-        # Costly groups first, so that the grid ends on short tiles.
-        ordered = [sorted(members, key=lambda i: -rows[i].width) for members in kinds.values()]
-        launches = [_Launch(members, [rows[i] for i in members]) for members in ordered]
     results: dict[int, GroupSqnorms] = {}
     for work in launches:
         results.update(zip(work.members, launch_gram(work, bias), strict=True))
     if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
     return [results[index] for index in range(len(groups))]
+
+
+def _launches(groups: Sequence[Group]) -> list[_Launch]:
+    """A launch for all groups of one kind."""
+    rows = [_Rows(A, Gs) for A, Gs in groups]
+    kinds: dict[_Kind, list[int]] = {}
+    for index, each in enumerate(rows):
+        kinds.setdefault(each.kind, []).append(index)
+    # Costly groups first, so that the grid ends on short tiles.
+    ordered = [sorted(members, key=lambda i: -rows[i].width) for members in kinds.values()]
+    return [_Launch(members, [rows[i] for i in members]) for members in ordered]
 
 
 class _Kind(NamedTuple):
@@ -398,9 +350,13 @@ class _Kind(NamedTuple):
 
 
 class _Rows:
-    """A group's rows of the table: addresses, strides and widths of its operands."""
+    """A group's rows of the table: addresses, strides and widths of its operands.
 
-    __slots__ = ("copied", "held", "input", "kind", "layers", "width")
+    Layers of very many features are shared out: slices of theirs stand for layers, each with an
+    input of its own. A squared norm is the sum of those of its slices.
+    """
+
+    __slots__ = ("copied", "held", "input", "kind", "places", "shared_out", "slices", "width")
 
     def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
         G_dtype = Gs[0].dtype
@@ -408,15 +364,27 @@ class _Rows:
         if len(Gs) > 1 and any(G.dtype != G_dtype for G in Gs):
             Gs, G_dtype = [G.float() for G in Gs], torch.float32
         A, self.input, aligned = tiles.table_row(A)
-        self.width = self.input[3]
         self.held = [A]  # until the kernel has been launched
-        self.layers = []
-        for G in Gs:
-            G, row, G_aligned = tiles.table_row(G)
+        widest = max(SLICE, SLICE_IN_INPUTS * A.shape[2])
+        #: How many slices every layer has.
+        self.slices: list[int] = []
+        #: Every slice: its layer, where it begins in bytes, strides and width.
+        self.places: list[tuple[int, int, int, int, int]] = []
+        for layer, G in enumerate(Gs):
+            G, (_, stride_b, stride_t, width), G_aligned = tiles.table_row(G)
             self.held.append(G)
-            self.layers.append(row)
-            self.width += row[3]
             aligned = aligned and G_aligned
+            count = tiles.cdiv(width, widest)
+            each = tiles.cdiv(width, 64 * count) * 64 if count > 1 else width
+            starts = range(0, max(1, width), max(1, each))
+            self.slices.append(len(starts))
+            for start in starts:
+                offset = start * G.element_size()
+                place = (layer, offset, stride_b, stride_t, min(each, width - start))
+                self.places.append(place)
+        self.shared_out = len(self.places) > len(Gs)
+        widths = [place[-1] for place in self.places]
+        self.width = self.input[3] + (max(widths) if self.shared_out else sum(widths))
         self.copied = any(x is not y for x, y in zip(given, self.held, strict=True))
         B, T, _ = A.shape
         self.kind = _Kind(B, T, A.dtype, G_dtype, aligned, A.device)
@@ -428,28 +396,47 @@ class _Launch:
     Without addresses it serves every step of the same layout.
     """
 
-    __slots__ = ("copied", "counts", "held", "inputs", "kind", "members", "table")
+    __slots__ = ("copied", "held", "inputs", "kind", "layers", "members", "slices", "table")
 
     def __init__(self, members: Sequence[int], groups: Sequence[_Rows]) -> None:
         self.members = members
         self.kind = groups[0].kind
-        self.counts = [len(group.layers) for group in groups]
         self.copied = any([group.copied for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
+        #: Of every group, how many slices its layers have.
+        self.slices = [group.slices for group in groups]
+        #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
+        self.inputs: list[int] = []
+        self.layers: list[tuple[int, int, int]] = []
         inputs: list[int] = []
         layers: list[int] = []
-        for group in groups:
-            inputs += (*group.input, len(layers) // 4, len(group.layers))
-            for row in group.layers:
-                layers += row
-        self.inputs = len(inputs)
+        for index, group in zip(members, groups, strict=True):
+            first = len(self.layers)
+            for layer, offset, *rest in group.places:
+                self.layers.append((index, layer, offset))
+                layers += (group.held[1 + layer].data_ptr() + offset, *rest)
+            each = 1 if group.shared_out else len(group.places)
+            for place in range(first, len(self.layers), each):
+                self.inputs.append(index)
+                inputs += (*group.input, place, each)
         self.table = array("q", inputs + layers)
 
     def read(self, groups: Sequence[Group]) -> None:
         """Take the addresses of operands of the layout that the table was made for."""
-        mine = [groups[i] for i in self.members]
-        self.table[: self.inputs : 6] = array("q", [A.data_ptr() for A, _ in mine])
-        self.table[self.inputs :: 4] = array("q", [G.data_ptr() for _, Gs in mine for G in Gs])
+        addresses = [groups[index][0].data_ptr() for index in self.inputs]
+        self.table[: 6 * len(addresses) : 6] = array("q", addresses)
+        addresses = [groups[i][1][layer].data_ptr() + offset for i, layer, offset in self.layers]
+        self.table[6 * len(self.inputs) :: 4] = array("q", addresses)
+
+    def of_layers(self, sq_RB: Tensor) -> list[Tensor]:
+        """Squared norms of the table's rows for layers -> of every group's layers, ``[L, B]``."""
+        of_groups = sq_RB.split([sum(slices) for slices in self.slices])
+        return [
+            torch.stack([part.sum(0) for part in rows.split(slices)])
+            if len(rows) > len(slices)
+            else rows
+            for rows, slices in zip(of_groups, self.slices, strict=True)
+        ]
 
 
 def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
@@ -457,17 +444,16 @@ def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list
     B, T, A_dtype, G_dtype, aligned, device = work.kind
     config = config or config_for(A_dtype, aligned and tiles.has_tma(device))
     table = to_device(work.table, device, torch.int64)
-    groups, layers = len(work.counts), sum(work.counts)
+    groups, layers = len(work.inputs), len(work.layers)
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
     partial = torch.empty((1 + bias, layers, B, slots * parts), dtype=torch.float32, device=device)
-
     launch(
         _gram_kernel,
         min(groups * B * slots, tiles.sm_count(device)),
         table,
-        table[work.inputs :],
+        table[6 * groups :],
         partial[0],
         partial[-1],
         groups,
@@ -493,6 +479,6 @@ def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list
     work.held = []
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     sums = partial.sum(-1).clamp_(min=0)
-    weights = sums[0].split(work.counts)
-    biases = sums[1].split(work.counts) if bias else [None] * groups
+    weights = work.of_layers(sums[0])
+    biases = work.of_layers(sums[1]) if bias else [None] * len(weights)
     return list(zip(weights, biases, strict=True))

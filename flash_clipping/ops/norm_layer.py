@@ -23,7 +23,7 @@ def norm_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-    in_parts: bool = False,
+    parts_kept: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``y = weight · x̂ + bias`` with ``x̂ = (x - mean) · rstd``, in one pass.
@@ -35,13 +35,14 @@ def norm_backward(
         mean, rstd: statistics of every row, ``[B, ...]`` (a trailing 1 is accepted).
         weight_d: the layer's weight, or None when it has none.
         input_grad, weight_grad, bias_grad: which results are wanted.
-        in_parts: leave sums over positions as parts ``[B, n, d]`` that are still to be added up,
-            for a caller who has many to add up at once.
+        parts_kept: leave sums over positions as parts ``[B, n, d]`` that are still to be added
+            up, for a caller who has many to add up at once; with n of 1 where the parts of one
+            vector would have more elements than this.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
-        ``dx`` like ``x``, and per sample ``Σ_t G·x̂`` and ``Σ_t G``, both ``[B, d]`` in fp32
-        (float64 for float64); None for what is not wanted.
+        ``dx`` like ``x``, and per sample ``Σ_t G·x̂`` and ``Σ_t G``, both ``[B, d]`` (or in parts)
+        in fp32 (float64 for float64); None for what is not wanted.
     """
     shape = x.shape
     if shape != G.shape or x.device != G.device:
@@ -71,8 +72,10 @@ def norm_backward(
     if dx is not None and dx.shape != shape:
         dx = dx.reshape(shape)
     vectors = vectors_PBnd
-    if not in_parts:  # both in one launch
-        vectors = vectors.squeeze(2) if vectors.shape[2] == 1 else vectors.sum(2)
+    if vectors.shape[2] > 1 and (parts_kept is None or vectors[0].numel() > parts_kept):
+        vectors = vectors.sum(2, keepdim=True)  # both in one launch
+    if parts_kept is None:
+        vectors = vectors.squeeze(2)
     return dx, vectors[0] if weight_grad else None, vectors[-1] if bias_grad else None
 
 

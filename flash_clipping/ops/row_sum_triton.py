@@ -156,8 +156,6 @@ def row_sums(
     table: _Table | None = memo.get("table") if memo is not None else None
     if table is None:
         table = _Table(rows, normalized)
-        if memo is not None and not table.copied:
-            memo["table"] = table
     else:
         table.read(rows, normalized)
     tensors, N, blocks, widest = len(rows), sum(table.sizes), sum(table.blocks), max(table.blocks)
@@ -185,4 +183,6 @@ def row_sums(
         num_warps=4,
     )
     table.held = []
+    if memo is not None and not table.copied:
+        memo["table"] = table
     return sums_BN, squares_BPw.sum(2).T

@@ -35,9 +35,9 @@ class Normalized(NamedTuple):
 
 def layout(x: Tensor) -> tuple[Any, ...]:
     """All that launches depend on, except the address: dtype, shape, strides, device, alignment."""
-    plain = x.is_contiguous()
-    strides = () if plain else x.stride()
-    return x.dtype, x.dim(), plain, *x.shape, *strides, x.get_device(), x.data_ptr() % 16
+    if x.is_contiguous():
+        return x.dtype, x.get_device(), x.data_ptr() % 16, x.dim(), True, *x.shape
+    return x.dtype, x.get_device(), x.data_ptr() % 16, x.dim(), False, *x.shape, *x.stride()
 
 
 def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:

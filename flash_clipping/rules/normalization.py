@@ -45,12 +45,6 @@ def _vectors(
     }
 
 
-def _sum_of_parts(parts_Bnd: Tensor, shape: tuple[int, ...]) -> Factor:
-    """Partial sums over positions, to be added up with those of other layers if they are few."""
-    factor = RowSum(parts_Bnd, None if len(shape) == 1 else shape)
-    return factor if parts_Bnd.numel() <= PARTS_KEPT else Dense(factor.dense())
-
-
 def _normalized_backward(
     layer: Any,
     x: Tensor,
@@ -80,14 +74,16 @@ def _normalized_backward(
         input_grad=needs.input,
         weight_grad="weight" in needs.params,
         bias_grad="bias" in needs.params,
-        in_parts=True,
+        parts_kept=PARTS_KEPT,
         backend=needs.backend,
     )
+    # To be added up with those of other layers.
+    axes = None if len(shape) == 1 else shape
     factors: dict[str, Factor] = {}
     if weight_BnD is not None:
-        factors["weight"] = _sum_of_parts(weight_BnD, shape)
+        factors["weight"] = RowSum(weight_BnD, axes)
     if bias_BnD is not None:
-        factors["bias"] = _sum_of_parts(bias_BnD, shape)
+        factors["bias"] = RowSum(bias_BnD, axes)
     if grad_input is not None and grad_input.shape != x.shape:
         grad_input = grad_input.view_as(x)
     return grad_input, factors

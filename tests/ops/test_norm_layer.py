@@ -116,3 +116,25 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     for shape in ((2, 4, 8), (2, 3, 4)):
         with pytest.raises(ValueError, match="they must agree"):
             norm_backward(x, torch.randn(*shape), None, rstd, None, **wanted)
+
+
+@every_case
+@pytest.mark.parametrize("kept", [None, 0, 10**9])
+def test_sums_are_left_in_parts_where_these_are_few(case: Case, kept: int | None) -> None:
+    x, G = case.randn(2, 300, 8), case.randn(2, 300, 8, seed=1)
+    mean, rstd = torch.zeros_like(x[..., 0]).float(), torch.ones_like(x[..., 0]).float()
+    if case.dtype == torch.float64:
+        mean, rstd = mean.double(), rstd.double()
+    _, weight, bias = norm_backward(
+        x, G, mean, rstd, None, input_grad=False, weight_grad=True, bias_grad=True,
+        parts_kept=kept, backend=case.backend,
+    )  # fmt: skip
+    assert weight is not None and bias is not None
+    if kept is None:
+        weight, bias = weight.unsqueeze(1), bias.unsqueeze(1)
+    assert weight.shape == bias.shape == (2, weight.shape[1], 8)
+    many = case.backend == "triton" and kept == 10**9
+    assert (weight.shape[1] > 1) == many
+    wide, G_wide = x.cpu().double(), G.cpu().double()
+    assert relative_error(weight.sum(1), (wide * G_wide).sum(1)) <= 1e-5
+    assert relative_error(bias.sum(1), G_wide.sum(1)) <= 1e-5
