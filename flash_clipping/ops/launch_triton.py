@@ -59,6 +59,7 @@ def launch(
             key += (value.dtype, value.data_ptr() % 16)
         else:
             key.append(value)
+    key += constants
     key += constants.values()
     number = tuple(key)
     found = _found.get(number)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flash_clipping.ops.outer import weighted_sum
+
+launching = pytest.importorskip("flash_clipping.ops.launch_triton")
+
+
+class Kernel:
+    """What a function of ``triton.jit`` is to its callers; counts how often it is looked for."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "EACH", "WIDE")
+
+    def __init__(self, interpreted: bool = False) -> None:
+        self.interpreted = interpreted
+        self.looked_for = 0
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def find(*args: Any, EACH: int, WIDE: bool, num_warps: int) -> Any:
+            self.looked_for += 1
+            self.launches.append((*grid, *args, EACH, WIDE))
+            return None if self.interpreted else Compiled(self)
+
+        return find
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert grid[1:] == (1, 1)
+        return lambda *args: self.kernel.launches.append((grid[0], *args))
+
+
+@pytest.fixture(autouse=True)
+def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launching, "_remembers", True)
+    monkeypatch.setattr(launching, "_found", {})
+    yield
+
+
+def launch(kernel: Kernel, programs: int = 3, **changed: Any) -> None:
+    usual: dict[str, Any] = dict(
+        x=torch.zeros(8), y=None, n=8, WIDE=True, EACH=4, num_warps=4, workspace=False
+    )
+    given = usual | changed
+    args = [given.pop(name) for name in ("x", "y", "n")]
+    launching.launch(kernel, programs, *args, **given)
+
+
+def test_a_kernel_is_looked_for_once() -> None:
+    kernel = Kernel()
+    first, second = torch.zeros(8), torch.ones(8)
+    launch(kernel, x=first)
+    launch(kernel, programs=5, x=second)
+    assert kernel.looked_for == 1
+    # Constants in the kernel's order, whatever the caller's.
+    assert kernel.launches[0][2:] == kernel.launches[1][2:] == (None, 8, 4, True)
+    assert kernel.launches[0][:2] == (3, first) and kernel.launches[1][:2] == (5, second)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(x=torch.zeros(8, dtype=torch.float64)),
+        dict(x=torch.zeros(9)[1:]),
+        dict(y=torch.zeros(8)),
+        dict(n=9),
+        dict(EACH=2),
+        dict(WIDE=False),
+        dict(num_warps=8),
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_another_kernel_serves(changed: dict[str, Any]) -> None:
+    kernel = Kernel()
+    for _ in range(2):
+        launch(kernel)
+        launch(kernel, **changed)
+    assert kernel.looked_for == 2
+
+
+def test_constants_go_by_their_names() -> None:
+    kernel = Kernel()
+    for given in (dict(EACH=2, WIDE=4), dict(WIDE=2, EACH=4), dict(EACH=4, WIDE=2)):
+        launching.launch(kernel, 1, torch.zeros(8), None, 8, num_warps=4, **given)
+        assert kernel.launches[-1][-2:] == (given["EACH"], given["WIDE"])
+
+
+def test_kernels_are_not_taken_for_each_other() -> None:
+    one, other = Kernel(), Kernel()
+    launch(one)
+    launch(other)
+    assert one.looked_for == other.looked_for == 1
+
+
+def test_nothing_is_remembered_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted, old = Kernel(interpreted=True), Kernel()
+    for _ in range(2):
+        launch(interpreted)
+    monkeypatch.setattr(launching, "_remembers", False)
+    for _ in range(2):
+        launch(old)
+    assert interpreted.looked_for == old.looked_for == 2 and not launching._found
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_MOST", 3)
+    kernel = Kernel()
+    for n in range(10):
+        launch(kernel, n=n)
+        assert len(launching._found) <= 3
+
+
+def test_a_kernel_that_wants_a_workspace_leaves_the_allocator_alone() -> None:
+    allocator = pytest.importorskip("triton.runtime._allocation")._allocator
+    before = allocator.get()
+    during = []
+
+    class Looking(Kernel):
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            during.append(allocator.get())
+            return super().__getitem__(grid)
+
+    launch(Looking(), workspace=True)
+    assert during[0] is not before and allocator.get() is before
+
+
+@pytest.mark.gpu
+def test_operands_that_lie_elsewhere_than_those_before() -> None:
+    """A kernel for addresses on 16 bytes must not be started on others."""
+    for shift in (0, 1, 2, 8, 0):
+        grads = torch.randn(3, 40, device="cuda").bfloat16()
+        room = torch.rand(16, device="cuda")
+        coef_B = room[shift : shift + 3]
+        found = weighted_sum(grads, coef_B, backend="triton")
+        expected = (coef_B.double()[:, None] * grads.double()).sum(0)
+        assert (found.double() - expected).abs().max() <= 1e-2 * expected.abs().max()
