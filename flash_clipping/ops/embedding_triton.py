@@ -1,8 +1,9 @@
 """Kernels for embedding norms. B samples, T positions, S head positions, d features, V vocabulary.
 
-The positions of a sample are taken in the order of their ids and cut into chunks. Within a chunk
-the norm is a small Gram matrix under the mask ``id_t = id_t'``. A run of equal ids that crosses a
-boundary leaves the sum of its rows at both ends, and a second kernel walks along the boundaries.
+The positions of a sample, if they are many, are taken in the order of their ids and cut into
+chunks. Within a chunk the norm is a small Gram matrix under the mask ``id_t = id_t'``. A run of
+equal ids that crosses a boundary leaves the sum of its rows at both ends, and a second kernel walks
+along the boundaries.
 Every row of ``G`` is read once.
 """
 
@@ -21,6 +22,8 @@ MAX_RANKED = 4096
 RANKED = 16, 512
 """Positions that a program ranks, and ids with which it compares them at a time."""
 CHUNK = 64
+UNSORTED = 128
+"""Positions of a sample up to which they are one chunk, in any order: a launch instead of three."""
 BLOCK_BYTES = 256
 """Of a row that one step reads."""
 SLICE_D = 512
@@ -75,6 +78,8 @@ def _runs_kernel(
     d,
     chunks,
     slices,
+    ids_stride_b,
+    ids_stride_t,
     G_stride_b,
     G_stride_t,
     padding_idx,
@@ -91,13 +96,17 @@ def _runs_kernel(
     last = min(first + CHUNK, T) - 1
     positions = first + tl.arange(0, CHUNK)
     valid = positions < T
-    ids = tl.load(ids_ptr + b * T + positions, mask=valid, other=0)
-    rows = tl.load(order_ptr + b * T + positions, mask=valid, other=0)
-    head_id = tl.load(ids_ptr + b * T + first)
-    tail_id = tl.load(ids_ptr + b * T + last)
-    # Does the first run go on from the chunk before, or the last into the chunk after?
-    before = tl.load(ids_ptr + b * T + first - 1, mask=first > 0, other=-1)
-    after = tl.load(ids_ptr + b * T + last + 1, mask=last + 1 < T, other=-1)
+    at = ids_ptr + b * ids_stride_b
+    ids = tl.load(at + positions.to(tl.int64) * ids_stride_t, mask=valid, other=0)
+    if order_ptr is None:  # all in one chunk
+        rows = positions
+    else:  # sorted, and contiguous
+        rows = tl.load(order_ptr + b * T + positions, mask=valid, other=0)
+        head_id = tl.load(at + first)
+        tail_id = tl.load(at + last)
+        # Does the first run go on from the chunk before, or the last into the chunk after?
+        before = tl.load(at + first - 1, mask=first > 0, other=-1)
+        after = tl.load(at + last + 1, mask=last + 1 < T, other=-1)
     if HAS_PADDING:
         valid = valid & (ids != padding_idx)
     # Rows that are masked here are loaded as zero, so the mask need not name them.
@@ -114,12 +123,13 @@ def _runs_kernel(
         # See gram_triton: the accumulator of the tensor cores truncates, so it starts afresh.
         product = tl.dot(G, tl.trans(G), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
         gram += product
-        if before == head_id:
-            head = tl.sum(tl.where((ids == head_id)[:, None], G.to(tl.float32), 0.0), 0)
-            tl.store(heads_ptr + chunk_of_all * d + columns, head, mask=columns < d)
-        if after == tail_id:
-            tail = tl.sum(tl.where((ids == tail_id)[:, None], G.to(tl.float32), 0.0), 0)
-            tl.store(tails_ptr + chunk_of_all * d + columns, tail, mask=columns < d)
+        if order_ptr is not None:
+            if before == head_id:
+                head = tl.sum(tl.where((ids == head_id)[:, None], G.to(tl.float32), 0.0), 0)
+                tl.store(heads_ptr + chunk_of_all * d + columns, head, mask=columns < d)
+            if after == tail_id:
+                tail = tl.sum(tl.where((ids == tail_id)[:, None], G.to(tl.float32), 0.0), 0)
+                tl.store(tails_ptr + chunk_of_all * d + columns, tail, mask=columns < d)
     # A select, not a product: rows of another run may be infinite.
     kept = tl.where(same > 0, gram, 0.0)
     part = (b * (2 * chunks - 1) + chunk_of_all % chunks) * slices + pid % slices
@@ -176,29 +186,33 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
     G_BTd = tiles.with_unit_stride(G_BTd)
     B, T, d = G_BTd.shape
-    sorted_BT, order_BT = _sorted(ids_BT)
-    chunks, slices = tiles.cdiv(T, CHUNK), tiles.cdiv(d, SLICE_D)
+    order_BT, heads, tails = None, None, None
+    chunk = CHUNK if T > UNSORTED else max(16, tiles.next_power_of_2(T))
+    chunks, slices = tiles.cdiv(T, chunk), tiles.cdiv(d, SLICE_D)
+    if chunks > 1:
+        ids_BT, order_BT = _sorted(ids_BT)
+        # Written, and read, only where a run crosses a boundary.
+        heads, tails = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32).unbind(0)
     # One part for each slice of a chunk, and one for each slice of a boundary between two.
     partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
-    # Written, and read, only where a run crosses a boundary.
-    ends = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32)
     launch(
         _runs_kernel,
         B * chunks * slices,
         G_BTd,
-        sorted_BT,
+        ids_BT,
         order_BT,
         partial,
-        ends[0],
-        ends[1],
+        heads,
+        tails,
         T,
         d,
         chunks,
         slices,
+        *ids_BT.stride(),
         *G_BTd.stride()[:2],
         0 if padding_idx is None else padding_idx,
         HAS_PADDING=padding_idx is not None,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         BLOCK_D=BLOCK_BYTES // G_BTd.element_size(),
         SLICE_D=SLICE_D,
         PRECISION=tiles.dot_precision(G_BTd.dtype),
@@ -208,9 +222,9 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         launch(
             _boundaries_kernel,
             B * (chunks - 1) * slices,
-            sorted_BT,
-            ends[0],
-            ends[1],
+            ids_BT,
+            heads,
+            tails,
             partial,
             T,
             d,

@@ -55,9 +55,10 @@ def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
 
 
 @every_case
+@pytest.mark.parametrize("positions", [5, 70, 128, 150])
 @pytest.mark.parametrize("ids_of", ["same", "distinct", "int32"])
-def test_runs_of_any_length(case: Case, ids_of: str) -> None:
-    B, T, d = 2, 70, 12
+def test_runs_of_any_length(case: Case, ids_of: str, positions: int) -> None:
+    B, T, d = 2, positions, 12
     G = case.randn(B, T, d)
     ids = torch.full((B, T), 4, device=case.device)
     if ids_of == "distinct":
@@ -124,6 +125,19 @@ def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
     sq = embedding_sqnorms(ids, G, backend=case.backend)
     oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
     assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("positions", [20, 150])
+def test_ids_that_lie_apart(case: Case, positions: int) -> None:
+    """Positions that all samples share, and ids of a transposed batch."""
+    G = case.randn(3, positions, 8)
+    shared = random_ids(case, 1, positions).expand(3, -1)
+    transposed = random_ids(case, positions, 3).T
+    for ids in (shared, transposed):
+        sq = embedding_sqnorms(ids, G, backend=case.backend)
+        oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
+        assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
 @every_case
