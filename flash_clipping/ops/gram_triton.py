@@ -17,6 +17,7 @@ launch where small layers would be bound by launches.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -297,6 +298,7 @@ class Config:
     tma: bool = True
 
 
+@functools.cache
 def config_for(dtype: torch.dtype, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16

@@ -5,6 +5,7 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -128,6 +129,7 @@ class Config:
     per_multiprocessor: int = 2
 
 
+@functools.lru_cache(maxsize=1024)
 def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
@@ -236,9 +238,6 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     return out
 
 
-_TABLE_COLUMNS = 4  # address, address of the result, elements, first block
-
-
 @triton.jit
 def _weighted_sums_kernel(
     table_ptr,
@@ -274,33 +273,24 @@ def _weighted_sums_kernel(
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
     first = grads[0]
-    plain = all(
-        tensor.is_contiguous()
-        and tensor.dtype == first.dtype
-        and tensor.data_ptr() % 16 == 0
-        and tensor[0].numel() % 8 == 0
-        for tensor in grads
-    )
-    if not plain or len(grads) == 1:
+    B = coef_B.shape[0]
+    sizes = [tensor.numel() // B for tensor in grads]
+    plain = all([size % 8 == 0 for size in sizes]) and tiles.lie_plainly(grads)
+    if len(grads) == 1 or not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
-    outs: list[Tensor] = []
-    table: list[int] = []
-    blocks = 0
-    for tensor in grads:
-        out = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        outs.append(out)
-        table += (tensor.data_ptr(), out.data_ptr(), out.numel(), blocks)
-        blocks += tiles.cdiv(out.numel(), WEIGHTED_BLOCK)
+    outs = [tensor.new_empty(tensor.shape[1:]) for tensor in grads]
+    each = [tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes]
+    table, blocks = tiles.table_of_copies(grads, outs, sizes, each)
     launch(
         _weighted_sums_kernel,
         blocks,
         to_device(table, first.device, torch.int64),
         coef_B.contiguous(),
         len(grads),
-        first.shape[0],
+        B,
         DTYPE=tiles.TL_DTYPE[first.dtype],
         TENSORS=tiles.next_power_of_2(len(grads)),
-        COLUMNS=_TABLE_COLUMNS,
+        COLUMNS=tiles.COPY_COLUMNS,
         BLOCK=WEIGHTED_BLOCK,
         UNROLL=WEIGHTED_UNROLL,
         num_warps=4,

@@ -111,9 +111,6 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     return out
 
 
-_COLUMNS = 4  # of the table: address, address of the copy, elements of a sample, first program
-
-
 @triton.jit
 def _many_kernel(
     table_ptr,
@@ -140,25 +137,13 @@ def row_scale_many(xs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """:func:`row_scale` of several tensors by the same coefficients, in one launch."""
     first = xs[0]
     B = coef_B.shape[0]
-    plain = all(
-        x.dtype == first.dtype
-        and x.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and x.numel() // B % 8 == 0
-        and x.numel() // B < 2**31
-        for x in xs
-    )
+    sizes = [x.numel() // B for x in xs]
+    plain = all([size % 8 == 0 and size < 2**31 for size in sizes]) and tiles.lie_plainly(xs)
     if len(xs) == 1 or not plain:
         return [row_scale(x, coef_B) for x in xs]
-    outs: list[Tensor] = []
-    table: list[int] = []
-    programs = 0
-    for x in xs:
-        size = x.numel() // B
-        out = torch.empty_like(x)
-        outs.append(out)
-        table += (x.data_ptr(), out.data_ptr(), size, programs)
-        programs += B * tiles.cdiv(size, BLOCK)
+    outs = [torch.empty_like(x) for x in xs]
+    each = [B * tiles.cdiv(size, BLOCK) for size in sizes]
+    table, programs = tiles.table_of_copies(xs, outs, sizes, each)
     launch(
         _many_kernel,
         programs,
@@ -167,7 +152,7 @@ def row_scale_many(xs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
         len(xs),
         DTYPE=tiles.TL_DTYPE[first.dtype],
         TENSORS=tiles.next_power_of_2(len(xs)),
-        COLUMNS=_COLUMNS,
+        COLUMNS=tiles.COPY_COLUMNS,
         BLOCK=BLOCK,
         num_warps=4,
     )

@@ -6,6 +6,9 @@ B samples, T positions, F features.
 from __future__ import annotations
 
 import functools
+import itertools
+from array import array
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -90,6 +93,30 @@ def table_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
     bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
     aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0
     return x_BTf, (address, stride_b, stride_t, width), aligned
+
+
+COPY_COLUMNS = 4
+"""Columns of :func:`table_of_copies`."""
+
+
+def lie_plainly(tensors: Sequence[Tensor]) -> bool:
+    """Whether one launch can walk over all of these: one dtype, contiguous, on 16 bytes."""
+    dtype = tensors[0].dtype
+    return all([x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors])
+
+
+def table_of_copies(
+    sources: Sequence[Tensor], results: Sequence[Tensor], sizes: list[int], programs: Sequence[int]
+) -> tuple[array[int], int]:
+    """For tensors that one launch walks over: address, address of the result, elements and first
+    program of each; and how many programs there are."""
+    firsts = list(itertools.accumulate(programs, initial=0))
+    table = array("q", bytes(8 * COPY_COLUMNS * len(sources)))
+    table[0::COPY_COLUMNS] = array("q", [x.data_ptr() for x in sources])
+    table[1::COPY_COLUMNS] = array("q", [x.data_ptr() for x in results])
+    table[2::COPY_COLUMNS] = array("q", sizes)
+    table[3::COPY_COLUMNS] = array("q", firsts[:-1])
+    return table, firsts[-1]
 
 
 @triton.jit
