@@ -131,7 +131,7 @@ class Dense(Factor):
 
 
 class RowSum(Factor):
-    """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in a few partial sums.
+    """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in few partial sums, or one.
 
     With ``normalized``, ``g_b = sum_t rows_bt xhat_bt``: a scale, from the output gradient itself.
     Added up when the norms are taken, one launch for many, rather than one by one.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
+from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.shapes import Memo, layout
 
 
@@ -147,7 +148,8 @@ def plan_of(
             rows, x_hat = factor.rows_BTn, factor.normalized
             # Sums that have none go with those whose x̂ is of the rows' dtype, as it mostly is.
             x_dtype = rows.dtype if x_hat is None else x_hat.x_BTn.dtype
-            kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype)
+            wide = rows.shape[2] > WIDE
+            kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype, wide)
             sums.setdefault(kind, []).append(key)
         elif type(factor) is not Dense:
             plan.others.append(key)

@@ -179,14 +179,14 @@ class Tap(Place):
         """The parameters that are the layer's own and trainable now, and their names."""
         # The same lists again where they hold: what calls keep would make Python look for garbage
         # in every step.
-        known, count = self._trainable[1], 0
+        (names, params), count = self._trainable, 0
         for owner in self.owners:
-            for param in owner._parameters.values():
+            for name, param in owner._parameters.items():
                 if param is not None and param.requires_grad:
-                    if count == len(known) or known[count] is not param:
+                    if count == len(params) or params[count] is not param or names[count] != name:
                         return self._look_up_trainable()
                     count += 1
-        return self._trainable if count == len(known) else self._look_up_trainable()
+        return self._trainable if count == len(params) else self._look_up_trainable()
 
     def _look_up_trainable(self) -> tuple[list[str], list[nn.Parameter]]:
         found = [

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
@@ -122,6 +123,34 @@ def test_a_layer_inside_a_transform_is_refused(transform: str) -> None:
     module = GradSampleModuleFlashClipping(Inside())
     with pytest.raises(FlashClippingError, match=r"layer \(Linear\): .*transform of torch.func"):
         module(torch.randn(4, 2, 3))
+
+
+def test_a_parameter_replaced_between_steps() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(batch[0]).square().sum(1)
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    batch = (torch.randn(5, 4, dtype=torch.float64),)
+    for _ in range(3):
+        model[0].weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+        plain.load_state_dict(model.state_dict())
+        truth = per_sample_truth(plain, batch, loss)
+        module.zero_grad(set_to_none=True)
+        loss(module, batch).mean().backward()
+        check(module, truth, 0.5, 1e-10)
+
+
+def test_a_parameter_renamed_between_steps_is_refused() -> None:
+    """Pruning trains ``weight_orig`` and computes ``weight`` from it: no linear map of a weight."""
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+    module = GradSampleModuleFlashClipping(model)
+    module(torch.randn(5, 6)).square().mean().backward()
+    prune.random_unstructured(model[0], "weight", 0.5)
+    loss = module(torch.randn(5, 6)).square().mean()
+    with pytest.raises(FlashClippingError, match=r"0 \(Linear\): .*no factor for weight_orig"):
+        loss.backward()
 
 
 def test_unfrozen_after_wrapping() -> None:

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.factors import RowSum
 from flash_clipping.ops.backend import is_interpreting
+from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.shapes import layout
-from flash_clipping.plan import Plan, Plans, StepLayout
+from flash_clipping.plan import Plan, Plans, StepLayout, plan_of
 from flash_clipping.tape import Tape
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -231,3 +233,14 @@ def test_a_call_without_factors_says_nothing() -> None:
     assert isinstance(tape, Tape)
     tape.record("layer", [])
     assert tape.batch_size is None and not tape.factors
+
+
+def test_very_wide_vectors_are_summed_apart() -> None:
+    """Each vector of a launch has room for as many parts of its norm as the widest."""
+    sizes = (8, WIDE + 1, 16, WIDE, 2 * WIDE)
+    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    factors = {
+        id(param): RowSum(torch.zeros(2, 3, n)) for param, n in zip(params, sizes, strict=True)
+    }
+    plan = plan_of(factors, params, dict.fromkeys(factors, "a layer"))
+    assert plan.sums == [[id(params[i]) for i in members] for members in ((0, 2, 3), (1, 4))]

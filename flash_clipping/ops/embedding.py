@@ -19,7 +19,7 @@ def embedding_sqnorms(
 ) -> Tensor:
     """Squared norms of the per-sample gradients of an embedding table.
 
-    ``‖g_b‖² = Σ_{t,t'} [id_t = id_t'] ⟨G_t, G_t'⟩``: the ids are sorted within each sample and the
+    ``‖g_b‖² = Σ_{t,t'} [id_t = id_t'] ⟨G_t, G_t'⟩``: the ids of long samples are sorted and the
     gradients of equal ids summed. ``G`` is read once; no buffer of the table's size; no wait for
     the device; bitwise equal from run to run.
 

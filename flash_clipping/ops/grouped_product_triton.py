@@ -48,7 +48,7 @@ def _grouped_product_kernel(
     table_ptr,
     coef_ptr,
     layers,
-    tiles,
+    count,
     B,
     T,
     DTYPE: tl.constexpr,
@@ -63,10 +63,10 @@ def _grouped_product_kernel(
     if SAMPLES > 0:  # a repair: nothing to do unless some sample was dropped
         samples = tl.arange(0, SAMPLES)
         coefs = tl.load(coef_ptr + samples, mask=samples < B, other=1.0)
-        tiles = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, tiles, 0)
+        count = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, count, 0)
     index = tl.arange(0, LAYERS)
     first = tl.load(table_ptr + index * COLUMNS + 9, mask=index < layers, other=1 << 40)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         # The layer whose range of tiles holds this one.
         layer = tl.sum(tl.where(first <= tile, 1, 0), 0) - 1
         row = table_ptr + layer * COLUMNS
@@ -185,7 +185,7 @@ def grouped_products(
     for (p, d), members in table.members.items():
         first, room = table.starts[members[0]], _room(p, d)
         alike = buffer[first : first + len(members) * room].view(len(members), room)
-        outs.update(zip(members, alike[:, : p * d].view(-1, p, d).unbind(0), strict=True))
+        outs.update(zip(members, alike[:, : p * d].view(len(members), p, d).unbind(0), strict=True))
     return [outs[i] for i in range(len(pairs))]
 
 

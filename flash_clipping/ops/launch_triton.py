@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 #: Since which version a compiled kernel is known to take all arguments, constants among them.
 _TAKES_CONSTANTS = (3, 6)
@@ -40,8 +41,9 @@ def launch(
     Args:
         kernel: a function of ``triton.jit`` whose constants come after all other parameters.
         programs: size of the grid.
-        args: tensors, the first of them on the device that launches; None; and numbers, which
-            must come again from step to step, or what is remembered would never be found.
+        args: tensors, the first of them on the device that launches; None; and integers (no
+            bools or floats, which equal some), which must come again from step to step, or what
+            is remembered would never be found.
         workspace: whether the kernel makes descriptors on the device, which takes memory there.
         constants: all constants of the kernel, and Triton's own options.
     """
@@ -64,16 +66,16 @@ def launch(
     number = tuple(key)
     found = _found.get(number)
     if found is not None:
-        compiled, rest = found
-        compiled[programs, 1, 1](*args, *rest)
+        compiled, in_order = found
+        compiled[programs, 1, 1](*args, *in_order)
         return
+    in_order = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     compiled = kernel[(programs,)](*args, **constants)
-    if compiled is None or not _remembers:  # interpreted, or too old
+    if not _remembers or not isinstance(compiled, CompiledKernel):  # too old, or interpreted
         return
     if len(_found) >= _MOST:
         _found.clear()
-    names = kernel.arg_names[len(args) :]
-    _found[number] = compiled, tuple([constants[name] for name in names])
+    _found[number] = compiled, in_order
 
 
 @functools.cache

@@ -72,7 +72,8 @@ def norm_backward(
     if dx is not None and dx.shape != shape:
         dx = dx.reshape(shape)
     vectors = vectors_PBnd
-    if vectors.shape[2] > 1 and (parts_kept is None or vectors[0].numel() > parts_kept):
+    elements = vectors.shape[1:].numel()  # of one vector's parts
+    if vectors.shape[2] > 1 and (parts_kept is None or elements > parts_kept):
         vectors = vectors.sum(2, keepdim=True)  # both in one launch
     if parts_kept is None:
         vectors = vectors.squeeze(2)

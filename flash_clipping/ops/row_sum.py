@@ -13,6 +13,10 @@ from flash_clipping.ops import backend as backends
 from flash_clipping.ops import row_sum_torch
 from flash_clipping.ops.shapes import Memo, Normalized
 
+WIDE = 1 << 14
+"""Elements from which a vector is better summed apart from narrower ones: every vector of a launch
+has room for as many parts of its norm as the widest."""
+
 
 def row_sums(
     rows: Sequence[Tensor],

@@ -144,6 +144,7 @@ def test_many_layers_at_once(case: Case) -> None:
         (case.randn(9, 3, 33).transpose(0, 1), case.randn(3, 9, 5)),
         (case.randn(3, 9, 8)[..., ::2], case.randn(3, 9, 16)),
         (case.randn(3, 1, 24), case.randn(3, 1, 40)),
+        (case.randn(3, 1, 24), case.randn(3, 1, 0)),
     ]
     coef = torch.tensor([0.25, 0.0, 2.0], device=case.device)
     for A, G in pairs:

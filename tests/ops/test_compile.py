@@ -64,6 +64,7 @@ for dtype in (torch.bfloat16, torch.float32):
     norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
     embedding_triton.embedding_sqnorms(ids, A, 3)
+    embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
     clipped_sum_triton.clipped_sums_of([(A[:, :8], [G[:, :8]])], coef)
     clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)

@@ -11,6 +11,11 @@ from flash_clipping.ops.outer import weighted_sum
 launching = pytest.importorskip("flash_clipping.ops.launch_triton")
 
 
+def allocator() -> Any:
+    """Whom kernels of this context ask for memory."""
+    return pytest.importorskip("triton.runtime._allocation")._allocator.get()
+
+
 class Kernel:
     """What a function of ``triton.jit`` is to its callers; counts how often it is looked for."""
 
@@ -20,8 +25,11 @@ class Kernel:
         self.interpreted = interpreted
         self.looked_for = 0
         self.launches: list[tuple[Any, ...]] = []
+        self.allocators: list[Any] = []  # at each launch
 
     def __getitem__(self, grid: tuple[int]) -> Any:
+        self.allocators.append(allocator())
+
         def find(*args: Any, EACH: int, WIDE: bool, num_warps: int) -> Any:
             self.looked_for += 1
             self.launches.append((*grid, *args, EACH, WIDE))
@@ -36,11 +44,18 @@ class Compiled:
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert grid[1:] == (1, 1)
+        self.kernel.allocators.append(allocator())
         return lambda *args: self.kernel.launches.append((grid[0], *args))
+
+
+class OnAnotherDevice(torch.Tensor):
+    def get_device(self) -> int:
+        return 1
 
 
 @pytest.fixture(autouse=True)
 def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launching, "CompiledKernel", Compiled)
     monkeypatch.setattr(launching, "_remembers", True)
     monkeypatch.setattr(launching, "_found", {})
     yield
@@ -71,13 +86,14 @@ def test_a_kernel_is_looked_for_once() -> None:
     [
         dict(x=torch.zeros(8, dtype=torch.float64)),
         dict(x=torch.zeros(9)[1:]),
+        dict(x=torch.zeros(8).as_subclass(OnAnotherDevice)),
         dict(y=torch.zeros(8)),
         dict(n=9),
         dict(EACH=2),
         dict(WIDE=False),
         dict(num_warps=8),
     ],
-    ids=lambda changed: next(iter(changed)),
+    ids=["dtype", "address", "device", "tensor", "number", "constant", "flag", "warps"],
 )
 def test_what_another_kernel_serves(changed: dict[str, Any]) -> None:
     kernel = Kernel()
@@ -120,17 +136,12 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_wants_a_workspace_leaves_the_allocator_alone() -> None:
-    allocator = pytest.importorskip("triton.runtime._allocation")._allocator
-    before = allocator.get()
-    during = []
-
-    class Looking(Kernel):
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            during.append(allocator.get())
-            return super().__getitem__(grid)
-
-    launch(Looking(), workspace=True)
-    assert during[0] is not before and allocator.get() is before
+    before, kernel = allocator(), Kernel()
+    for _ in range(2):  # the second time one that was found
+        launch(kernel, workspace=True)
+        assert kernel.allocators[-1] is not before and allocator() is before
+    launch(kernel)
+    assert kernel.allocators[-1] is before and kernel.looked_for == 1
 
 
 @pytest.mark.gpu

@@ -138,3 +138,8 @@ def test_sums_are_left_in_parts_where_these_are_few(case: Case, kept: int | None
     wide, G_wide = x.cpu().double(), G.cpu().double()
     assert relative_error(weight.sum(1), (wide * G_wide).sum(1)) <= 1e-5
     assert relative_error(bias.sum(1), G_wide.sum(1)) <= 1e-5
+    _, *none = norm_backward(
+        x, G, mean, rstd, None, input_grad=True, weight_grad=False, bias_grad=False,
+        parts_kept=kept, backend=case.backend,
+    )  # fmt: skip
+    assert none == [None, None]

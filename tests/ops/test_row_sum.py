@@ -82,6 +82,7 @@ def test_products_with_what_is_normalized(case: Case, widths: list[int], which: 
             normalized.append(normalized_case(case, shape, seed + i) if wanted else None)
         found = row_sums(rows, normalized, backend=case.backend, memo=memo)
         assert_sums(found, list(map(oracle_of, rows, normalized)))
+        assert ("table" in memo) == (case.backend == "triton")
 
 
 @every_case
