@@ -49,7 +49,8 @@ def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class RefusedByRule(FlashClippingError, ValueError):
-    """What a rule said of a layer that it cannot serve, with the path of the layer."""
+    """What a rule said of a layer that it cannot serve, with the layer's path, which rules do not
+    know."""
 
 
 class Tap(Place):
@@ -132,7 +133,7 @@ class Tap(Place):
                 return self._apply(Use(self, rule, call, names, params, recomputed), args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
-        except UnsupportedLayer as error:  # of a rule, which does not know where its layer is
+        except UnsupportedLayer as error:
             raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _unruled_forward(
@@ -224,7 +225,10 @@ class Tap(Place):
                 return output.transpose(0, axis)
             return tuple(part.transpose(0, axis) for part in output)
 
-        return rule.call(self.layer, ordinary, args, kwargs)
+        try:
+            return rule.call(self.layer, ordinary, args, kwargs)
+        except UnsupportedLayer as error:
+            raise RefusedByRule(f"{self.path}: {error}") from error
 
     def _apply(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer under autograd, as one function."""

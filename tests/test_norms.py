@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
@@ -312,3 +313,28 @@ def test_small_layer_norms_are_as_large_ones(
     for name in names:
         twice = type(small[name]).concatenate([small[name], small[name]])
         assert_close(twice.dense(), 2 * factors[name].dense(), 1e-12, name)
+
+
+@pytest.mark.parametrize("how", ["plain", "frozen", "re-entrant"])
+def test_what_a_rule_refuses_is_named(how: str) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(4, 4)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            if how == "re-entrant":
+                return checkpoint(self.attend, x, use_reentrant=True)
+            return self.attend(x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, is_causal=True)[0]
+
+    module = GradSampleModuleFlashClipping(Attending())
+    if how == "frozen":
+        module._module.attention.in_proj_weight.requires_grad_(False)
+        module._module.attention.in_proj_bias.requires_grad_(False)
+    with pytest.raises(FlashClippingError, match=r"attention \(.*\): .*needs attn_mask as well"):
+        module(torch.randn(3, 5, 4))
