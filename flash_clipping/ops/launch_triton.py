@@ -30,7 +30,7 @@ def _version() -> tuple[int, ...]:
 
 
 _remembers = _version() >= _TAKES_CONSTANTS and torch.version.hip is None
-_found: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
 def launch(
@@ -66,7 +66,7 @@ def launch(
     number = tuple(key)
     found = _found.get(number)
     if found is not None:
-        compiled, in_order = found
+        _, compiled, in_order = found
         compiled[programs, 1, 1](*args, *in_order)
         return
     in_order = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
@@ -75,7 +75,8 @@ def launch(
         return
     if len(_found) >= _MOST:
         _found.clear()
-    _found[number] = compiled, in_order
+    # The kernel is held as well: its id, by which it goes, stays its own.
+    _found[number] = kernel, compiled, in_order
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,19 +34,19 @@ class Kernel:
         def find(*args: Any, EACH: int, WIDE: bool, num_warps: int) -> Any:
             self.looked_for += 1
             self.launches.append((*grid, *args, EACH, WIDE))
-            return None if self.interpreted else Compiled(self)
+            return None if self.interpreted else Compiled(self.launches, self.allocators)
 
         return find
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, launches: list[tuple[Any, ...]], allocators: list[Any]) -> None:
+        self.launches, self.allocators = launches, allocators
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert grid[1:] == (1, 1)
-        self.kernel.allocators.append(allocator())
-        return lambda *args: self.kernel.launches.append((grid[0], *args))
+        self.allocators.append(allocator())
+        return lambda *args: self.launches.append((grid[0], *args))
 
 
 class OnAnotherDevice(torch.Tensor):
@@ -115,6 +116,15 @@ def test_kernels_are_not_taken_for_each_other() -> None:
     launch(one)
     launch(other)
     assert one.looked_for == other.looked_for == 1
+
+
+def test_a_kernel_that_was_found_keeps_its_name() -> None:
+    """Kernels go by their ids, which another could have once they are gone."""
+    kernel = Kernel()
+    launch(kernel)
+    held = weakref.ref(kernel)
+    del kernel
+    assert held() is not None
 
 
 def test_nothing_is_remembered_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
