@@ -315,7 +315,8 @@ class Tape:
     ) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
         device = blocks[0][1].device if blocks else params[0].device
-        wide = any(sq.dtype == torch.float64 for _, sq in blocks)
+        kinds = {(sq.dtype, sq.device) for _, sq in blocks}
+        wide = any(dtype == torch.float64 for dtype, _ in kinds)
         dtype = torch.float64 if wide else torch.float32
         if plan.order is None:
             row_of: dict[int, int] = {}
@@ -325,13 +326,9 @@ class Tape:
             plan.unreached = [key for key in plan.trainable if key not in row_of]
             rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
             plan.order = to_device(rows, device, torch.int64)
-        found = [
-            sq
-            if sq.device == device and sq.dtype == dtype
-            # Norms are few: once per step, and without waiting.
-            else sq.to(device=device, dtype=dtype, non_blocking=True)
-            for _, sq in blocks
-        ]
+        found = [sq for _, sq in blocks]
+        if kinds != {(dtype, device)}:  # norms are few: once per step, and without waiting
+            found = [sq.to(device=device, dtype=dtype, non_blocking=True) for sq in found]
         if plan.unreached:
             found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
         sq_PB = torch.cat(found).index_select(0, plan.order)

@@ -398,15 +398,27 @@ class _Launch:
     Without addresses it serves every step of the same layout.
     """
 
-    __slots__ = ("copied", "held", "inputs", "kind", "layers", "members", "slices", "table")
+    __slots__ = (
+        "copied",
+        "held",
+        "inputs",
+        "kind",
+        "layers",
+        "members",
+        "rows",
+        "shared_out",
+        "table",
+    )
 
     def __init__(self, members: Sequence[int], groups: Sequence[_Rows]) -> None:
         self.members = members
         self.kind = groups[0].kind
         self.copied = any([group.copied for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
-        #: Of every group, how many slices its layers have.
-        self.slices = [group.slices for group in groups]
+        #: How many of the table's rows for layers every group has.
+        self.rows = [len(group.places) for group in groups]
+        #: Of groups that are shared out, how many slices every layer has.
+        self.shared_out = {i: group.slices for i, group in enumerate(groups) if group.shared_out}
         #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
         self.inputs: list[int] = []
         self.layers: list[tuple[int, int, int]] = []
@@ -432,13 +444,10 @@ class _Launch:
 
     def of_layers(self, sq_RB: Tensor) -> list[Tensor]:
         """Squared norms of the table's rows for layers -> of every group's layers, ``[L, B]``."""
-        of_groups = sq_RB.split([sum(slices) for slices in self.slices])
-        return [
-            torch.stack([part.sum(0) for part in rows.split(slices)])
-            if len(rows) > len(slices)
-            else rows
-            for rows, slices in zip(of_groups, self.slices, strict=True)
-        ]
+        of_groups = list(sq_RB.split(self.rows))
+        for i, slices in self.shared_out.items():
+            of_groups[i] = torch.stack([part.sum(0) for part in of_groups[i].split(slices)])
+        return of_groups
 
 
 def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
