@@ -59,7 +59,9 @@ def clipped_sums_of(
         members = doubtful.setdefault(kind, [])
         members += [(A_BTd, G, product) for G, product in zip(Gs, sums[i], strict=True)]
     for kind, members in doubtful.items():
-        operands = [(A.to(kind[1]), G.to(kind[1])) for A, G, _ in members]
+        operands = [(A, G) for A, G, _ in members]
+        if any([A.dtype != kind[1] or G.dtype != kind[1] for A, G in operands]):
+            operands = [(A.to(kind[1]), G.to(kind[1])) for A, G in operands]
         products = [product for _, _, product in members]
         repair_products(operands, products, coef_B, part_of(memo, kind))
     return sums
