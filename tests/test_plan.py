@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import RowSum
+from flash_clipping.factors import Dense, RowSum
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.shapes import layout
 from flash_clipping.plan import Plan, Plans, StepLayout, plan_of
+from flash_clipping.rules import registry
+from flash_clipping.rules.registry import Rule
 from flash_clipping.tape import Tape
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -225,6 +227,44 @@ def test_dtypes_of_parameters_count() -> None:
     before = StepLayout().complete(list(layer.parameters()), ())
     layer.half()
     assert StepLayout().complete(list(layer.parameters()), ()) != before
+
+
+@pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
+def test_on_a_cpu_operands_are_let_go_of_group_by_group(
+    wrapped: GradSampleModuleFlashClipping,
+) -> None:
+    check_step(wrapped, draw(3, 4, 0))
+    (plan,) = [plan for _, plan in wrapped._recorder.plans._plans.values()]
+    assert plan.small == [] and len(plan.linear) > 1
+    assert sorted(plan.batches) == [[number] for number in range(len(plan.linear))]
+
+
+def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
+    class Halved(Dense):
+        def sqnorms(self, backend: str) -> Tensor:
+            return super().sqnorms(backend).bfloat16()
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class ScaleRule(Rule):
+        def forward(self, layer, x):
+            return x * layer.gain, (x, layer.gain)
+
+        def backward(self, layer, saved, grad_output, needs):
+            x, gain = saved
+            return grad_output * gain, {"gain": Halved(grad_output * x)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})
+        wrapped = GradSampleModuleFlashClipping(Scale(), max_grad_norm=1.0)
+    wrapped(torch.randn(3, 4)).sum().backward()
+    assert wrapped.get_norm_sample().dtype == torch.float32
 
 
 def test_a_call_without_factors_says_nothing() -> None:

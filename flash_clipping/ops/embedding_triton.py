@@ -3,8 +3,7 @@
 The positions of a sample, if they are many, are taken in the order of their ids and cut into
 chunks. Within a chunk the norm is a small Gram matrix under the mask ``id_t = id_t'``. A run of
 equal ids that crosses a boundary leaves the sum of its rows at both ends, and a second kernel walks
-along the boundaries.
-Every row of ``G`` is read once.
+along the boundaries. Every row of ``G`` is read once.
 """
 
 from __future__ import annotations

@@ -111,6 +111,22 @@ def test_groups_of_several_dtypes(case: Case, monkeypatch: pytest.MonkeyPatch) -
 
 
 @every_case
+def test_operands_of_two_dtypes_and_a_dropped_sample(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed again for the dropped sample is read in one dtype."""
+    if case.backend == "triton":
+        kernels = pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+        monkeypatch.setattr(kernels, "SMALL_BYTES", 0)
+    A, G = case.randn(3, 9, 8).float(), case.randn(3, 9, 40, seed=1).bfloat16()
+    coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
+    A[1], G[1] = float("inf"), float("nan")
+    (total,) = clipped_sums(A, [G], coef, backend=case.backend)
+    keep = [0, 2]
+    assert relative_error(total, oracle_of(A[keep], G[keep], coef[keep])) <= 1e-5
+
+
+@every_case
 def test_all_samples_dropped(case: Case) -> None:
     A, G = case.randn(2, 5, 8), case.randn(2, 5, 6)
     A[0] = float("nan")
