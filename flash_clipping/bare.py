@@ -352,8 +352,8 @@ class _Meet(torch.autograd.Function):
         for param, grads_B in _per_sample_grads(meeting, plain, G):
             by_param[param] = by_param[param] + grads_B if param in by_param else grads_B
         if recorder.enabled:
-            factors = [(param, Dense(grads_B)) for param, grads_B in by_param.items()]
-            meeting.tap.record(factors, meeting.recomputed)
+            factors = [Dense(grads_B) for grads_B in by_param.values()]
+            meeting.tap.record([*by_param], factors, meeting.recomputed)
             return None, None, *grads, *[None] * len(meeting.params)
         # An ordinary backward: ordinary gradients.
         ordinary = [

@@ -67,6 +67,21 @@ class Factor(ABC):
     def dense(self) -> Tensor:
         """The per-sample gradients themselves, ``[B, *parameter]``."""
 
+    def may_be_stored(self) -> bool:
+        """Whether memory may allow :meth:`stored`: asked of every layer, so answered quickly."""
+        return False
+
+    def is_worth_storing(self, readers: int) -> bool:
+        """Whether forming the per-sample gradients now is cheapest and takes no more memory.
+
+        ``readers`` is how many layers read the same input.
+        """
+        return False
+
+    def stored(self, backend: str) -> Dense:
+        """The per-sample gradients, formed now, in place of what they are made of."""
+        return Dense(self.dense())
+
     def operands(self) -> tuple[Any, ...]:
         """What decides, besides its type, how it is handled together with others: tensors by
         their layout, anything else by its value (:mod:`flash_clipping.plan`)."""
@@ -154,8 +169,8 @@ class RowSum(Factor):
 
     def operands(self) -> tuple[Any, ...]:
         if self.normalized is None:
-            return self.rows_BTn, self.shape
-        return self.rows_BTn, self.shape, *self.normalized
+            return (self.rows_BTn,)
+        return self.rows_BTn, *self.normalized
 
     def sqnorms(self, backend: str) -> Tensor:
         return Dense(self._grads(backend)).sqnorms(backend)
@@ -269,6 +284,27 @@ class Outer(Factor):
         A, G = self.A_BTd, self.G_BTp
         T = _parts(len(A), samples) * A.shape[1]
         return Outer(A.reshape(samples, T, A.shape[2]), G.reshape(samples, T, G.shape[2]))
+
+    def may_be_stored(self) -> bool:
+        if type(self) is not Outer:  # it may have its own way with norms and sums
+            return False
+        shape = self.A_BTd.shape
+        if len(shape) != 3:  # refused, with the layer's path, when norms are taken
+            return False
+        return cost.may_hold_gradients(shape[1], shape[2], self.G_BTp.shape[-1])
+
+    def is_worth_storing(self, readers: int) -> bool:
+        if not self.may_be_stored():
+            return False
+        G = self.G_BTp
+        B, T, d = self.A_BTd.shape
+        p = G.shape[-1]
+        if not cost.may_hold_gradients(T, d, p, readers):
+            return False
+        algorithm = cost.choose_on(
+            G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
+        )
+        return algorithm == "outer_store"
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
@@ -531,11 +567,13 @@ class Convolution(Factor):
         parts = [self._outer(rows).sqnorms(backend) for rows in self._chunks()]
         return torch.cat(parts).view(self.batch_size, self.groups).sum(1)
 
-    def is_worth_storing(self) -> bool:
-        """Whether forming the per-sample gradients now is cheapest and takes no more memory.
+    def may_be_stored(self) -> bool:
+        return type(self) is Convolution  # another may have its own way with norms and sums
 
-        Measured on CPUs only, where unfolding costs as much as the product that follows.
-        """
+    def is_worth_storing(self, readers: int) -> bool:
+        """Measured on CPUs only, where unfolding costs as much as the product that follows."""
+        if not self.may_be_stored():
+            return False
         x, G, groups = self.x, self.G, self.groups
         if x.device.type != "cpu" or x.dtype != G.dtype or not self.batch_size:
             return False
@@ -546,7 +584,7 @@ class Convolution(Factor):
         B, T, itemsize = self.batch_size * groups, self._positions, G.element_size()
         return cost.choose_on("cpu", B, T, d, p, itemsize, may_store=True) == "outer_store"
 
-    def stored(self) -> Dense:
+    def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""
         with torch.no_grad(), full_precision(self.G.device):
             grads = self._by_groups() if self._groups_are_fast() else self._by_patches()

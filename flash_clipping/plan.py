@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.row_sum import WIDE
-from flash_clipping.ops.shapes import Memo, layout
+from flash_clipping.ops.shapes import ALIGNMENT, Memo
 
 
 @dataclass(slots=True)
@@ -81,46 +82,49 @@ class Plans:
             self._plans.popitem(last=False)
 
 
-class StepLayout:
-    """All that a plan depends on, noted factor by factor while they are at hand anyway."""
+def layout_of_step(
+    keys: Sequence[int],
+    factors: Sequence[Factor],
+    params: Sequence[nn.Parameter],
+    done: Iterable[int],
+) -> Hashable:
+    """All that a plan depends on.
 
-    def __init__(self) -> None:
-        # Flat: hundreds of tuples would make Python's garbage collector look for cycles in every
-        # step.
-        self._parts: list[Any] = []
-        self._known: dict[int, int] = {}  # by id: several factors hold the same tensor
-        self._inputs: dict[int, int] = {}  # which linear maps read the same memory
+    Args:
+        keys, factors: every use of a parameter: its ``id`` and what came of it.
+        params: the trainable parameters.
+        done: ids of parameters whose norms are known already.
+    """
+    operands = [operand for factor in factors for operand in factor.operands()]
+    # Several factors hold the same tensor, which is looked at once. Property by property, in one
+    # flat tuple: that takes Python half as long as tensor by tensor.
+    different = {id(operand): operand for operand in operands}.values()
+    are_tensors = [isinstance(operand, Tensor) for operand in different]
+    tensors = [*compress(different, are_tensors)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return (
+        *keys,
+        *map(type, factors),
+        *_alike([*map(id, operands)]),
+        *are_tensors,
+        *[operand for operand in different if not isinstance(operand, Tensor)],
+        *[tensor.dtype for tensor in tensors],
+        *[tensor.get_device() for tensor in tensors],
+        *[tensor.shape for tensor in tensors],
+        *[tensor.stride() for tensor in tensors],
+        *[address % ALIGNMENT for address in addresses],
+        *_alike(addresses),
+        *map(id, params),
+        *[param.dtype for param in params],
+        *[param.get_device() for param in params],
+        *done,
+    )
 
-    def note(self, key: int, factor: Factor) -> None:
-        """One use of a parameter, whose ``id`` is ``key``; its tensors live to the step's end."""
-        parts, known = self._parts, self._known
-        parts += (key, type(factor))
-        for operand in factor.operands():
-            name = id(operand)
-            if name in known:
-                parts.append(known[name])
-            elif isinstance(operand, Tensor):
-                known[name] = len(known)
-                parts += layout(operand)
-            else:
-                parts.append(operand)
-        if type(factor) is Outer:
-            inputs = self._inputs
-            parts.append(inputs.setdefault(factor.A_BTd.data_ptr(), len(inputs)))
 
-    def complete(self, params: Sequence[nn.Parameter], done: Iterable[int]) -> Hashable:
-        """The layout of a step.
-
-        Args:
-            params: the trainable parameters.
-            done: ids of parameters whose norms are known already.
-        """
-        parts = self._parts
-        parts += map(id, params)
-        parts += [param.dtype for param in params]
-        parts += [param.get_device() for param in params]
-        parts += done
-        return tuple(parts)
+def _alike(names: list[int]) -> Iterable[int]:
+    """Which of these are the same: for each, the place of the last that is."""
+    places = dict(zip(names, range(len(names)), strict=True))
+    return map(places.__getitem__, names)
 
 
 def plan_of(

@@ -37,7 +37,8 @@ class RunningTape(Protocol):
     def record(
         self,
         path: str,
-        factors: Sequence[tuple[nn.Parameter, Factor]],
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
         count_readers: Callable[[], int] | None = None,
     ) -> None: ...
 
@@ -391,11 +392,12 @@ class Place:
 
     def record(
         self,
-        factors: Sequence[tuple[nn.Parameter, Factor]],
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
         recomputed: bool,
         count_readers: Callable[[], int] | None = None,
     ) -> None:
-        """Hand factors to the tape of the running backward."""
+        """Hand factors, one for each of these parameters, to the tape of the running backward."""
         tape = self.recorder.tape
         if tape is None:
             if recomputed:
@@ -406,8 +408,8 @@ class Place:
                 )
             tape = self.recorder.begin_backward()
         if self.folded:
-            factors = [(param, self._fold(factor)) for param, factor in factors]
-        tape.record(self.path, factors, count_readers)
+            factors = [self._fold(factor) for factor in factors]
+        tape.record(self.path, params, factors, count_readers)
 
     def _fold(self, factor: Factor) -> Factor:
         """Rows that the user declared to be parts of samples, as samples."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C import (  # type: ignore[attr-defined]
     _are_functorch_transforms_active,
     _is_alias_of,
+    is_grad_enabled,
 )
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
@@ -87,6 +88,8 @@ class Tap(Place):
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
         self._rule_calls = rule is not None and type(rule).call is not Rule.call
+        self._rule_has_axis = rule is not None and type(rule).batch_axis is not Rule.batch_axis
+        self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: tuple[list[str], list[nn.Parameter]] = [], []
         self._loop = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
@@ -120,7 +123,7 @@ class Tap(Place):
         call, recomputed = recorder.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
-        if not torch.is_grad_enabled():
+        if not is_grad_enabled():
             if self._note_checkpointed(args, kwargs) and rule.allows_children:
                 # Its own forward need not call its children, and their uses must be counted.
                 return self._untapped_forward(rule, args, kwargs)
@@ -147,7 +150,7 @@ class Tap(Place):
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
         if not self.generic:
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
@@ -155,7 +158,7 @@ class Tap(Place):
             self._note_checkpointed(args, kwargs)
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 return generic_forward(self, args, kwargs)
             self._note_checkpointed(args, kwargs)
         return self.original(*args, **kwargs)
@@ -188,6 +191,13 @@ class Tap(Place):
                         return self._look_up_trainable()
                     count += 1
         return self._trainable if count == len(params) else self._look_up_trainable()
+
+    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs:
+        """What a backward is asked for: mostly the same as the last."""
+        last = self._needs
+        if last is None or last[0] is not names or last[1].inputs != wanted:
+            last = self._needs = names, Needs(wanted, frozenset(names), self.recorder.backend)
+        return last[1]
 
     def _look_up_trainable(self) -> tuple[list[str], list[nn.Parameter]]:
         found = [
@@ -247,7 +257,9 @@ class Tap(Place):
         if isinstance(x, BareParameter) and forward is not None:
             x = to_samples(x, forward.batch_size or 1, self.path)
             args = (x, *args[1:])
-        axis = rule.batch_axis(self.layer, recorder.batch_axis)
+        axis = recorder.batch_axis
+        if self._rule_has_axis:
+            axis = rule.batch_axis(self.layer, axis)
         if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
             self._refuse_input(x, params[0])
         if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
@@ -382,7 +394,7 @@ class TappedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         use: Use = ctx.use
         tap, rule, params = use.tap, use.rule, use.params
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             raise FlashClippingError(
                 f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
                 "flash clipping does not have. Call backward() without create_graph, or take "
@@ -395,14 +407,11 @@ class TappedLayer(torch.autograd.Function):
                 for tensor, other in zip(saved, use.others, strict=True)
             )
         recorder = tap.recorder
-        wanted = ctx.needs_input_grad[1 : -len(params)]
-        needs = Needs(wanted, frozenset(use.names), recorder.backend)
+        needs = tap.needs(ctx.needs_input_grad[1 : -len(params)], use.names)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        grads, factors = rule.backward(tap.layer, saved, grad_output, needs)
+        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         try:
-            of_params = [
-                (param, factors[name]) for name, param in zip(use.names, params, strict=True)
-            ]
+            factors = [by_name[name] for name in use.names]
         except KeyError as missing:
             raise FlashClippingError(
                 f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
@@ -410,13 +419,14 @@ class TappedLayer(torch.autograd.Function):
             ) from None
         if not isinstance(grads, tuple):
             grads = (grads,)
-        rest = len(wanted) - len(grads)
+        rest = len(needs.inputs) - len(grads)
         if recorder.enabled:
-            tap.record(of_params, use.recomputed, use.count_readers)
+            tap.record(params, factors, use.recomputed, use.count_readers)
             return (None, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
-            factor.clipped_sum(None, recorder.backend).view_as(param) for param, factor in of_params
+            factor.clipped_sum(None, recorder.backend).view_as(param)
+            for param, factor in zip(params, factors, strict=True)
         ]
         return (None, *grads, *(None,) * rest, *ordinary)
 
@@ -450,7 +460,7 @@ class PerSampleView(torch.autograd.Function):
         tap: Tap = ctx.tap
         if not tap.recorder.enabled:
             return None, grads.sum(0), None
-        tap.record([(ctx.param, Dense(grads))], ctx.recomputed)
+        tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
         return None, None, None
 
 

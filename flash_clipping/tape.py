@@ -8,7 +8,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,21 +17,18 @@ from torch import Tensor, nn
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
-    Convolution,
     Dense,
     Factor,
-    Outer,
     RowSum,
     VectorStack,
     merge,
 )
-from flash_clipping.ops import cost
 from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.shapes import Group
 from flash_clipping.ops.upload import to_device
-from flash_clipping.plan import Plan, StepLayout, plan_of
+from flash_clipping.plan import Plan, layout_of_step, plan_of
 from flash_clipping.recorder import Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
@@ -52,14 +49,15 @@ class Tape:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self.params: dict[int, nn.Parameter] = {}
-        self.paths: dict[int, str] = {}  # of the layers that recorded them
-        self.factors: dict[int, Factor] = {}
-        self.repeated: dict[int, list[Factor]] = {}  # the same of parameters with several uses
-        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
+        #: Layer calls that are held to the end: path, parameters, their factors.
+        self.calls: list[tuple[str, Sequence[nn.Parameter], Sequence[Factor]]] = []
+        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and the
+        #: layers that they came from.
         self.sqnorms_B: dict[int, Tensor] = {}
-        self.layout = StepLayout()
-        # The same factors once their norms are asked for, by how they are handled together.
+        self.paths: dict[int, str] = {}
+        # Once norms are asked for: the trainable parameters, and the factors by how they are
+        # handled together.
+        self.params: dict[int, nn.Parameter] = {}
         self.linear: dict[int, Group] = {}  # by their number in the plan
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
@@ -90,40 +88,32 @@ class Tape:
     def record(
         self,
         path: str,
-        factors: Sequence[tuple[nn.Parameter, Factor]],
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
         count_readers: Callable[[], int] | None = None,
     ) -> None:
-        """Take the factors of one layer call.
+        """Take the factors of one layer call, one for each of these parameters.
 
         ``count_readers`` tells how many layers read the same input; 0 if the call's parameters
         have other uses in the same call of the root, or may have, so that none is worth storing by
         itself. It is asked only where that decides something.
         """
-        if count_readers is not None and self.coef is None and not self.norms_only:
-            factors = self._stored_where_cheaper(factors, count_readers)
+        # This runs for every layer of every backward: whatever can wait is done for all at once.
         if self.coef is not None or self.norms_only:
-            self._use_now(path, factors)
+            self._use_now(path, params, factors)
             return
-        # This runs for every layer of every backward. Of one call's factors the first speaks for
-        # the others; a new plan looks at all of them.
-        if factors and factors[0][1].batch_size != self.batch_size:
-            self._check_batch_size(path, factors[0][1].batch_size)
-        for param, factor in factors:
-            key = id(param)
-            self.params[key], self.paths[key] = param, path
-            self._keep(key, factor)
+        if count_readers is not None:
+            for factor in factors:
+                if factor.may_be_stored():
+                    factors = self._stored_where_cheaper(factors, count_readers())
+                    break
+        self.calls.append((path, params, factors))
 
-    def _keep(self, key: int, factor: Factor) -> None:
-        """Hold a factor to the end of the pass."""
-        self.layout.note(key, factor)
-        if key in self.factors:
-            self.repeated.setdefault(key, [self.factors[key]]).append(factor)
-        else:
-            self.factors[key] = factor
-
-    def _use_now(self, path: str, factors: Sequence[tuple[nn.Parameter, Factor]]) -> None:
+    def _use_now(
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+    ) -> None:
         """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
-        for param, factor in factors:
+        for param, factor in zip(params, factors, strict=True):
             key = id(param)
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
@@ -136,34 +126,26 @@ class Tape:
                     "gradient. Call backward() once over everything that was computed from the "
                     "model, before the next forward()."
                 )
-            self.params[key], self.paths[key] = param, path
             if self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
+                self.paths[key] = path
             else:
-                self._keep(key, factor)
+                self.calls.append((path, [param], [factor]))
 
-    def _stored_where_cheaper(
-        self, factors: Sequence[tuple[nn.Parameter, Factor]], count_readers: Callable[[], int]
-    ) -> Sequence[tuple[nn.Parameter, Factor]]:
+    def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        for _, factor in factors:
-            if _may_be_stored(factor):
-                break
-        else:
+        worth = [readers > 0 and factor.is_worth_storing(readers) for factor in factors]
+        if not any(worth):
             return factors
-        readers = count_readers()
-        if not readers or not any([_worth_storing(factor, readers) for _, factor in factors]):
-            return factors
-        kept: list[tuple[nn.Parameter, Factor]] = []
-        for param, factor in factors:
-            if type(factor) is Outer and _worth_storing(factor, readers):
-                factor = factor.stored(self.backend)
-            elif type(factor) is Convolution and factor.is_worth_storing():
-                factor = factor.stored()
-            elif type(factor) is RowSum:  # a bias alone would keep its rows to the end
-                factor = Dense(factor.dense())
-            kept.append((param, factor))
-        return kept
+        return [
+            factor.stored(self.backend)
+            if is_worth
+            # A bias alone would keep its rows to the end.
+            else Dense(factor.dense())
+            if type(factor) is RowSum
+            else factor
+            for factor, is_worth in zip(factors, worth, strict=True)
+        ]
 
     @property
     def backend(self) -> str:
@@ -206,8 +188,7 @@ class Tape:
 
     def forget(self) -> None:
         """Let go of all factors."""
-        self.factors.clear()
-        self.repeated.clear()
+        self.calls.clear()
         self.linear.clear()
         self.stacks.clear()
         self.stored.clear()
@@ -216,8 +197,11 @@ class Tape:
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
         params = self.recorder.trainable()
-        factors = self.merged()
-        plan = self.plan = self._find_plan(factors, params)
+        self.params = {id(param): param for param in params}
+        keys, made = self._recorded()
+        layout = layout_of_step(keys, made, params, self.sqnorms_B)
+        factors = self.merged(keys, made)
+        plan = self.plan = self._find_plan(layout, factors, params)
         self._sort(factors, plan)
         del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are.
@@ -241,10 +225,37 @@ class Tape:
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         self._hand_out(params, coef * self._own_gradient_scale(), plan)
 
-    def _find_plan(self, factors: Mapping[int, Factor], params: Sequence[nn.Parameter]) -> Plan:
+    def _recorded(self) -> tuple[list[int], list[Factor]]:
+        """Every use of a parameter that was held, and what came of it."""
+        calls, self.calls = self.calls, []
+        keys = [id(param) for _, params, _ in calls for param in params]
+        made = [factor for _, _, factors in calls for factor in factors]
+        paths = [path for path, params, _ in calls for _ in params]
+        # The first speaks for the others; a new plan looks at all of them.
+        if made and made[0].batch_size != self.batch_size:
+            self._check_batch_size(paths[0], made[0].batch_size)
+        self.paths.update(zip(keys, paths, strict=True))
+        return keys, made
+
+    def merged(self, keys: Sequence[int], made: list[Factor]) -> dict[int, Factor]:
+        """One factor per parameter: all of its uses are in. Empties the list."""
+        factors = dict(zip(keys, made, strict=True))
+        if len(factors) < len(keys):
+            uses: dict[int, list[Factor]] = {key: [] for key in factors}
+            for key, factor in zip(keys, made, strict=True):
+                uses[key].append(factor)
+            factors.clear()
+            made.clear()
+            for key in [*uses]:
+                factors[key] = merge(uses.pop(key))
+        made.clear()
+        return factors
+
+    def _find_plan(
+        self, layout: Hashable, factors: Mapping[int, Factor], params: Sequence[nn.Parameter]
+    ) -> Plan:
         """The plan for factors of this layout; made if there is none yet."""
         plans = self.recorder.plans
-        layout = self.layout.complete(params, self.sqnorms_B)
         number = hash(layout)
         plan = plans.find(number, layout)
         if plan is None:
@@ -257,7 +268,6 @@ class Tape:
 
     def _hand_out(self, params: Sequence[nn.Parameter], coef: Tensor, plan: Plan) -> None:
         """Every parameter its coefficients, ``[B]`` on its device."""
-        self.params.update(zip(plan.trainable, params, strict=True))
         by_param = coef.dim() == 2
         if not by_param and plan.one_device and coef.get_device() == params[0].get_device():
             self.coef = dict.fromkeys(plan.trainable, coef)
@@ -270,14 +280,6 @@ class Tape:
             if place not in on_device:
                 on_device[place] = row.to(param.device, non_blocking=True)
             self.coef[key] = on_device[place]
-
-    def merged(self) -> dict[int, Factor]:
-        """One factor per parameter: all of its uses are in."""
-        factors, self.factors = self.factors, {}
-        while self.repeated:
-            key, uses = self.repeated.popitem()
-            factors[key] = merge(uses)
-        return factors
 
     def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
         """Put factors together as the plan has it."""
@@ -448,31 +450,6 @@ class Tape:
                 grads = [self.stored.pop(key).dense() for key in batch]
                 coef_B = self.coef[batch[0]]
                 self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
-
-
-def _may_be_stored(factor: Factor) -> bool:
-    """Whether memory allows it, with one reader at least: decides most, and quickly."""
-    if type(factor) is not Outer:
-        return type(factor) is Convolution
-    shape = factor.A_BTd.shape
-    if len(shape) != 3:  # refused, with the layer's path, when norms are taken
-        return False
-    return cost.may_hold_gradients(shape[1], shape[2], factor.G_BTp.shape[-1])
-
-
-def _worth_storing(factor: Factor, readers: int) -> bool:
-    """Whether forming the per-sample gradients now is cheapest and takes no more memory."""
-    if type(factor) is not Outer:
-        return type(factor) is Convolution and factor.is_worth_storing()
-    G = factor.G_BTp
-    B, T, d = factor.A_BTd.shape
-    p = G.shape[-1]
-    if not cost.may_hold_gradients(T, d, p, readers):
-        return False
-    algorithm = cost.choose_on(
-        G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
-    )
-    return algorithm == "outer_store"
 
 
 def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -70,7 +70,7 @@ def test_norms(
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected = truth.flatten(1).square().sum(1)
     assert error(factor.sqnorms("torch"), expected) <= tolerance
-    stored = factor.stored()
+    stored = factor.stored("torch")
     assert error(stored.sqnorms("torch"), expected) <= tolerance
     assert error(stored.dense(), truth) <= tolerance
 
@@ -82,7 +82,7 @@ def test_a_bad_sample_leaves_the_others_alone(name: str) -> None:
     factor.x[2] = float("nan")
     factor.G[3] = float("inf")
     keep = torch.tensor([True, True, False, False, True])
-    for dense in (factor._by_patches(), factor._by_groups(), factor.stored().dense()):
+    for dense in (factor._by_patches(), factor._by_groups(), factor.stored("torch").dense()):
         assert error(dense[keep], truth[keep]) <= 1e-5
         assert not dense[~keep].flatten(1).isfinite().all(1).any()
 
@@ -98,8 +98,8 @@ def test_gradients_are_kept_only_where_they_are_small(
     """What is kept instead of input and output gradient takes at most half as much again."""
     sizes = []
 
-    def stored(self: Convolution) -> Any:
-        result = original(self)
+    def stored(self: Convolution, backend: str) -> Any:
+        result = original(self, backend)
         sizes.append((result.dense().numel(), self.x.numel() + self.G.numel()))
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense, RowSum
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
-from flash_clipping.ops.shapes import layout
-from flash_clipping.plan import Plan, Plans, StepLayout, plan_of
+from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.rules import registry
 from flash_clipping.rules.registry import Rule
 from flash_clipping.tape import Tape
@@ -218,15 +217,23 @@ def test_layouts_tell_apart() -> None:
         torch.zeros(4, 3, 4)[::2],
         room[1:].view(2, 3, 4),
     ]
+
+    def layout(*rows: Tensor) -> Hashable:
+        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
+
     assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
     assert layout(x) == layout(torch.ones(2, 3, 4))
+    same, apart = layout(x, x), layout(x, torch.ones(2, 3, 4))
+    assert same != apart
+    assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+    assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
 
 
 def test_dtypes_of_parameters_count() -> None:
     layer = nn.Linear(2, 2)
-    before = StepLayout().complete(list(layer.parameters()), ())
+    before = layout_of_step([], [], list(layer.parameters()), ())
     layer.half()
-    assert StepLayout().complete(list(layer.parameters()), ()) != before
+    assert layout_of_step([], [], list(layer.parameters()), ()) != before
 
 
 @pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
@@ -271,8 +278,9 @@ def test_a_call_without_factors_says_nothing() -> None:
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
     tape = wrapped._recorder.new_tape()
     assert isinstance(tape, Tape)
-    tape.record("layer", [])
-    assert tape.batch_size is None and not tape.factors
+    tape.record("layer", [], [])
+    tape.take_norms()
+    assert tape.batch_size is None
 
 
 def test_very_wide_vectors_are_summed_apart() -> None:

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,24 +159,22 @@ def _watched(flash: Flash) -> Iterator[None]:
         def record(
             self,
             path: str,
-            factors: Iterable[tuple[nn.Parameter, Factor]],
+            params: Sequence[nn.Parameter],
+            factors: Sequence[Factor],
             count_readers: Callable[[], int] | None = None,
         ) -> None:
-            factors = list(factors)
             first_pass = self.coef is None
-            super().record(path, factors, count_readers)
+            super().record(path, params, factors, count_readers)
             if not first_pass:
                 return
+            kept = factors if self.norms_only else self.calls[-1][2]
             with torch.no_grad():
-                for param, factor in factors:
-                    uses = self.repeated.get(id(param))
-                    kept = uses[-1] if uses else self.factors.get(id(param), factor)
-                    formed = isinstance(factor, Outer | Convolution) and kept is not factor
-                    stored = formed and isinstance(kept, Dense)
-                    flash.recorded(path, param, factor, stored)
+                for param, factor, as_kept in zip(params, factors, kept, strict=True):
+                    formed = isinstance(factor, Outer | Convolution) and as_kept is not factor
+                    flash.recorded(path, param, factor, stored=formed)
 
-        def merged(self) -> dict[int, Factor]:
-            factors = super().merged()
+        def merged(self, keys: Sequence[int], made: list[Factor]) -> dict[int, Factor]:
+            factors = super().merged(keys, made)
             flash.merged(factors, self.params)
             return factors
 

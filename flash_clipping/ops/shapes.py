@@ -19,7 +19,11 @@ Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 Memo: TypeAlias = dict[Any, Any]
 """What an operation keeps for operands of one layout: tables without their addresses, and what is
 launched together. Whoever hands the same memo again answers for it that all operands agree with
-those before in :func:`layout`, in their order, and in which of them are one tensor."""
+those before in dtype, shape, strides, device and :data:`ALIGNMENT`, in their order, and in which of
+them lie in the same memory."""
+
+#: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
+ALIGNMENT = 16
 
 GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 """``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
@@ -31,13 +35,6 @@ class Normalized(NamedTuple):
     x_BTn: Tensor
     mean_BT: Tensor
     rstd_BT: Tensor
-
-
-def layout(x: Tensor) -> tuple[Any, ...]:
-    """All that launches depend on, except the address: dtype, shape, strides, device, alignment."""
-    if x.is_contiguous():
-        return x.dtype, x.get_device(), x.data_ptr() % 16, x.dim(), True, *x.shape
-    return x.dtype, x.get_device(), x.data_ptr() % 16, x.dim(), False, *x.shape, *x.stride()
 
 
 def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:

@@ -14,6 +14,7 @@ from flash_clipping.rules.registry import (
     Rule,
     as_BTd,
     autocast_operands,
+    is_autocasting,
     register_rule,
     weight_and_bias,
 )
@@ -31,7 +32,8 @@ class LinearRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
-        x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
+        if is_autocasting():
+            x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
         assert weight is not None
         return F.linear(x, weight, bias), (x, weight)
 

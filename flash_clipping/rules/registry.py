@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_any_autocast_enabled
+from torch._C import _is_any_autocast_enabled as is_autocasting
 
 from flash_clipping.factors import Factor
 
@@ -19,7 +20,7 @@ class UnsupportedLayer(ValueError):
     """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Needs:
     """What a backward is asked for.
 
@@ -33,7 +34,7 @@ class Needs:
     params: frozenset[str]
     backend: str
 
-    @property
+    @cached_property
     def input(self) -> bool:
         """Whether the gradient of the first input is wanted."""
         return self.inputs[0]
@@ -200,7 +201,7 @@ def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None,
     Done by the rule itself so that the operands that were multiplied are also the ones saved: the
     norm is then the norm of what the backward pass really computes.
     """
-    if not _is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
+    if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
