@@ -8,7 +8,7 @@ remembers its plans. A plan holds no tensor of a step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -98,14 +98,16 @@ def layout_of_step(
     operands = [operand for factor in factors for operand in factor.operands()]
     # Several factors hold the same tensor, which is looked at once. Property by property, in one
     # flat tuple: that takes Python half as long as tensor by tensor.
-    different = {id(operand): operand for operand in operands}.values()
+    names = [*map(id, operands)]
+    named = dict(zip(names, operands, strict=True))
+    different = named.values()
     are_tensors = [isinstance(operand, Tensor) for operand in different]
     tensors = [*compress(different, are_tensors)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     return (
         *keys,
         *map(type, factors),
-        *_alike([*map(id, operands)]),
+        *_places(names, named),
         *are_tensors,
         *[operand for operand in different if not isinstance(operand, Tensor)],
         *[tensor.dtype for tensor in tensors],
@@ -113,7 +115,7 @@ def layout_of_step(
         *[tensor.shape for tensor in tensors],
         *[tensor.stride() for tensor in tensors],
         *[address % ALIGNMENT for address in addresses],
-        *_alike(addresses),
+        *_places(addresses, dict.fromkeys(addresses)),
         *map(id, params),
         *[param.dtype for param in params],
         *[param.get_device() for param in params],
@@ -121,9 +123,9 @@ def layout_of_step(
     )
 
 
-def _alike(names: list[int]) -> Iterable[int]:
-    """Which of these are the same: for each, the place of the last that is."""
-    places = dict(zip(names, range(len(names)), strict=True))
+def _places(names: Iterable[int], different: Collection[int]) -> Iterable[int]:
+    """Which of these are the same: for each, its place among the different ones."""
+    places = dict(zip(different, range(len(different)), strict=True))
     return map(places.__getitem__, names)
 
 

@@ -8,8 +8,10 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,11 +51,12 @@ class Tape:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        #: Layer calls that are held to the end: path, parameters, their factors.
-        self.calls: list[tuple[str, Sequence[nn.Parameter], Sequence[Factor]]] = []
-        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and the
-        #: layers that they came from.
+        #: Layer calls whose factors are held to the end, and these factors, one per parameter.
+        self.calls: list[tuple[str, Sequence[nn.Parameter]]] = []
+        self.factors: list[Factor] = []
+        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
+        #: Of the layers that recorded parameters; complete where somebody has to be told.
         self.paths: dict[int, str] = {}
         # Once norms are asked for: the trainable parameters, and the factors by how they are
         # handled together.
@@ -63,7 +66,6 @@ class Tape:
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
         self.plan: Plan | None = None
-        self.uses = recorder.uses()
         self.batch_size: int | None = None
         self.first_path = ""
         #: Coefficients by parameter; while the second pass of ``mode="two_pass"`` runs they are
@@ -107,7 +109,13 @@ class Tape:
                 if factor.may_be_stored():
                     factors = self._stored_where_cheaper(factors, count_readers())
                     break
-        self.calls.append((path, params, factors))
+        self.calls.append((path, params))
+        self.factors += factors
+
+    @cached_property
+    def uses(self) -> Counter[int]:
+        """How often each parameter was used in forward, by its ``id``."""
+        return self.recorder.uses()
 
     def _use_now(
         self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
@@ -130,7 +138,8 @@ class Tape:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
                 self.paths[key] = path
             else:
-                self.calls.append((path, [param], [factor]))
+                self.calls.append((path, [param]))
+                self.factors.append(factor)
 
     def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
@@ -189,6 +198,7 @@ class Tape:
     def forget(self) -> None:
         """Let go of all factors."""
         self.calls.clear()
+        self.factors.clear()
         self.linear.clear()
         self.stacks.clear()
         self.stored.clear()
@@ -198,9 +208,10 @@ class Tape:
         """Complete the norms of all parameters and turn them into coefficients."""
         params = self.recorder.trainable()
         self.params = {id(param): param for param in params}
-        keys, made = self._recorded()
-        layout = layout_of_step(keys, made, params, self.sqnorms_B)
-        factors = self.merged(keys, made)
+        keys = [id(param) for _, of_call in self.calls for param in of_call]
+        self._check_first_batch_size()
+        layout = layout_of_step(keys, self.factors, params, self.sqnorms_B)
+        factors = self.merged(keys)
         plan = self.plan = self._find_plan(layout, factors, params)
         self._sort(factors, plan)
         del factors
@@ -225,30 +236,23 @@ class Tape:
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         self._hand_out(params, coef * self._own_gradient_scale(), plan)
 
-    def _recorded(self) -> tuple[list[int], list[Factor]]:
-        """Every use of a parameter that was held, and what came of it."""
-        calls, self.calls = self.calls, []
-        keys = [id(param) for _, params, _ in calls for param in params]
-        made = [factor for _, _, factors in calls for factor in factors]
-        paths = [path for path, params, _ in calls for _ in params]
-        # The first speaks for the others; a new plan looks at all of them.
-        if made and made[0].batch_size != self.batch_size:
-            self._check_batch_size(paths[0], made[0].batch_size)
-        self.paths.update(zip(keys, paths, strict=True))
-        return keys, made
+    def _check_first_batch_size(self) -> None:
+        """Of the first factor, which speaks for the others; a new plan looks at all of them."""
+        if self.factors and self.factors[0].batch_size != self.batch_size:
+            self._check_batch_size(self.calls[0][0], self.factors[0].batch_size)
 
-    def merged(self, keys: Sequence[int], made: list[Factor]) -> dict[int, Factor]:
-        """One factor per parameter: all of its uses are in. Empties the list."""
-        factors = dict(zip(keys, made, strict=True))
-        if len(factors) < len(keys):
-            uses: dict[int, list[Factor]] = {key: [] for key in factors}
-            for key, factor in zip(keys, made, strict=True):
-                uses[key].append(factor)
-            factors.clear()
-            made.clear()
-            for key in [*uses]:
-                factors[key] = merge(uses.pop(key))
-        made.clear()
+    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+        """One factor per parameter: all of its uses are in."""
+        uses, self.factors = self.factors, []
+        factors = dict(zip(keys, uses, strict=True))
+        if len(factors) == len(keys):
+            return factors
+        by_key: dict[int, list[Factor]] = {key: [] for key in factors}
+        for key, factor in zip(keys, uses, strict=True):
+            by_key[key].append(factor)
+        uses.clear()
+        for key in factors:  # letting go of what has been merged
+            factors[key] = merge(by_key.pop(key))
         return factors
 
     def _find_plan(
@@ -259,6 +263,9 @@ class Tape:
         number = hash(layout)
         plan = plans.find(number, layout)
         if plan is None:
+            self.paths.update(
+                (id(param), path) for path, of_call in self.calls for param in of_call
+            )
             for key, factor in factors.items():
                 if factor.batch_size != self.batch_size:
                     self._check_batch_size(self.paths[key], factor.batch_size)

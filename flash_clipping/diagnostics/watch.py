@@ -167,14 +167,14 @@ def _watched(flash: Flash) -> Iterator[None]:
             super().record(path, params, factors, count_readers)
             if not first_pass:
                 return
-            kept = factors if self.norms_only else self.calls[-1][2]
+            kept = factors if self.norms_only else self.factors[-len(factors) :]
             with torch.no_grad():
                 for param, factor, as_kept in zip(params, factors, kept, strict=True):
                     formed = isinstance(factor, Outer | Convolution) and as_kept is not factor
                     flash.recorded(path, param, factor, stored=formed)
 
-        def merged(self, keys: Sequence[int], made: list[Factor]) -> dict[int, Factor]:
-            factors = super().merged(keys, made)
+        def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+            factors = super().merged(keys)
             flash.merged(factors, self.params)
             return factors
 

@@ -69,8 +69,8 @@ def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> N
                 f"{tuple(x.shape)}; expected the same shape."
             )
         for statistic in x_hat[1:]:
-            if statistic.shape != x.shape[:2]:
+            if statistic.shape[:1] != x.shape[:1] or statistic.numel() != x.shape[:2].numel():
                 raise ValueError(
-                    f"row_sums takes means and rstds [B, T]; found {tuple(statistic.shape)} "
-                    f"beside rows {tuple(x.shape)}."
+                    f"row_sums takes means and rstds of every row, [B, ..., 1]; found "
+                    f"{tuple(statistic.shape)} beside rows {tuple(x.shape)}."
                 )

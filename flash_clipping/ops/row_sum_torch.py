@@ -22,7 +22,8 @@ def row_sums(
     for row, x_hat, sums_Bn in zip(rows, normalized, sums_BN.split(sizes, dim=1), strict=True):
         if x_hat is not None:
             x, mean, rstd = (tensor.to(dtype) for tensor in x_hat)
-            row = row.to(dtype) * ((x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1))
+            each = (*row.shape[:2], 1)
+            row = row.to(dtype) * ((x - mean.reshape(each)) * rstd.reshape(each))
         torch.sum(row, 1, dtype=dtype, out=sums_Bn)
         norms.append(torch.linalg.vector_norm(sums_Bn, dim=1))
     return sums_BN, torch.stack(norms).square_()

@@ -30,11 +30,15 @@ GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 class Normalized(NamedTuple):
-    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``."""
+    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``.
+
+    The statistics are those of ``B·T`` rows in their order, whatever axes they lie along: layers
+    have them as ``[B, ..., 1]``, and a view of each takes the host a while.
+    """
 
     x_BTn: Tensor
-    mean_BT: Tensor
-    rstd_BT: Tensor
+    mean: Tensor
+    rstd: Tensor
 
 
 def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:

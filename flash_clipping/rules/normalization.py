@@ -20,6 +20,8 @@ from flash_clipping.rules.registry import (
     weight_and_bias,
 )
 
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+
 #: Elements of partial sums that one parameter may keep to the end of backward (2 MiB).
 PARTS_KEPT = 1 << 19
 
@@ -108,12 +110,13 @@ def _layer_norm_in_two(
     if needs.input:
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
-        grad_input = torch.ops.aten.native_layer_norm_backward(
+        grad_input = _layer_norm_backward(
             G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
-        )[0].view_as(x)
+        )[0]
+        if len(shape) > 1:
+            grad_input = grad_input.view_as(x)
     x_BTd, G_BTd = as_BTd(x_flat), as_BTd(G_flat)
-    rows = x_BTd.shape[:2]
-    x_hat = Normalized(x_BTd, mean.reshape(rows), rstd.reshape(rows))
+    x_hat = Normalized(x_BTd, mean, rstd)
     axes = None if len(shape) == 1 else shape
     factors: dict[str, Factor] = {}
     if "weight" in needs.params:
