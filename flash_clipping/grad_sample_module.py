@@ -187,13 +187,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _guard_parameters(self) -> None:
         """Refuse gradients that reach a parameter past its tap: they would not be clipped."""
-        new = [param for param in self.trainable_parameters if id(param) not in self._guarded]
+        guarded = self._guarded
+        new = {
+            id(param): param
+            for owner in self._owners
+            for param in owner._parameters.values()
+            if param is not None and id(param) not in guarded and param.requires_grad
+        }
         if not new:
             return
         names = {id(param): name for name, param in self._module.named_parameters()}
-        for param in new:
-            self._guarded[id(param)] = param
-            handle = param.register_hook(_Guard(names[id(param)], self._recorder))
+        for key, param in new.items():
+            guarded[key] = param
+            handle = param.register_hook(_Guard(names[key], self._recorder))
             self.autograd_grad_sample_hooks.append(handle)
 
     def _before_forward(

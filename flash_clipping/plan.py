@@ -34,7 +34,8 @@ class Plan:
         stored: other gradients that are kept as they are.
         others: everything else, one by one.
         unreached: trainable parameters that backward did not reach; known once norms are.
-        order: row of each trainable parameter's norms among those that were taken; likewise.
+        rows_of: whose norms were taken, in their order; likewise.
+        order: row of each trainable parameter's norms among these.
         small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
         batches: those of the others, by which of them are let go of together.
         memos: what operations keep, by the name of the operation.
@@ -48,6 +49,7 @@ class Plan:
     stored: list[int] = field(default_factory=list)
     others: list[int] = field(default_factory=list)
     unreached: list[int] = field(default_factory=list)
+    rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
     small: list[int] | None = None
     batches: list[list[int]] = field(default_factory=list)

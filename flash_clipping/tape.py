@@ -26,7 +26,7 @@ from flash_clipping.factors import (
     merge,
 )
 from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
-from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.shapes import Group
 from flash_clipping.ops.upload import to_device
@@ -222,8 +222,11 @@ class Tape:
         self.sqnorms_B.clear()
         memo = plan.memo("linear_sqnorms")
         groups = list(self.linear.values())
-        sqnorms = linear_sqnorms(groups, backend=self.backend, checked=True, memo=memo)
-        blocks += zip(plan.linear, sqnorms, strict=True)
+        of_groups = plan.linear
+        blocks += [
+            ([of_groups[group][layer] for group, layer in order], sq_RB)
+            for order, sq_RB in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo)
+        ]
         del groups
         blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
         blocks += self._stored_sqnorms()
@@ -327,14 +330,13 @@ class Tape:
         kinds = {(sq.dtype, sq.device) for _, sq in blocks}
         wide = any(dtype == torch.float64 for dtype, _ in kinds)
         dtype = torch.float64 if wide else torch.float32
-        if plan.order is None:
-            row_of: dict[int, int] = {}
-            for keys, _ in blocks:
-                for key in keys:
-                    row_of[key] = len(row_of)
+        rows_of = [key for keys, _ in blocks for key in keys]
+        if plan.order is None or plan.rows_of != rows_of:  # blocks are cut as whoever ran cuts them
+            row_of = {key: row for row, key in enumerate(rows_of)}
             plan.unreached = [key for key in plan.trainable if key not in row_of]
             rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
             plan.order = to_device(rows, device, torch.int64)
+            plan.rows_of = rows_of  # last: an interrupt may come at any line
         found = [sq for _, sq in blocks]
         if kinds != {(dtype, device)}:  # norms are few: once per step, and without waiting
             found = [sq.to(device=device, dtype=dtype, non_blocking=True) for sq in found]

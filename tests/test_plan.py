@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense, RowSum
+from flash_clipping.ops import backend
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
@@ -81,6 +82,8 @@ def check_step(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tens
     losses(wrapped, batch).mean().backward()
     truth = truth_of(wrapped, batch)
     assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+    for name, param in wrapped._module.named_parameters():
+        assert_close(param._norm_sample, truth.param_norms[name], 1e-5, name)
     clipped = truth.clipped(wrapped.max_grad_norm)
     for name, param in wrapped._module.named_parameters():
         assert param.grad is not None
@@ -292,3 +295,23 @@ def test_very_wide_vectors_are_summed_apart() -> None:
     }
     plan = plan_of(factors, params, dict.fromkeys(factors, "a layer"))
     assert plan.sums == [[id(params[i]) for i in members] for members in ((0, 2, 3), (1, 4))]
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS[1:], indirect=True)
+def test_a_kernel_that_fails_between_steps_leaves_norms_in_order(
+    wrapped: GradSampleModuleFlashClipping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take the norms of wide layers first, the reference those of one group at a time."""
+    kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
+    monkeypatch.setattr(backend, "_broken", set())
+    monkeypatch.setattr(backend, "_warned", set())
+    for seed in range(2):
+        check_step(wrapped, draw(3, 4, seed))
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more kernels today")
+
+    monkeypatch.setattr(kernels, "gram_blocks", fails)
+    with pytest.warns(backend.TritonFallbackWarning, match="no more kernels today"):
+        check_step(wrapped, draw(3, 4, 2))
+    check_step(wrapped, draw(3, 4, 3))

@@ -15,6 +15,7 @@ from flash_clipping.ops.shapes import (
     Group,
     GroupSqnorms,
     Memo,
+    SqnormBlock,
     accumulator,
     as_rows,
     by_kind,
@@ -65,31 +66,48 @@ def gram_sqnorms_many(
 
 
 def gram_of_checked(
-    ready: Sequence[Group],
-    *,
-    bias: bool = False,
-    backend: str = "auto",
-    memo: Memo | None = None,
+    ready: Sequence[Group], *, bias: bool = False, backend: str = "auto"
 ) -> list[GroupSqnorms]:
     """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
     results: list[GroupSqnorms | None] = [None] * len(ready)
-    for number, busy in enumerate(remembered(memo, "kinds", lambda: _busy_kinds(ready))):
-        if busy:
-            groups = [ready[i] for i in busy]
-            norms = backends.run(
-                gram_torch.gram_sqnorms_many,
-                backend,
-                groups[0][0],
-                groups,
-                bias,
-                part_of(memo, number),
-            )
+    for busy in _busy_kinds(ready):
+        groups = [ready[i] for i in busy]
+        if groups:
+            norms = backends.run(gram_torch.gram_sqnorms_many, backend, groups[0][0], groups, bias)
             for i, sqnorms in zip(busy, norms, strict=True):
                 results[i] = sqnorms
     return [
         gram_sqnorms(*group, bias=bias, backend=backend) if found is None else found
         for group, found in zip(ready, results, strict=True)
     ]
+
+
+def gram_blocks(
+    ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
+) -> list[SqnormBlock]:
+    """:func:`gram_of_checked` without biases, in whatever blocks the norms come out.
+
+    For a caller who puts them into an order of his own anyway: cutting them up takes the host as
+    long as a launch. ``memo`` is what was kept for groups of the same layout. Groups without
+    layers have no rows.
+    """
+    kinds = remembered(memo, "kinds", lambda: _busy_kinds(ready))
+    blocks: list[SqnormBlock] = []
+    for number, busy in enumerate(kinds):
+        if not busy:
+            continue
+        groups = [ready[i] for i in busy]
+        run = gram_torch.gram_blocks
+        found = backends.run(run, backend, groups[0][0], groups, part_of(memo, number))
+        if len(busy) < len(ready):
+            found = [([(busy[i], layer) for i, layer in order], sq_RB) for order, sq_RB in found]
+        blocks += found
+    if sum(map(len, kinds)) < len(ready):
+        for idle in {*range(len(ready))}.difference(*kinds):
+            A_BTd, Gs = ready[idle]
+            order = [(idle, layer) for layer in range(len(Gs))]
+            blocks.append((order, gram_sqnorms(A_BTd, Gs, backend=backend)[0]))
+    return blocks
 
 
 def _busy_kinds(ready: Sequence[Group]) -> list[list[int]]:

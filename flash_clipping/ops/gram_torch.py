@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, accumulator
+from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
@@ -73,6 +73,12 @@ def gram_sqnorms_many(
 ) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
     return [gram_sqnorms(A_BTd, Gs, bias) for A_BTd, Gs in groups]
+
+
+def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
+    """See :func:`flash_clipping.ops.gram.gram_blocks`: a block for every group."""
+    norms = gram_sqnorms_many(groups, bias=False)
+    return [([(i, j) for j in range(len(sq))], sq) for i, (sq, _) in enumerate(norms)]
 
 
 def _gram_tile(X_BTf: Tensor, i: int, j: int, dtype: torch.dtype) -> Tensor:

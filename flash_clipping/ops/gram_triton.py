@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.launch_triton import launch
-from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo
+from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
 
@@ -315,18 +315,36 @@ def gram_sqnorms_many(
     groups: Sequence[Group], bias: bool, memo: Memo | None = None
 ) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
+    results: dict[int, GroupSqnorms] = {}
+    for work, sums in _launched(groups, bias, memo):
+        weights = work.of_groups(sums[0])
+        biases = work.of_groups(sums[1]) if bias else [None] * len(weights)
+        results.update(zip(work.members, zip(weights, biases, strict=True), strict=True))
+    return [results[index] for index in range(len(groups))]
+
+
+def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
+    """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
+    return [
+        (work.order, torch.cat(work.of_groups(sums[0])) if work.shared_out else sums[0])
+        for work, sums in _launched(groups, False, memo)
+    ]
+
+
+def _launched(
+    groups: Sequence[Group], bias: bool, memo: Memo | None
+) -> Iterator[tuple[_Launch, Tensor]]:
+    """Launches, and the squared norms of their rows."""
     launches: list[_Launch] | None = memo.get("launches") if memo is not None else None
     if launches is None:
         launches = _launches(groups)
     else:
         for work in launches:
             work.read(groups)
-    results: dict[int, GroupSqnorms] = {}
     for work in launches:
-        results.update(zip(work.members, launch_gram(work, bias), strict=True))
+        yield work, launch_gram(work, bias)
     if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
-    return [results[index] for index in range(len(groups))]
 
 
 def _launches(groups: Sequence[Group]) -> list[_Launch]:
@@ -405,6 +423,7 @@ class _Launch:
         "kind",
         "layers",
         "members",
+        "order",
         "rows",
         "shared_out",
         "table",
@@ -422,6 +441,12 @@ class _Launch:
         #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
         self.inputs: list[int] = []
         self.layers: list[tuple[int, int, int]] = []
+        #: The layers, slices put together.
+        self.order = [
+            (index, layer)
+            for index, group in zip(members, groups, strict=True)
+            for layer in range(len(group.slices))
+        ]
         inputs: list[int] = []
         layers: list[int] = []
         for index, group in zip(members, groups, strict=True):
@@ -442,7 +467,7 @@ class _Launch:
         addresses = [groups[i][1][layer].data_ptr() + offset for i, layer, offset in self.layers]
         self.table[6 * len(self.inputs) :: 4] = array("q", addresses)
 
-    def of_layers(self, sq_RB: Tensor) -> list[Tensor]:
+    def of_groups(self, sq_RB: Tensor) -> list[Tensor]:
         """Squared norms of the table's rows for layers -> of every group's layers, ``[L, B]``."""
         of_groups = list(sq_RB.split(self.rows))
         for i, slices in self.shared_out.items():
@@ -450,8 +475,12 @@ class _Launch:
         return of_groups
 
 
-def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list[GroupSqnorms]:
-    """One launch for groups of one kind; ``config`` is open to benchmarks."""
+def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> Tensor:
+    """One launch for groups of one kind; ``config`` is open to benchmarks.
+
+    Returns:
+        Squared norms of weights and, if wanted, biases, ``[1 or 2, R, B]``, by the table's rows.
+    """
     B, T, A_dtype, G_dtype, aligned, device = work.kind
     config = config or config_for(A_dtype, aligned and tiles.has_tma(device))
     table = to_device(work.table, device, torch.int64)
@@ -489,7 +518,4 @@ def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> list
     )
     work.held = []
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
-    sums = partial.sum(-1).clamp_(min=0)
-    weights = work.of_layers(sums[0])
-    biases = work.of_layers(sums[1]) if bias else [None] * len(weights)
-    return list(zip(weights, biases, strict=True))
+    return partial.sum(-1).clamp_(min=0)

@@ -25,6 +25,9 @@ them lie in the same memory."""
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16
 
+SqnormBlock: TypeAlias = tuple[Sequence[tuple[int, int]], Tensor]
+"""Squared norms ``[R, B]``, and which layer each row is of: its group, and its number there."""
+
 GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
 """``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
 

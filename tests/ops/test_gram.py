@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_clipping.ops import gram_torch
-from flash_clipping.ops.gram import gram_of_checked, gram_sqnorms, gram_sqnorms_many
+from flash_clipping.ops.gram import gram_blocks, gram_sqnorms, gram_sqnorms_many
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
 SHAPES = [
@@ -94,11 +94,9 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
     for seed in range(3):
         A = case.randn(2, 140, 64, seed=seed)
         groups.append((A, [case.randn(2, 140, 96, seed=10 * seed + k) for k in range(seed + 1)]))
-    results = kernels.launch_gram(
-        kernels._Launch(range(len(groups)), [kernels._Rows(A, Gs) for A, Gs in groups]),
-        True,
-        kernels.config_for(case.dtype, tma),
-    )
+    work = kernels._Launch(range(len(groups)), [kernels._Rows(A, Gs) for A, Gs in groups])
+    sums = kernels.launch_gram(work, True, kernels.config_for(case.dtype, tma))
+    results = zip(work.of_groups(sums[0]), work.of_groups(sums[1]), strict=True)
     for (A, Gs), (weight_sq, bias_sq) in zip(groups, results, strict=True):
         oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
         assert worst_relative_error(weight_sq, oracle) <= case.tolerance
@@ -178,8 +176,11 @@ def test_layers_of_many_features_are_shared_out(
             )
             for i, (d, ps) in enumerate(widths)
         ]
-        found = gram_of_checked(groups, bias=bias, backend=case.backend, memo=memo)
-        for (A, Gs), (weight_LB, bias_LB) in zip(groups, found, strict=True):
+        blocks = gram_blocks(groups, backend=case.backend, memo=memo)
+        rows = {place: sq_B for order, sq in blocks for place, sq_B in zip(order, sq, strict=True)}
+        found = gram_sqnorms_many(groups, bias=bias, backend=case.backend)
+        for i, ((A, Gs), (weight_LB, bias_LB)) in enumerate(zip(groups, found, strict=True)):
+            assert torch.equal(torch.stack([rows[i, j] for j in range(len(Gs))]), weight_LB)
             oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
             assert worst_relative_error(weight_LB, oracle) <= case.tolerance
             assert (bias_LB is not None) == bias
