@@ -51,11 +51,13 @@ def norm_backward(
             "they must agree."
         )
     x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
-    rows = x_BTd.shape[:2]
-    if rstd.shape != rows:
-        rstd = rstd.reshape(rows)
-    if mean is not None and mean.shape != rows:
-        mean = mean.reshape(rows)
+    rows = x_BTd.shape[:2].numel()
+    for statistic in (rstd,) if mean is None else (mean, rstd):
+        if statistic.numel() != rows:
+            raise ValueError(
+                f"found statistics of shape {tuple(statistic.shape)} for x of shape "
+                f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
+            )
     dx, vectors_PBnd = backends.run(
         norm_layer_torch.norm_backward,
         backend,
@@ -77,7 +79,10 @@ def norm_backward(
         vectors = vectors.sum(2, keepdim=True)  # both in one launch
     if parts_kept is None:
         vectors = vectors.squeeze(2)
-    return dx, vectors[0] if weight_grad else None, vectors[-1] if bias_grad else None
+    if not (weight_grad or bias_grad):
+        return dx, None, None
+    each = vectors.unbind(0)  # at once, as views one by one take the host a while
+    return dx, each[0] if weight_grad else None, each[-1] if bias_grad else None
 
 
 def group_norm_grads(

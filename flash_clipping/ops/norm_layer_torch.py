@@ -25,8 +25,8 @@ which it may be: it adds them up one after the other in the operands' dtype."""
 def norm_backward(
     x_BTd: Tensor,
     G_BTd: Tensor,
-    mean_BT: Tensor | None,
-    rstd_BT: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
     weight_d: Tensor | None,
     input_grad: bool,
     weight_grad: bool,
@@ -38,6 +38,7 @@ def norm_backward(
     See :func:`flash_clipping.ops.norm_layer.norm_backward`.
     """
     B, T, d = x_BTd.shape
+    mean_BT, rstd_BT = None if mean is None else mean.reshape(B, T), rstd.reshape(B, T)
     dtype = accumulator(x_BTd)
     dx_BTd = native_BTd = None
     if mean_BT is not None and _native_serves(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d):
@@ -62,19 +63,19 @@ def norm_backward(
             torch.sum(G, 1, out=b_Bd[chunk])
         if dx_BTd is None and w_Bd is None:
             continue
-        x, rstd = x_BTd[chunk].to(dtype), rstd_BT[chunk].unsqueeze(-1).to(dtype)
+        x, rstd_bT1 = x_BTd[chunk].to(dtype), rstd_BT[chunk].unsqueeze(-1).to(dtype)
         centred = x if mean_BT is None else x - mean_BT[chunk].unsqueeze(-1)
         in_place = centred is not x and dx_BTd is None
         products = centred.mul_(G) if in_place else G * centred
         if w_Bd is not None:
-            torch.bmm(rstd.mT, products, out=w_Bd[chunk].unsqueeze(1))
+            torch.bmm(rstd_bT1.mT, products, out=w_Bd[chunk].unsqueeze(1))
         if dx_BTd is not None:
             dx = dx_BTd[chunk] if dx_BTd.dtype == dtype else torch.empty_like(G)
             torch.mul(G, 1 if weight is None else weight, out=dx)
             if mean_BT is not None:
                 dx -= _mean_of(G, weight)
-            slope = _mean_of(products, weight) * rstd.pow(3)
-            dx.mul_(rstd).addcmul_(centred, slope, value=-1)
+            slope = _mean_of(products, weight) * rstd_bT1.pow(3)
+            dx.mul_(rstd_bT1).addcmul_(centred, slope, value=-1)
             if dx_BTd.dtype != dtype:
                 dx_BTd[chunk] = dx
     return (dx_BTd if native_BTd is None else native_BTd), vectors_PBd.unsqueeze(2)

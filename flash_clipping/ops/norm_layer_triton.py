@@ -116,8 +116,8 @@ def _norm_kernel(
 def norm_backward(
     x_BTd: Tensor,
     G_BTd: Tensor,
-    mean_BT: Tensor | None,
-    rstd_BT: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
     weight_d: Tensor | None,
     input_grad: bool,
     weight_grad: bool,
@@ -127,7 +127,7 @@ def norm_backward(
     B, T, d = x_BTd.shape
     if d > MAX_WIDTH:
         return norm_layer_torch.norm_backward(
-            x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, input_grad, weight_grad, bias_grad
+            x_BTd, G_BTd, mean, rstd, weight_d, input_grad, weight_grad, bias_grad
         )
     x_BTd, G_BTd = tiles.with_unit_stride(x_BTd), tiles.with_unit_stride(G_BTd)
     width, rows, rows_per_chunk, chunks, warps = _split(B, T, d, x_BTd.device)
@@ -140,8 +140,8 @@ def norm_backward(
         B * chunks,
         x_BTd,
         G_BTd,
-        None if mean_BT is None else mean_BT.contiguous(),
-        rstd_BT.contiguous(),
+        None if mean is None else mean.contiguous(),
+        rstd.contiguous(),
         None if weight_d is None else weight_d.contiguous(),
         dx_BTd,
         vectors_PBnd,

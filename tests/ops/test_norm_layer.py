@@ -116,6 +116,23 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     for shape in ((2, 4, 8), (2, 3, 4)):
         with pytest.raises(ValueError, match="they must agree"):
             norm_backward(x, torch.randn(*shape), None, rstd, None, **wanted)
+    for mean, rstd_of_others in ((None, rstd[:1]), (rstd[:, :2], rstd)):
+        with pytest.raises(ValueError, match=r"one for every row, \[B, ...\] or \[B, ..., 1\]"):
+            norm_backward(x, x, mean, rstd_of_others, None, **wanted)
+
+
+@every_case
+def test_statistics_as_layers_have_them(case: Case) -> None:
+    x, G = case.randn(2, 3, 5, 8, seed=1), case.randn(2, 3, 5, 8, seed=2)
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    rstd = torch.rand(2, 3, 5, device=x.device, dtype=dtype)
+    wanted = {"input_grad": True, "weight_grad": True, "bias_grad": True, "backend": case.backend}
+    results = [
+        norm_backward(x, G, mean, mean, None, **wanted)
+        for mean in (rstd, rstd.unsqueeze(-1), rstd.flatten(1))
+    ]
+    for one, *others in zip(*results, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 @every_case
