@@ -377,7 +377,8 @@ class TappedLayer(torch.autograd.Function):
         if not isinstance(output, Tensor):
             output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
         elif output._is_view():
-            output = _fresh(output, inputs)
+            # A view of memory that nobody else has: the same tensor without the mark of a view.
+            output = output.detach() if use.rule.owns_outputs else _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
         for value in saved:
             if not isinstance(value, Tensor):
@@ -441,7 +442,6 @@ def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     for x in inputs:
         if isinstance(x, Tensor) and _is_alias_of(x, output):
             return output.clone()
-    # A view of memory that nobody else has: the same tensor without the mark of a view.
     return output.detach()
 
 

@@ -54,20 +54,26 @@ def launch(
         context.run(triton.set_allocator, _allocator(args[0].device))
         context.run(launch, kernel, programs, *args, **constants)
         return
-    key: list[Hashable] = [id(kernel), args[0].get_device()]
+    key: list[Hashable] = [id(kernel)]
+    plain: list[Any] = []
     for value in args:
         if isinstance(value, Tensor):
+            address = value.data_ptr()
             # Loads of 16 bytes are compiled in where the address allows them.
-            key += (value.dtype, value.data_ptr() % 16)
+            key += (value.dtype, value.get_device(), address % 16)
+            plain.append(address)
         else:
             key.append(value)
+            plain.append(value)
     key += constants
     key += constants.values()
     number = tuple(key)
     found = _found.get(number)
     if found is not None:
         _, compiled, in_order = found
-        compiled[programs, 1, 1](*args, *in_order)
+        # Addresses: of tensors Triton would ask for them, and ask the driver whether the device
+        # can read them, which it said of tensors on this device when the kernel was found.
+        compiled[programs, 1, 1](*plain, *in_order)
         return
     in_order = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     compiled = kernel[(programs,)](*args, **constants)

@@ -59,6 +59,9 @@ class Rule(ABC):
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
+    #: Whether outputs always lie in memory that no input lies in: taps need not look.
+    owns_outputs: bool = False
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

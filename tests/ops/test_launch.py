@@ -79,7 +79,7 @@ def test_a_kernel_is_looked_for_once() -> None:
     assert kernel.looked_for == 1
     # Constants in the kernel's order, whatever the caller's.
     assert kernel.launches[0][2:] == kernel.launches[1][2:] == (None, 8, 4, True)
-    assert kernel.launches[0][:2] == (3, first) and kernel.launches[1][:2] == (5, second)
+    assert kernel.launches[0][:2] == (3, first) and kernel.launches[1][:2] == (5, second.data_ptr())
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,23 @@ def test_a_kernel_is_looked_for_once() -> None:
         dict(x=torch.zeros(9)[1:]),
         dict(x=torch.zeros(8).as_subclass(OnAnotherDevice)),
         dict(y=torch.zeros(8)),
+        dict(y=torch.zeros(8).as_subclass(OnAnotherDevice)),
         dict(n=9),
         dict(EACH=2),
         dict(WIDE=False),
         dict(num_warps=8),
     ],
-    ids=["dtype", "address", "device", "tensor", "number", "constant", "flag", "warps"],
+    ids=[
+        "dtype",
+        "address",
+        "device",
+        "tensor",
+        "its device",
+        "number",
+        "constant",
+        "flag",
+        "warps",
+    ],
 )
 def test_what_another_kernel_serves(changed: dict[str, Any]) -> None:
     kernel = Kernel()
