@@ -89,6 +89,7 @@ def layout_of_step(
     factors: Sequence[Factor],
     params: Sequence[nn.Parameter],
     done: Iterable[int],
+    backend: str,
 ) -> Hashable:
     """All that a plan depends on.
 
@@ -96,6 +97,7 @@ def layout_of_step(
         keys, factors: every use of a parameter: its ``id`` and what came of it.
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
+        backend: which decides what is worth a launch for many.
     """
     operands = [operand for factor in factors for operand in factor.operands()]
     # Several factors hold the same tensor, which is looked at once. Property by property, in one
@@ -122,6 +124,7 @@ def layout_of_step(
         *[param.dtype for param in params],
         *[param.get_device() for param in params],
         *done,
+        backend,
     )
 
 

@@ -25,6 +25,7 @@ from flash_clipping.factors import (
     VectorStack,
     merge,
 )
+from flash_clipping.ops.backend import asked_for
 from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
@@ -210,7 +211,8 @@ class Tape:
         self.params = {id(param): param for param in params}
         keys = [id(param) for _, of_call in self.calls for param in of_call]
         self._check_first_batch_size()
-        layout = layout_of_step(keys, self.factors, params, self.sqnorms_B)
+        backend = asked_for(self.backend)
+        layout = layout_of_step(keys, self.factors, params, self.sqnorms_B, backend)
         factors = self.merged(keys)
         plan = self.plan = self._find_plan(layout, factors, params)
         self._sort(factors, plan)

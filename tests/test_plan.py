@@ -222,7 +222,7 @@ def test_layouts_tell_apart() -> None:
     ]
 
     def layout(*rows: Tensor) -> Hashable:
-        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
+        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], (), "auto")
 
     assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
     assert layout(x) == layout(torch.ones(2, 3, 4))
@@ -232,11 +232,23 @@ def test_layouts_tell_apart() -> None:
     assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
 
 
+@pytest.mark.skipif(not is_interpreting(), reason="no kernels")
+def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment may change between steps; without kernels nothing is worth one launch."""
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    for asked in ("triton", "torch", "triton"):
+        monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, asked)
+        check_step(wrapped, draw(3, 4, 0))
+    plans = [plan for _, plan in wrapped._recorder.plans._plans.values()]
+    assert sorted(bool(plan.small) for plan in plans) == [False, True]
+
+
 def test_dtypes_of_parameters_count() -> None:
     layer = nn.Linear(2, 2)
-    before = layout_of_step([], [], list(layer.parameters()), ())
+    before = layout_of_step([], [], list(layer.parameters()), (), "auto")
     layer.half()
-    assert layout_of_step([], [], list(layer.parameters()), ()) != before
+    assert layout_of_step([], [], list(layer.parameters()), (), "auto") != before
 
 
 @pytest.mark.parametrize("wrapped", ["torch"], indirect=True)

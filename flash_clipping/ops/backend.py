@@ -53,6 +53,13 @@ def is_triton_available() -> bool:
     return _import_error() is None and (torch.cuda.is_available() or is_interpreting())
 
 
+def asked_for(backend: str) -> str:
+    """``backend``, or what the environment variable says instead of ``"auto"``."""
+    if backend == "auto":
+        return os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+    return backend
+
+
 def resolve(backend: str, tensor: Tensor) -> str:
     """Turn ``backend`` into ``"triton"`` or ``"torch"`` for an operation on ``tensor``.
 
@@ -62,10 +69,8 @@ def resolve(backend: str, tensor: Tensor) -> str:
     Raises:
         ValueError: an unknown name, or ``"triton"`` for a tensor that no kernel can read.
     """
-    source = "backend"
-    if backend == "auto":
-        backend = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
-        source = ENVIRONMENT_VARIABLE
+    source = ENVIRONMENT_VARIABLE if backend == "auto" else "backend"
+    backend = asked_for(backend)
     if backend not in BACKENDS:
         raise ValueError(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
     if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
