@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,17 +89,16 @@ def layout_of_step(
     factors: Sequence[Factor],
     params: Sequence[nn.Parameter],
     done: Iterable[int],
-    backend: str,
 ) -> Hashable:
-    """All that a plan depends on.
+    """What a plan depends on as far as tensors and parameters go.
 
     Args:
         keys, factors: every use of a parameter: its ``id`` and what came of it.
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
-        backend: which decides what is worth a launch for many.
     """
-    operands = [operand for factor in factors for operand in factor.operands()]
+    of_each = [factor.operands() for factor in factors]
+    operands = [*chain.from_iterable(of_each)]
     # Several factors hold the same tensor, which is looked at once. Property by property, in one
     # flat tuple: that takes Python half as long as tensor by tensor.
     names = [*map(id, operands)]
@@ -111,6 +110,7 @@ def layout_of_step(
     return (
         *keys,
         *map(type, factors),
+        *map(len, of_each),
         *_places(names, named),
         *are_tensors,
         *[operand for operand in different if not isinstance(operand, Tensor)],
@@ -124,7 +124,6 @@ def layout_of_step(
         *[param.dtype for param in params],
         *[param.get_device() for param in params],
         *done,
-        backend,
     )
 
 

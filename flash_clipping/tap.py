@@ -29,7 +29,7 @@ from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
-from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
+from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer, own
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -47,6 +47,11 @@ def owners(module: nn.Module) -> list[nn.Module]:
 def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that the module's own forward uses directly."""
     return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
+
+
+def _overrides(method: Any, default: Any) -> bool:
+    """Whether a rule, or its type, has a method of its own."""
+    return getattr(method, "__func__", None) is not default
 
 
 class RefusedByRule(FlashClippingError, ValueError):
@@ -87,8 +92,8 @@ class Tap(Place):
             )
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
-        self._rule_calls = rule is not None and type(rule).call is not Rule.call
-        self._rule_has_axis = rule is not None and type(rule).batch_axis is not Rule.batch_axis
+        self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
+        self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: tuple[list[str], list[nn.Parameter]] = [], []
         self._loop = False  # whether vmap was tried on this module and failed
@@ -377,8 +382,7 @@ class TappedLayer(torch.autograd.Function):
         if not isinstance(output, Tensor):
             output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
         elif output._is_view():
-            # A view of memory that nobody else has: the same tensor without the mark of a view.
-            output = output.detach() if use.rule.owns_outputs else _fresh(output, inputs)
+            output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
         for value in saved:
             if not isinstance(value, Tensor):
@@ -442,7 +446,7 @@ def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     for x in inputs:
         if isinstance(x, Tensor) and _is_alias_of(x, output):
             return output.clone()
-    return output.detach()
+    return own(output)
 
 
 class PerSampleView(torch.autograd.Function):

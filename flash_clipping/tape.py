@@ -9,7 +9,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -57,7 +57,7 @@ class Tape:
         self.factors: list[Factor] = []
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
-        #: Of the layers that recorded parameters; complete where somebody has to be told.
+        #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         # Once norms are asked for: the trainable parameters, and the factors by how they are
         # handled together.
@@ -210,11 +210,16 @@ class Tape:
         params = self.recorder.trainable()
         self.params = {id(param): param for param in params}
         keys = [id(param) for _, of_call in self.calls for param in of_call]
-        self._check_first_batch_size()
-        backend = asked_for(self.backend)
-        layout = layout_of_step(keys, self.factors, params, self.sqnorms_B, backend)
+        of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
+        layout = (of_step, asked_for(self.backend), self.norms_only)
+        plans, number = self.recorder.plans, hash(layout)
+        plan = plans.find(number, layout)
+        self._check_uses(first_only=plan is not None)
         factors = self.merged(keys)
-        plan = self.plan = self._find_plan(layout, factors, params)
+        if plan is None:
+            plan = plan_of(factors, params, self.paths)
+            plans.keep(number, layout, plan)
+        self.plan = plan
         self._sort(factors, plan)
         del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are.
@@ -241,10 +246,17 @@ class Tape:
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         self._hand_out(params, coef * self._own_gradient_scale(), plan)
 
-    def _check_first_batch_size(self) -> None:
-        """Of the first factor, which speaks for the others; a new plan looks at all of them."""
-        if self.factors and self.factors[0].batch_size != self.batch_size:
-            self._check_batch_size(self.calls[0][0], self.factors[0].batch_size)
+    def _check_uses(self, first_only: bool) -> None:
+        """Look at the batch size of every use of a parameter; of a layout that has been met before
+        the first speaks for all."""
+        uses = zip((path for path, params in self.calls for _ in params), self.factors, strict=True)
+        for path, factor in uses:
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
+            if first_only:
+                return
+        for path, params in self.calls:
+            self.paths.update((id(param), path) for param in params)
 
     def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
         """One factor per parameter: all of its uses are in."""
@@ -259,24 +271,6 @@ class Tape:
         for key in factors:  # letting go of what has been merged
             factors[key] = merge(by_key.pop(key))
         return factors
-
-    def _find_plan(
-        self, layout: Hashable, factors: Mapping[int, Factor], params: Sequence[nn.Parameter]
-    ) -> Plan:
-        """The plan for factors of this layout; made if there is none yet."""
-        plans = self.recorder.plans
-        number = hash(layout)
-        plan = plans.find(number, layout)
-        if plan is None:
-            self.paths.update(
-                (id(param), path) for path, of_call in self.calls for param in of_call
-            )
-            for key, factor in factors.items():
-                if factor.batch_size != self.batch_size:
-                    self._check_batch_size(self.paths[key], factor.batch_size)
-            plan = plan_of(factors, params, self.paths)
-            plans.keep(number, layout, plan)
-        return plan
 
     def _hand_out(self, params: Sequence[nn.Parameter], coef: Tensor, plan: Plan) -> None:
         """Every parameter its coefficients, ``[B]`` on its device."""
@@ -335,10 +329,11 @@ class Tape:
         rows_of = [key for keys, _ in blocks for key in keys]
         if plan.order is None or plan.rows_of != rows_of:  # blocks are cut as whoever ran cuts them
             row_of = {key: row for row, key in enumerate(rows_of)}
+            plan.order = None  # until the rest is there: an interrupt may come at any line
+            plan.rows_of = rows_of
             plan.unreached = [key for key in plan.trainable if key not in row_of]
             rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
             plan.order = to_device(rows, device, torch.int64)
-            plan.rows_of = rows_of  # last: an interrupt may come at any line
         found = [sq for _, sq in blocks]
         if kinds != {(dtype, device)}:  # norms are few: once per step, and without waiting
             found = [sq.to(device=device, dtype=dtype, non_blocking=True) for sq in found]

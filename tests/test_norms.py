@@ -11,8 +11,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.factors import Dense
+from flash_clipping.rules import registry
+from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
-from flash_clipping.rules.registry import Needs
+from flash_clipping.rules.registry import Needs, Rule
 from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -338,3 +341,53 @@ def test_what_a_rule_refuses_is_named(how: str) -> None:
         module._module.attention.in_proj_bias.requires_grad_(False)
     with pytest.raises(FlashClippingError, match=r"attention \(.*\): .*needs attn_mask as well"):
         module(torch.randn(3, 5, 4))
+
+
+def test_an_axis_that_a_rule_was_given_counts_as_one_that_its_type_has() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class ScaleRule(Rule):
+        def __init__(self) -> None:
+            self.batch_axis = lambda layer, default: 1  # type: ignore[method-assign]
+
+        def forward(self, layer, x):
+            return x * layer.gain, (x, layer.gain)
+
+        def backward(self, layer, saved, grad_output, needs):
+            x, gain = saved
+            grads = (grad_output * x).flatten(1, -2).sum(1)
+            return grad_output * gain, {"gain": Dense(grads)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})
+        wrapped = GradSampleModuleFlashClipping(Scale(), max_grad_norm=1.0, loss_reduction="sum")
+    x = torch.randn(5, 4, 3)  # positions first
+    with pytest.raises(FlashClippingError, match="found 4 samples along the batch axis"):
+        wrapped(x).square().sum().backward()
+
+
+def test_a_view_of_the_input_is_no_output_of_a_linear_rules_heir() -> None:
+    class Same(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    class SameRule(LinearRule):
+        def forward(self, layer, x):
+            return x.view(x.shape), (x, layer.weight)
+
+        def backward(self, layer, saved, grad_output, needs):
+            return grad_output, super().backward(layer, saved, grad_output, needs)[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Same: SameRule()})
+        wrapped = GradSampleModuleFlashClipping(nn.Sequential(Same(3, 3)), max_grad_norm=1.0)
+    x = torch.randn(2, 3)
+    before = x.clone()
+    wrapped(x).mul_(0)
+    assert torch.equal(x, before)

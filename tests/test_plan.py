@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, tape
 from flash_clipping.factors import Dense, RowSum
 from flash_clipping.ops import backend
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
+from flash_clipping.ops.shapes import Normalized
 from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.rules import registry
 from flash_clipping.rules.registry import Rule
@@ -222,7 +223,7 @@ def test_layouts_tell_apart() -> None:
     ]
 
     def layout(*rows: Tensor) -> Hashable:
-        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], (), "auto")
+        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
 
     assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
     assert layout(x) == layout(torch.ones(2, 3, 4))
@@ -230,6 +231,55 @@ def test_layouts_tell_apart() -> None:
     assert same != apart
     assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
     assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
+
+
+def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    check_step(wrapped, draw(3, 4, 0))
+    (plan,) = [plan for _, plan in wrapped._recorder.plans._plans.values()]
+    assert plan.order is not None
+    # As after a step whose norms came in another order.
+    plan.rows_of, plan.order = plan.rows_of[::-1], len(plan.rows_of) - 1 - plan.order
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tape, "to_device", interrupted)
+        check_step(wrapped, draw(3, 4, 1))
+    check_step(wrapped, draw(3, 4, 2))
+
+
+def test_which_operands_are_whose_counts() -> None:
+    """The same tensors in the same order: once the one is normalized, once the other."""
+    rows = [torch.randn(2, 3, 1) for _ in range(2)]
+    x_hat = Normalized(*[torch.randn(2, 3, 1) for _ in range(3)])
+    ways = [
+        [RowSum(rows[0], None, x_hat), RowSum(rows[1])],
+        [RowSum(rows[0]), RowSum(rows[1], None, x_hat)],
+    ]
+    one, other = [layout_of_step([0, 1], factors, [], ()) for factors in ways]
+    assert one != other
+
+
+def test_a_step_in_two_passes_plans_nothing_for_one_in_one() -> None:
+    """Layers called by themselves, without the root, are clipped in one pass whatever the mode."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(layer, layer)
+    wrapped = GradSampleModuleFlashClipping(
+        model, max_grad_norm=100.0, mode="two_pass", loss_reduction="sum"
+    )
+    x, grads = torch.randn(4, 5, 3), []
+    for call in (wrapped, lambda x: layer(layer(x))):
+        layer.weight.grad = None
+        call(x).square().sum().backward()
+        grads.append(layer.weight.grad)
+    assert grads[0] is not None and grads[1] is not None
+    assert_close(grads[1], grads[0], 1e-6)
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="no kernels")
@@ -246,9 +296,9 @@ def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_dtypes_of_parameters_count() -> None:
     layer = nn.Linear(2, 2)
-    before = layout_of_step([], [], list(layer.parameters()), (), "auto")
+    before = layout_of_step([], [], list(layer.parameters()), ())
     layer.half()
-    assert layout_of_step([], [], list(layer.parameters()), (), "auto") != before
+    assert layout_of_step([], [], list(layer.parameters()), ()) != before
 
 
 @pytest.mark.parametrize("wrapped", ["torch"], indirect=True)

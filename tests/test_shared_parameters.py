@@ -558,3 +558,30 @@ def test_parameters_of_different_dtypes(head: torch.dtype, body: torch.dtype, mo
         param = model.get_parameter(name)
         assert param.grad is not None and param.grad.dtype == param.dtype, name
         assert_close(param.grad, grad, max(4 * unit, 1e-5), name)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "tied"])
+def test_uses_with_other_batch_sizes_are_refused_by_name(kind: str, mode: str) -> None:
+    """Not by whatever then fails to put the uses together."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "tied":
+                self.shared = nn.Embedding(7, 3)
+                self.head = nn.Linear(3, 7, bias=False)
+                self.head.weight = self.shared.weight
+            else:
+                self.shared = nn.Linear(3, 3) if kind == "linear" else nn.Conv1d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "tied":
+                return self.head(self.shared(x[:2]).repeat(2, 1, 1))
+            return self.shared(x) + self.shared(torch.cat([x, x]))[:4]
+
+    shapes = {"linear": (4, 3), "convolution": (4, 3, 5)}
+    x = torch.randint(7, (4, 5)) if kind == "tied" else torch.randn(shapes[kind])
+    wrapped = GradSampleModuleFlashClipping(Uneven(), max_grad_norm=1.0, mode=mode)
+    with pytest.raises(FlashClippingError, match=r"shared \(\w+\): found [28] samples"):
+        wrapped(x).square().sum().backward()

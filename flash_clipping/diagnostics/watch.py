@@ -131,6 +131,8 @@ class Flash:
         readers = Counter(
             factor.shares_input_with() for factor in factors.values() if isinstance(factor, Outer)
         )
+        # One that is frozen by now is refused when norms are taken.
+        factors = {key: factor for key, factor in factors.items() if key in params}
         for key, factor in factors.items():
             if isinstance(factor, Outer):
                 seen = self.seen[self.names[params[key]]]
@@ -167,7 +169,8 @@ def _watched(flash: Flash) -> Iterator[None]:
             super().record(path, params, factors, count_readers)
             if not first_pass:
                 return
-            kept = factors if self.norms_only else self.factors[-len(factors) :]
+            first = len(self.factors) - len(factors)
+            kept = factors if self.norms_only else self.factors[first:]
             with torch.no_grad():
                 for param, factor, as_kept in zip(params, factors, kept, strict=True):
                     formed = isinstance(factor, Outer | Convolution) and as_kept is not factor

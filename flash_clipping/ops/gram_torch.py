@@ -68,9 +68,7 @@ def _quadratic_forms(AA_BTT: Tensor, G_BTp: Tensor) -> Tensor:
     return torch.stack(forms)
 
 
-def gram_sqnorms_many(
-    groups: Sequence[Group], bias: bool, memo: Memo | None = None
-) -> list[GroupSqnorms]:
+def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
     return [gram_sqnorms(A_BTd, Gs, bias) for A_BTd, Gs in groups]
 

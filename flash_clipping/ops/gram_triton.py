@@ -311,12 +311,10 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorm
     return gram_sqnorms_many([(A_BTd, Gs)], bias)[0]
 
 
-def gram_sqnorms_many(
-    groups: Sequence[Group], bias: bool, memo: Memo | None = None
-) -> list[GroupSqnorms]:
+def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
     results: dict[int, GroupSqnorms] = {}
-    for work, sums in _launched(groups, bias, memo):
+    for work, sums in _launched(groups, bias):
         weights = work.of_groups(sums[0])
         biases = work.of_groups(sums[1]) if bias else [None] * len(weights)
         results.update(zip(work.members, zip(weights, biases, strict=True), strict=True))
@@ -332,7 +330,7 @@ def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[Sqnor
 
 
 def _launched(
-    groups: Sequence[Group], bias: bool, memo: Memo | None
+    groups: Sequence[Group], bias: bool, memo: Memo | None = None
 ) -> Iterator[tuple[_Launch, Tensor]]:
     """Launches, and the squared norms of their rows."""
     launches: list[_Launch] | None = memo.get("launches") if memo is not None else None

@@ -15,6 +15,7 @@ from flash_clipping.rules.registry import (
     as_BTd,
     autocast_operands,
     is_autocasting,
+    own,
     register_rule,
     weight_and_bias,
 )
@@ -30,14 +31,12 @@ def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
 class LinearRule(Rule):
     """Any number of axes between the batch and the features counts as positions."""
 
-    owns_outputs = True
-
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
         assert weight is not None
-        return F.linear(x, weight, bias), (x, weight)
+        return own(F.linear(x, weight, bias)), (x, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
@@ -56,12 +55,10 @@ class LinearRule(Rule):
 class TransposedLinearRule(Rule):
     """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
 
-    owns_outputs = True
-
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
         assert weight is not None
-        return F.linear(x, weight.mT, bias), (x, weight)
+        return own(F.linear(x, weight.mT, bias)), (x, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs

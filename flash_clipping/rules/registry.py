@@ -59,9 +59,6 @@ class Rule(ABC):
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
-    #: Whether outputs always lie in memory that no input lies in: taps need not look.
-    owns_outputs: bool = False
-
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -186,6 +183,11 @@ def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         return params["weight"], params["bias"]
     except KeyError:  # a subclass computes them
         return layer.weight, layer.bias  # type: ignore[return-value]
+
+
+def own(output: Tensor) -> Tensor:
+    """A tensor in memory that nobody else has, without the mark of a view that it may bear."""
+    return output.detach() if output._is_view() else output
 
 
 def positions(x: Tensor, features: int = 1) -> int:
