@@ -1,0 +1,23 @@
+"""What a per-sample gradient is made of; a file for each family of layers."""
+
+from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
+from flash_clipping.factors.convolution import Convolution
+from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
+from flash_clipping.factors.linear import Outer
+from flash_clipping.factors.merge import Stacked, merge
+from flash_clipping.factors.vector import RowSum, VectorStack
+
+__all__ = [
+    "Bag",
+    "Convolution",
+    "Dense",
+    "Factor",
+    "Lookup",
+    "Outer",
+    "RowSum",
+    "Stacked",
+    "TiedEmbedding",
+    "VectorStack",
+    "accumulation_dtype",
+    "merge",
+]

@@ -1,0 +1,131 @@
+"""What a per-sample gradient is made of, and the two things asked of it.
+
+A per-sample gradient ``[B, *parameter]`` is almost never worth forming: the norm of every sample
+and the clipped sum over samples follow from its factors. Rules return factors where autograd's own
+backward would return the gradient summed over the batch; the tape merges them per parameter, asks
+for norms, and then for clipped sums.
+
+Shape suffix: ``B`` samples.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.outer import weighted_sum
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything narrower is accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def parts_of_sample(rows: int, samples: int) -> int:
+    """Rows that make up one sample; 1 in an empty batch."""
+    return rows // samples if samples else 1
+
+
+class Factor(ABC):
+    """A per-sample gradient of one parameter, in whatever form is cheapest to keep."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Number of samples ``B``."""
+
+    @abstractmethod
+    def sqnorms(self, backend: str) -> Tensor:
+        """Squared norm of every sample's gradient: fp32 (or fp64) ``[B]``."""
+
+    @abstractmethod
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        """``sum_b coef_b g_b``, shaped like the parameter; ``None`` means all ones.
+
+        A sample whose coefficient is 0 adds exactly nothing, whatever its gradient holds.
+        """
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The per-sample gradients themselves, ``[B, *parameter]``."""
+
+    def may_be_stored(self) -> bool:
+        """Whether memory may allow :meth:`stored`: asked of every layer, so answered quickly."""
+        return False
+
+    def is_worth_storing(self, readers: int) -> bool:
+        """Whether forming the per-sample gradients now is cheapest and takes no more memory.
+
+        ``readers`` is how many layers read the same input.
+        """
+        return False
+
+    def stored(self, backend: str) -> Dense:
+        """The per-sample gradients, formed now, in place of what they are made of."""
+        return Dense(self.dense())
+
+    def operands(self) -> tuple[Any, ...]:
+        """What decides, besides its type, how it is handled together with others: tensors by
+        their layout, anything else by its value (:mod:`flash_clipping.plan`)."""
+        return (self.batch_size,)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Any]) -> Factor:
+        """One factor for several uses of a parameter within a sample."""
+        return Dense.sum_of(factors)
+
+    def fold(self, samples: int) -> Factor:
+        """The same for ``samples`` samples, each made of ``B / samples`` rows that lie together."""
+        grads = self.dense()
+        parts = parts_of_sample(len(grads), samples)
+        return Dense(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
+
+
+class Dense(Factor):
+    """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
+
+    def __init__(self, grads: Tensor, sq_parts_Bn: Tensor | None = None):
+        self.grads = grads
+        #: Squared norms in parts that are still to be added up, where they are known already.
+        self.sq_parts_Bn = sq_parts_Bn
+
+    @property
+    def batch_size(self) -> int:
+        return self.grads.shape[0]
+
+    def operands(self) -> tuple[Any, ...]:
+        return self.grads, self.sq_parts_Bn
+
+    #: Per-sample gradients of up to this many elements are handled many at a time.
+    SMALL = 1 << 17
+
+    @property
+    def is_small(self) -> bool:
+        return self.grads.numel() <= self.SMALL * max(1, self.batch_size)
+
+    def sqnorms(self, backend: str) -> Tensor:
+        if self.sq_parts_Bn is None:
+            flat = self.grads.reshape(self.batch_size, self.grads[:1].numel() or 1)
+            # vector_norm reduces in the wider dtype without writing a converted copy.
+            norm_B = torch.linalg.vector_norm(
+                flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)
+            )
+            self.sq_parts_Bn = norm_B.square().unsqueeze(1)
+        return self.sq_parts_Bn.sum(1)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            return self.grads.sum(0)
+        return weighted_sum(self.grads, coef_B, backend=backend)
+
+    def dense(self) -> Tensor:
+        return self.grads
+
+    @classmethod
+    def sum_of(cls, factors: Sequence[Factor]) -> Dense:
+        """Any factors of one parameter, formed and added."""
+        return cls(torch.stack([factor.dense() for factor in factors]).sum(0))
