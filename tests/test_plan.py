@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, tape
-from flash_clipping.factors import Dense, RowSum
+from flash_clipping.factors import Dense, Outer, RowSum
 from flash_clipping.ops import backend
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.shapes import Normalized
 from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.rules import registry
+from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Rule
 from flash_clipping.tape import Tape
 from tests.oracle import Truth, assert_close, per_sample_truth
@@ -377,3 +379,41 @@ def test_a_kernel_that_fails_between_steps_leaves_norms_in_order(
     with pytest.warns(backend.TritonFallbackWarning, match="no more kernels today"):
         check_step(wrapped, draw(3, 4, 2))
     check_step(wrapped, draw(3, 4, 3))
+
+
+def test_a_bias_frozen_and_thawed_beside_its_weight() -> None:
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    bias = wrapped._module.two.bias
+    for trainable in (False, True, False):
+        bias.requires_grad_(trainable)
+        wrapped.zero_grad(set_to_none=True)
+        batch = draw(3, 4, 0)
+        losses(wrapped, batch).mean().backward()
+        truth = truth_of(wrapped, batch)
+        assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+        assert (bias.grad is not None) == trainable
+
+
+def test_an_heir_of_a_linear_factor_keeps_its_own_way_with_norms() -> None:
+    """Even where its gradients would be worth storing, whose norms are taken in another way."""
+
+    class Doubled(Outer):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    class DoubledRule(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            factor = factors["weight"]
+            return grad_input, {"weight": Doubled(factor.A_BTd, factor.G_BTp)}
+
+    torch.manual_seed(0)
+    x, layer, norms = torch.randn(3, 64, 4), nn.Linear(4, 4, bias=False), []
+    for rule in (LinearRule(), DoubledRule()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: rule})
+            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
+        wrapped(x).square().sum().backward()
+        norms.append(wrapped.get_norm_sample())
+    assert_close(norms[1], 2 * norms[0], 1e-6)

@@ -57,3 +57,20 @@ def test_stored_gradients_never_outgrow_the_operands() -> None:
         for d in (256, 1024, 4096):
             if cost.choose(B=8, T=T, d=d, p=d, itemsize=2, may_store=True) == "outer_store":
                 assert d * d <= cost.STORE_BUDGET * T * 2 * d
+
+
+@every_case
+def test_layers_of_one_group_by_different_algorithms(case: Case) -> None:
+    A, Gs = case.randn(2, 16, 64), [case.randn(2, 16, p, seed=p) for p in (4, 64, 2, 96)]
+    device = A.device.type
+    chosen = [
+        cost.choose_on(
+            device, 2, 16, 64, G.shape[2], A.element_size(), may_store=False, shared=len(Gs)
+        )
+        for G in Gs
+    ]
+    if device == "cpu":
+        assert chosen == ["outer", "gram", "outer", "gram"]
+    (sq_LB,) = linear_sqnorms([(A, Gs)], backend=case.backend)
+    oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
+    assert worst_relative_error(sq_LB, oracle) <= case.tolerance
