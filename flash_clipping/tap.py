@@ -5,14 +5,12 @@ instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function
 computes the input gradient only: a weight gradient that would be thrown away is never computed.
 Any other module runs its own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`),
 and where those do not serve, under ``vmap`` with one view of its parameters per sample, so that
-autograd itself delivers their per-sample gradients: :func:`generic_forward`.
+autograd itself delivers their per-sample gradients: :mod:`flash_clipping.generic`.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -22,12 +20,11 @@ from torch._C import (  # type: ignore[attr-defined]
     _is_alias_of,
     is_grad_enabled,
 )
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense
+from flash_clipping.generic import generic_forward
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer, own
 
@@ -66,7 +63,7 @@ class Tap(Place):
         layer: the tapped layer.
         path: its name in the model, for messages.
         rule: its rule, or ``None`` for the generic one.
-        generic: serve the module by :func:`generic_forward` from the start.
+        generic: serve the module by :func:`~flash_clipping.generic.generic_forward` from the start.
         folded: its rows are parts of samples (``folded_modules``).
         recorder: what all taps of the model share.
     """
@@ -96,7 +93,7 @@ class Tap(Place):
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: tuple[list[str], list[nn.Parameter]] = [], []
-        self._loop = False  # whether vmap was tried on this module and failed
+        self.loops = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
     def install(self) -> None:
@@ -447,167 +444,3 @@ def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
         if isinstance(x, Tensor) and _is_alias_of(x, output):
             return output.clone()
     return own(output)
-
-
-class PerSampleView(torch.autograd.Function):
-    """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
-
-    @staticmethod
-    def forward(ctx: Any, tap: Tap, param: nn.Parameter, batch_size: int) -> Tensor:
-        ctx.tap, ctx.param = tap, param
-        ctx.recomputed = in_backward()
-        return param.expand(batch_size, *param.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> Any:
-        tap: Tap = ctx.tap
-        if not tap.recorder.enabled:
-            return None, grads.sum(0), None
-        tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
-        return None, None, None
-
-
-class _Original(nn.Module):
-    """Calls a tapped module's own forward, without its hooks, which the outer call runs already."""
-
-    def __init__(self, tap: Tap):
-        super().__init__()
-        self.module = tap.layer
-        self._call = tap.original
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-
-def generic_forward(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any module that owns parameters: forward under ``vmap`` with per-sample parameters.
-
-    Every tensor argument whose batch axis has the batch's size is mapped over; anything else is
-    handed to every sample as it is. A module that ``vmap`` cannot run (data-dependent control
-    flow, an operator without a batching rule) is run sample by sample instead, with one warning.
-    """
-    recorder, layer = tap.recorder, tap.layer
-    axis = recorder.batch_axis
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    batch_size = _batch_size(tap, leaves, axis)
-    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
-    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
-    mapped = [
-        isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
-        for leaf in leaves
-    ]
-    call = recorder.current_forward
-    if call is not None:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                call.note_rows(tap.path, leaf, axis, recorder)
-    shim = _Original(tap)
-
-    def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
-        batch_of_one = [
-            leaf.unsqueeze(axis) if is_mapped else leaf
-            for leaf, is_mapped in zip(sample, mapped, strict=True)
-        ]
-        one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
-        output = torch.func.functional_call(shim, params, one_args, one_kwargs)
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
-
-    with recorder.bypass():
-        if batch_size == 0:
-            # Nothing to map over. The empty views keep the output in the graph.
-            output = torch.func.functional_call(
-                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
-            )
-            empty = sum(view.sum() for view in views.values())
-            return pytree.tree_map_only(
-                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
-            )
-        if not tap._loop and not _pads_embeddings(layer):
-            in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
-            try:
-                return torch.func.vmap(
-                    one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
-                )(views, *leaves)
-            except FlashClippingError:
-                raise
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if not _is_of_vmap(error):
-                    raise
-                outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
-                tap._loop = True  # the loop works where vmap does not: stay with it
-                warnings.warn(
-                    f"{tap.path}: torch.func.vmap cannot run this module "
-                    f"({type(error).__name__}: {str(error).splitlines()[0]}); it runs sample by "
-                    "sample, which is exact but slow. A rule of its own "
-                    "(flash_clipping.register_rule) makes it fast.",
-                    stacklevel=2,
-                )
-                return outputs
-        return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
-
-
-#: What vmap's own errors speak of: itself, what it lacks for an operator, or tensors of its that
-#: have no memory to look at.
-_VMAP_SPEAKS_OF = ("vmap", "functorch", "atching rule", "data pointer", "storage")
-
-
-def _is_of_vmap(error: BaseException | None) -> bool:
-    """Whether an error is vmap's, or was raised because of one; what a module says is its own."""
-    while error is not None:
-        if any(word in str(error) for word in _VMAP_SPEAKS_OF):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _pads_embeddings(layer: nn.Module) -> bool:
-    """Whether ``vmap`` would go wrong here: with a weight per sample it ignores ``padding_idx``."""
-    return any(
-        getattr(module, "padding_idx", None) is not None
-        for module in layer.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
-    )
-
-
-def _sample_by_sample(
-    one_sample: Callable[..., Any],
-    views: dict[str, Tensor],
-    leaves: list[Any],
-    mapped: list[bool],
-    axis: int,
-    batch_size: int,
-) -> Any:
-    # Unbound once: selecting row after row would make backward add up B tensors of B rows each.
-    rows = {name: view.unbind(0) for name, view in views.items()}
-    outputs = [
-        one_sample(
-            {name: row[b] for name, row in rows.items()},
-            *(
-                leaf.select(axis, b) if is_mapped else leaf
-                for leaf, is_mapped in zip(leaves, mapped, strict=True)
-            ),
-        )
-        for b in range(batch_size)
-    ]
-    return pytree.tree_map(
-        lambda *parts: torch.stack(parts, axis) if isinstance(parts[0], Tensor) else parts[0],
-        outputs[0],
-        *outputs[1:],
-    )
-
-
-def _batch_size(tap: Tap, leaves: list[Any], axis: int) -> int:
-    """The batch size of a call of a module without a rule."""
-    sizes = [leaf.shape[axis] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
-    forward = tap.recorder.current_forward
-    if forward is not None:
-        for size in forward.batch_sizes:
-            if not sizes or size in sizes:
-                return size
-    if not sizes:
-        raise FlashClippingError(
-            f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
-            "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
-        )
-    return sizes[0]

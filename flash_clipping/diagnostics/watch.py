@@ -113,7 +113,7 @@ class Flash:
         elif tap is not None and not getattr(tap, "generic", True):
             rule = "bare"
         else:
-            rule = "generic, sample by sample" if getattr(tap, "_loop", False) else "generic"
+            rule = "generic, sample by sample" if getattr(tap, "loops", False) else "generic"
             algorithm = "generic"
         seen = self.seen.setdefault(name, _Seen(rule))
         if rule not in seen.rule.split(" + "):

@@ -1,0 +1,197 @@
+"""Modules without a rule, under ``vmap``: one view of every parameter per sample, so that autograd
+itself delivers their per-sample gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Dense, Factor
+from flash_clipping.recorder import Recorder, in_backward
+
+
+class GenericTap(Protocol):
+    """What is asked of the tap (:class:`~flash_clipping.tap.Tap`) that stands in for a module."""
+
+    path: str
+    recorder: Recorder
+    layer: nn.Module
+    loops: bool
+
+    def original(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def record(
+        self, params: Sequence[nn.Parameter], factors: Sequence[Factor], recomputed: bool
+    ) -> None: ...
+
+
+class PerSampleView(torch.autograd.Function):
+    """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: GenericTap, param: nn.Parameter, batch_size: int) -> Tensor:
+        ctx.tap, ctx.param = tap, param
+        ctx.recomputed = in_backward()
+        return param.expand(batch_size, *param.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        tap: GenericTap = ctx.tap
+        if not tap.recorder.enabled:
+            return None, grads.sum(0), None
+        tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
+        return None, None, None
+
+
+class _Original(nn.Module):
+    """Calls a tapped module's own forward, without its hooks, which the outer call runs already."""
+
+    def __init__(self, tap: GenericTap):
+        super().__init__()
+        self.module = tap.layer
+        self._call = tap.original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any module that owns parameters: forward under ``vmap`` with per-sample parameters.
+
+    Every tensor argument whose batch axis has the batch's size is mapped over; anything else is
+    handed to every sample as it is. A module that ``vmap`` cannot run (data-dependent control
+    flow, an operator without a batching rule) is run sample by sample instead, with one warning.
+    """
+    recorder, layer = tap.recorder, tap.layer
+    axis = recorder.batch_axis
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    batch_size = _batch_size(tap, leaves, axis)
+    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
+    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
+    mapped = [
+        isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
+        for leaf in leaves
+    ]
+    call = recorder.current_forward
+    if call is not None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                call.note_rows(tap.path, leaf, axis, recorder)
+    shim = _Original(tap)
+
+    def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
+        batch_of_one = [
+            leaf.unsqueeze(axis) if is_mapped else leaf
+            for leaf, is_mapped in zip(sample, mapped, strict=True)
+        ]
+        one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
+        output = torch.func.functional_call(shim, params, one_args, one_kwargs)
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
+
+    with recorder.bypass():
+        if batch_size == 0:
+            # Nothing to map over. The empty views keep the output in the graph.
+            output = torch.func.functional_call(
+                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
+            )
+            empty = sum(view.sum() for view in views.values())
+            return pytree.tree_map_only(
+                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
+            )
+        if not tap.loops and not _pads_embeddings(layer):
+            in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
+            try:
+                return torch.func.vmap(
+                    one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
+                )(views, *leaves)
+            except FlashClippingError:
+                raise
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if not _is_of_vmap(error):
+                    raise
+                outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+                tap.loops = True  # the loop works where vmap does not: stay with it
+                warnings.warn(
+                    f"{tap.path}: torch.func.vmap cannot run this module "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}); it runs sample by "
+                    "sample, which is exact but slow. A rule of its own "
+                    "(flash_clipping.register_rule) makes it fast.",
+                    stacklevel=2,
+                )
+                return outputs
+        return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+
+
+#: What vmap's own errors speak of: itself, what it lacks for an operator, or tensors of its that
+#: have no memory to look at.
+_VMAP_SPEAKS_OF = ("vmap", "functorch", "atching rule", "data pointer", "storage")
+
+
+def _is_of_vmap(error: BaseException | None) -> bool:
+    """Whether an error is vmap's, or was raised because of one; what a module says is its own."""
+    while error is not None:
+        if any(word in str(error) for word in _VMAP_SPEAKS_OF):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _pads_embeddings(layer: nn.Module) -> bool:
+    """Whether ``vmap`` would go wrong here: with a weight per sample it ignores ``padding_idx``."""
+    return any(
+        getattr(module, "padding_idx", None) is not None
+        for module in layer.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
+    )
+
+
+def _sample_by_sample(
+    one_sample: Callable[..., Any],
+    views: dict[str, Tensor],
+    leaves: list[Any],
+    mapped: list[bool],
+    axis: int,
+    batch_size: int,
+) -> Any:
+    # Unbound once: selecting row after row would make backward add up B tensors of B rows each.
+    rows = {name: view.unbind(0) for name, view in views.items()}
+    outputs = [
+        one_sample(
+            {name: row[b] for name, row in rows.items()},
+            *(
+                leaf.select(axis, b) if is_mapped else leaf
+                for leaf, is_mapped in zip(leaves, mapped, strict=True)
+            ),
+        )
+        for b in range(batch_size)
+    ]
+    return pytree.tree_map(
+        lambda *parts: torch.stack(parts, axis) if isinstance(parts[0], Tensor) else parts[0],
+        outputs[0],
+        *outputs[1:],
+    )
+
+
+def _batch_size(tap: GenericTap, leaves: list[Any], axis: int) -> int:
+    """The batch size of a call of a module without a rule."""
+    sizes = [leaf.shape[axis] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    forward = tap.recorder.current_forward
+    if forward is not None:
+        for size in forward.batch_sizes:
+            if not sizes or size in sizes:
+                return size
+    if not sizes:
+        raise FlashClippingError(
+            f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
+            "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
+        )
+    return sizes[0]
