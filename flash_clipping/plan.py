@@ -99,8 +99,9 @@ def layout_of_step(
     """
     of_each = [factor.operands() for factor in factors]
     operands = [*chain.from_iterable(of_each)]
-    # Several factors hold the same tensor, which is looked at once. Property by property, in one
-    # flat tuple: that takes Python half as long as tensor by tensor.
+    # Several factors hold the same tensor, which is looked at once. Property by property, which
+    # takes Python three quarters of the time of tensor by tensor; in one flat tuple, as hundreds of
+    # them would make the garbage collector look for cycles in every step.
     names = [*map(id, operands)]
     named = dict(zip(names, operands, strict=True))
     different = named.values()

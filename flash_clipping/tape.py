@@ -147,13 +147,9 @@ class Tape:
         worth = [readers > 0 and factor.is_worth_storing(readers) for factor in factors]
         if not any(worth):
             return factors
+        # A bias alone would keep its rows to the end.
         return [
-            factor.stored(self.backend)
-            if is_worth
-            # A bias alone would keep its rows to the end.
-            else Dense(factor.dense())
-            if type(factor) is RowSum
-            else factor
+            factor.stored(self.backend) if is_worth or type(factor) is RowSum else factor
             for factor, is_worth in zip(factors, worth, strict=True)
         ]
 

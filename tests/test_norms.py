@@ -16,6 +16,7 @@ from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
 from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.tape import Tape
 from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.oracle import Truth, assert_close, per_sample_truth
 
@@ -391,3 +392,21 @@ def test_a_view_of_the_input_is_no_output_of_a_linear_rules_heir() -> None:
     before = x.clone()
     wrapped(x).mul_(0)
     assert torch.equal(x, before)
+
+
+def test_a_bias_beside_gradients_that_are_stored_does_not_keep_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would live to the end of backward, beside what was formed in their place."""
+    held: list[torch.Size] = []
+    take_norms = Tape.take_norms
+
+    def watch(tape: Tape) -> None:
+        held.extend(x.shape for f in tape.factors for x in f.operands() if isinstance(x, Tensor))
+        take_norms(tape)
+
+    monkeypatch.setattr(Tape, "take_norms", watch)
+    wrapped = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(4, 5)), max_grad_norm=1.0)
+    wrapped(torch.randn(3, 64, 4)).square().sum().backward()
+    assert (3, 5, 4) in held and (3, 5) in held
+    assert not any(64 in shape for shape in held)

@@ -62,13 +62,7 @@ def gram_sqnorms_many(
 
     Groups whose B, T or dtypes differ take a launch for each kind.
     """
-    return gram_of_checked(checked_groups(groups), bias=bias, backend=backend)
-
-
-def gram_of_checked(
-    ready: Sequence[Group], *, bias: bool = False, backend: str = "auto"
-) -> list[GroupSqnorms]:
-    """:func:`gram_sqnorms_many` for a caller who has seen to shapes and devices."""
+    ready = checked_groups(groups)
     results: list[GroupSqnorms | None] = [None] * len(ready)
     for busy in _busy_kinds(ready):
         groups = [ready[i] for i in busy]
@@ -85,11 +79,11 @@ def gram_of_checked(
 def gram_blocks(
     ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
 ) -> list[SqnormBlock]:
-    """:func:`gram_of_checked` without biases, in whatever blocks the norms come out.
+    """:func:`gram_sqnorms_many` without biases, in whatever blocks the norms come out.
 
-    For a caller who puts them into an order of his own anyway: cutting them up takes the host as
-    long as a launch. ``memo`` is what was kept for groups of the same layout. Groups without
-    layers have no rows.
+    For a caller who has seen to shapes and devices, and puts norms into an order of his own anyway:
+    cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
+    same layout. Groups without layers have no rows.
     """
     kinds = remembered(memo, "kinds", lambda: _busy_kinds(ready))
     blocks: list[SqnormBlock] = []
@@ -97,8 +91,9 @@ def gram_blocks(
         if not busy:
             continue
         groups = [ready[i] for i in busy]
-        run = gram_torch.gram_blocks
-        found = backends.run(run, backend, groups[0][0], groups, part_of(memo, number))
+        found = backends.run(
+            gram_torch.gram_blocks, backend, groups[0][0], groups, part_of(memo, number)
+        )
         if len(busy) < len(ready):
             found = [([(busy[i], layer) for i, layer in order], sq_RB) for order, sq_RB in found]
         blocks += found

@@ -53,7 +53,7 @@ def norm_backward(
     x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
     rows = x_BTd.shape[:2].numel()
     for statistic in (rstd,) if mean is None else (mean, rstd):
-        if statistic.numel() != rows or statistic.shape[0] != shape[0]:
+        if statistic.numel() != rows or statistic.shape[:1] != shape[:1]:
             raise ValueError(
                 f"found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
