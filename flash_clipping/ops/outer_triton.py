@@ -16,11 +16,16 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.launch_triton import launch
-from flash_clipping.ops.tiles_triton import load_tile, sum_by_warp
+from flash_clipping.ops.tiles_triton import load_tile, rounded, sum_by_warp
 from flash_clipping.ops.upload import to_device
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
+
+WIDE = 1 << 23
+"""Elements of a sample's gradient from which on tiles are twice as wide. By itself such a kernel is
+no faster, but it reads its operands less often: at the power limit, where steps of large layers are
+spent, everything else runs faster."""
 
 
 @triton.jit
@@ -50,6 +55,7 @@ def _outer_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):
     if TMA:
         A = tl.make_tensor_descriptor(
@@ -89,9 +95,9 @@ def _outer_kernel(
             # By halves: what the store needs of shared memory is what the loads could have.
             halves = tl.reshape(product, (BLOCK_P, 2, BLOCK_D // 2))
             left, right = tl.split(tl.permute(halves, (0, 2, 1)))
-            left = left.to(out_ptr.dtype.element_ty)
+            left = rounded(left, out_ptr.dtype.element_ty, IN_PAIRS)
             out.store([b * p + p0, d0], left)
-            right = right.to(out_ptr.dtype.element_ty)
+            right = rounded(right, out_ptr.dtype.element_ty, IN_PAIRS)
             out.store([b * p + p0, d0 + BLOCK_D // 2], right)
             left, right = left.to(tl.float32), right.to(tl.float32)
             squares = left * left + right * right
@@ -142,6 +148,8 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
     # of kept gradients need none: what is measured is what was kept.
     if not store and T > 2048:
         return replace(alone, promote=16, num_stages=4)
+    if d * p >= WIDE and block_p == block_d == 128:
+        return Config(block_d=256, num_warps=8, per_multiprocessor=1)
     # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
     return Config(block_p, block_d)
 
@@ -187,6 +195,7 @@ def launch_outer(
         PARTS=config.num_warps,
         PRECISION=tiles.dot_precision(A_BTd.dtype),
         FLATTEN=config.flatten,
+        IN_PAIRS=tiles.rounds_in_pairs(A_BTd.device, A_BTd.dtype),
         workspace=tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -68,6 +68,13 @@ def fits_tma(*tensors: Tensor) -> bool:
     )
 
 
+def rounds_in_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one instruction rounds two fp32 numbers to this dtype; see :func:`rounded`."""
+    if dtype == torch.float32 or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return _capability(device.index if device.index is not None else 0)[0] >= 9
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How ``tl.dot`` multiplies: fp32 as three TF32 products, never as one (1e-3 error)."""
     if dtype != torch.float32:
@@ -143,6 +150,25 @@ def load_tile(
         start = source + b.to(tl.int64) * stride_b
         pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
         return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """``x.to(DTYPE)`` of an fp32 tile.
+
+    What is stored through a descriptor and read as well, the compiler rounds number by number:
+    eight times as long on Hopper as two by one instruction, and a tenth of a tile's time.
+    """
+    if IN_PAIRS and DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif IN_PAIRS and DTYPE.is_fp16():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit

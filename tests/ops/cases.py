@@ -36,7 +36,7 @@ class Case:
         return x.to(self.dtype).to(self.device)
 
 
-def _cases() -> list[object]:
+def _cases(itemsizes: tuple[int, ...] = (2, 4, 8)) -> list[object]:
     cases = [Case("torch", "cpu", dtype) for dtype in (torch.float64, torch.float32)]
     cases += [Case("torch", "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
     # Triton's interpreter multiplies the raw bits of bf16, so bf16 kernels run on a GPU only.
@@ -48,13 +48,15 @@ def _cases() -> list[object]:
         not is_interpreting(), reason="kernels are compiled for the GPU in this run"
     )
     return [
-        *(pytest.param(case, id=str(case)) for case in cases),
-        *(pytest.param(case, id=str(case), marks=no_interpreter) for case in interpreted),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.gpu) for case in on_gpu),
+        pytest.param(case, id=str(case), marks=marks)
+        for group, marks in ((cases, ()), (interpreted, no_interpreter), (on_gpu, pytest.mark.gpu))
+        for case in group
+        if case.dtype.itemsize in itemsizes
     ]
 
 
 every_case = pytest.mark.parametrize("case", _cases())
+every_half_case = pytest.mark.parametrize("case", _cases(itemsizes=(2,)))
 
 
 def relative_error(result: Tensor, oracle: Tensor) -> float:

@@ -42,6 +42,7 @@ from flash_clipping.ops import (
 from flash_clipping.ops.shapes import Normalized
 
 tiles_triton.has_tma = lambda device: tma
+tiles_triton.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
 if backend == "hip":
     tiles_triton.dot_precision = lambda dtype: "ieee"
 clipped_sum_triton.SMALL_BYTES = 0

@@ -8,6 +8,7 @@ from flash_clipping.ops.outer import outer_grads, outer_sqnorms, weighted_sum
 from tests.ops.cases import (
     Case,
     every_case,
+    every_half_case,
     per_sample_gradients,
     relative_error,
     worst_relative_error,
@@ -36,6 +37,42 @@ def test_norms_and_gradients_match_the_oracle(case: Case, shape: tuple, store: b
     assert relative_error(grads, oracle) <= case.rounding
     # What is measured is what is kept: the norm of the rounded values.
     assert worst_relative_error(sq, grads.double().square().sum((1, 2))) <= case.tolerance
+
+
+@every_half_case
+def test_kept_gradients_are_rounded_to_nearest(case: Case) -> None:
+    """Of one position, whose products fp32 holds exactly; ties, overflow and NaN among them."""
+    A, G = torch.zeros(2, 3, 256), torch.zeros(2, 3, 128)
+    A[:, 0] = 1 + torch.arange(256) / 128
+    G[:, 0] = (1 + torch.arange(128) / 128) * torch.tensor([[1.0], [-30000.0]])
+    G[0, 0, 5], G[0, 0, 6], G[1, 0, 7] = float("inf"), float("nan"), 0.0
+    A, G = A.to(case.device, case.dtype), G.to(case.device, case.dtype)
+    exact = G[:, 0, :, None].double() * A[:, 0, None, :].double()
+    sq, grads = outer_sqnorms(A, G, store=True, backend=case.backend)
+    assert grads is not None
+    assert torch.allclose(grads, exact.to(case.dtype), rtol=0, atol=0, equal_nan=True)
+    assert not torch.isfinite(sq[0])
+
+
+@every_case
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("p", [130, 256])
+def test_tiles_of_large_matrices(
+    case: Case, p: int, store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("flash_clipping.ops.outer_triton")
+    monkeypatch.setattr(kernels, "WIDE", 1)
+    kernels.config_for.cache_clear()
+    try:
+        A, G = case.randn(2, 70, 264), case.randn(2, 70, p, seed=1)
+        sq, grads = outer_sqnorms(A, G, store=store, backend=case.backend)
+    finally:
+        kernels.config_for.cache_clear()
+    oracle = per_sample_gradients(A, G)
+    if grads is not None:
+        assert relative_error(grads, oracle) <= case.rounding
+        oracle = grads.double()
+    assert worst_relative_error(sq, oracle.square().sum((1, 2))) <= case.tolerance
 
 
 @every_case
