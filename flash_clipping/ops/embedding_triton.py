@@ -26,7 +26,7 @@ UNSORTED = 128
 BLOCK_BYTES = 256
 """Of a row that one step reads."""
 SLICE_D = 512
-"""Features that one program walks over."""
+"""Features that one program walks over; of a sample that is one chunk, those of one step."""
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
@@ -187,7 +187,9 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
     B, T, d = G_BTd.shape
     order_BT, heads, tails = None, None, None
     chunk = CHUNK if T > UNSORTED else max(16, tiles.next_power_of_2(T))
-    chunks, slices = tiles.cdiv(T, chunk), tiles.cdiv(d, SLICE_D)
+    chunks, block_d = tiles.cdiv(T, chunk), BLOCK_BYTES // G_BTd.element_size()
+    slice_d = SLICE_D if chunks > 1 else block_d
+    slices = tiles.cdiv(d, slice_d)
     if chunks > 1:
         ids_BT, order_BT = _sorted(ids_BT)
         # Written, and read, only where a run crosses a boundary.
@@ -212,8 +214,8 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
         0 if padding_idx is None else padding_idx,
         HAS_PADDING=padding_idx is not None,
         CHUNK=chunk,
-        BLOCK_D=BLOCK_BYTES // G_BTd.element_size(),
-        SLICE_D=SLICE_D,
+        BLOCK_D=block_d,
+        SLICE_D=slice_d,
         PRECISION=tiles.dot_precision(G_BTd.dtype),
         num_warps=4,
     )
@@ -230,7 +232,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
             chunks,
             slices,
             CHUNK=CHUNK,
-            BLOCK_D=SLICE_D,
+            BLOCK_D=slice_d,
             num_warps=4,
         )
     return partial.sum((1, 2)).clamp_(min=0)
