@@ -29,6 +29,8 @@ from benchmarks.options import (
 from benchmarks.records import Record, Row, Spread, summaries
 from benchmarks.session import Disagreement, Session
 
+STEPS = {"cuda": 12, "cpu": 3}
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -41,7 +43,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--batch", type=int, help="override the model's batch size")
     parser.add_argument("--seq", type=int, help="override the model's sequence length")
     parser.add_argument("--rounds", type=int, default=15, help="samples per method")
-    parser.add_argument("--steps", type=int, default=3, help="steps in a turn, timed together")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"steps in a turn, timed together; default: {STEPS['cuda']} on CUDA, where clocks "
+        f"take that long to settle, {STEPS['cpu']} on a CPU",
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
     parser.add_argument(
         "--clock",
@@ -60,6 +67,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         setting(options, model, Shape(options.batch, options.seq)) for model in options.model
     ]
     device = settings[0].device
+    if options.steps is None:
+        options.steps = STEPS[device.type]
     stop_without_triton(methods, device, options.force, console)
     record = Record(
         kind="step",
