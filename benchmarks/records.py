@@ -77,6 +77,32 @@ class Record:
         return cls(**content)
 
 
+@dataclass
+class KernelRecord:
+    """One run of ``kernels``; ``results`` are those of :mod:`benchmarks.kernels`, with rates."""
+
+    environment: dict[str, str | None]
+    command: str
+    dtype: str
+    results: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> KernelRecord:
+        """Raises ValueError if the file is not one of ours."""
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or content.get("kind") != "kernels":
+            raise ValueError(f"{path} is not a benchmark record of kernels")
+        return cls(**{key.name: content[key.name] for key in dataclasses.fields(cls)})
+
+
+def read_any(path: Path) -> Record | KernelRecord:
+    """Raises ValueError if the file is not one of ours."""
+    try:
+        return KernelRecord.read(path)
+    except ValueError:
+        return Record.read(path)
+
+
 def size(nbytes: int) -> str:
     """Bytes for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.options import UsageError
-from benchmarks.records import Record, Row, Summary, size, summaries
+from benchmarks.records import KernelRecord, Record, Row, Summary, read_any, size, summaries
 
 START = "<!-- performance:start -->"
 END = "<!-- performance:end -->"
@@ -32,12 +33,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    records: list[tuple[str, Record]] = []
-    for path in sorted(options.results.glob("*.json")):
+    records: list[tuple[str, Record | KernelRecord]] = []
+    for path in sorted(options.results.glob("*.json"), key=lambda path: path.stem):
         try:
-            records.append((path.name, Record.read(path)))
+            records.append((path.name, read_any(path)))
         except ValueError:
-            console.print(f"passed over {path}: not a record of step or memory")
+            console.print(f"passed over {path}: not a record of step, memory or kernels")
+    # GPUs, which have a driver, first; steps before kernels.
+    records.sort(key=lambda it: (not it[1].environment["driver"], isinstance(it[1], KernelRecord)))
     if not records:
         raise UsageError(f"no results under {options.results}")
     before = options.readme.read_text()
@@ -55,9 +58,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def render(records: list[tuple[str, Record]]) -> str:
+def render(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
     """Markdown: a section per machine and revision, a table per file."""
-    by_environment: dict[str, list[tuple[str, Record]]] = defaultdict(list)
+    by_environment: dict[str, list[tuple[str, Record | KernelRecord]]] = defaultdict(list)
     for name, record in records:
         by_environment[_where(record)].append((name, record))
     parts: list[str] = []
@@ -65,12 +68,19 @@ def render(records: list[tuple[str, Record]]) -> str:
         parts.append(f"**{where}**\n")
         for name, record in members:
             parts.append(f"`{record.command}`\n")
-            parts.append(f"({record.settings['dtype']}, [{name}](benchmarks/results/{name}))\n")
-            parts.append(_step_table(record) if record.kind == "step" else _memory_table(record))
+            kernels = isinstance(record, KernelRecord)
+            dtype = record.dtype if kernels else record.settings["dtype"]
+            parts.append(f"({dtype}, [{name}](benchmarks/results/{name}))\n")
+            if kernels:
+                parts += _kernel_tables(record)
+            else:
+                parts.append(
+                    _step_table(record) if record.kind == "step" else _memory_table(record)
+                )
     return "\n".join(parts)
 
 
-def _where(record: Record) -> str:
+def _where(record: Record | KernelRecord) -> str:
     it = record.environment
     versions = [f"{key} {it[key]}" for key in ("driver", "torch", "triton", "opacus") if it[key]]
     return ", ".join([str(it["device"]), *versions, f"git revision {it['revision']}"])
@@ -122,6 +132,22 @@ def _memory_table(record: Record) -> str:
             line.append(size(row.peak_bytes) if row.peak_bytes else row.status)
         lines.append(line)
     return _table(["peak memory of a step", *methods], lines)
+
+
+def _kernel_tables(record: KernelRecord) -> list[str]:
+    """Rates as shares of their floor's; a table for each floor and what is compared with it."""
+    rates = {(result["group"], result["name"]): result["rate"] for result in record.results}
+    shares: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by floor and group
+    for result in record.results:
+        if result["floor"]:
+            of_group = shares[result["floor"], result["group"]]
+            of_group[result["name"]] = f"{result['of_floor']:.2f}"
+    tables: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)  # by headings
+    for (floor, group), cells in shares.items():
+        unit = "TB/s" if floor == "copy" else "TFLOP/s"
+        line = [group, f"{rates[group, floor]:.3g} {unit}", *cells.values()]
+        tables[("rate, the others' as shares of it", floor, *cells)].append(line)
+    return [_table(list(headings), lines) for headings, lines in tables.items()]
 
 
 def _workload(workload: tuple[str, int, int]) -> str:

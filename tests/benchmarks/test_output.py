@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,36 @@ def test_report_says_oom(tmp_path: Path, run: Run) -> None:
     text = readme.read_text()
     assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM |" in text
     assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
+
+
+def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> None:
+    def result(group: str, name: str, floor: str, rate: float, share: float | None) -> dict:
+        return {"group": group, "name": name, "floor": floor, "rate": rate, "of_floor": share}
+
+    environment = dict.fromkeys(("driver", "torch", "triton", "opacus", "revision"), "1")
+    content = {
+        "kind": "kernels",
+        "environment": {"device": "Some GPU", **environment},
+        "command": "python -m benchmarks kernels",
+        "dtype": "bfloat16",
+        "results": [
+            result("T 4", "matmul", "", 700.0, None),
+            result("T 4", "gram", "matmul", 560.0, 0.8),
+            result("T 4", "copy", "", 4.0, None),
+            result("T 4", "weighted_sum", "copy", 3.0, 0.75),
+            result("T 8", "copy", "", 4.2, None),
+            result("T 8", "row_scale", "copy", 2.1, 0.5),
+        ],
+        "choices": [],
+    }
+    (tmp_path / "k.json").write_text(json.dumps(content))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{START}\n{END}\n")
+    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
+    text = readme.read_text()
+    assert "| matmul | gram |\n| --- | ---: | ---: |\n| T 4 | 700 TFLOP/s | 0.80 |" in text
+    assert "| copy | weighted_sum |\n| --- | ---: | ---: |\n| T 4 | 4 TB/s | 0.75 |" in text
+    assert "| copy | row_scale |\n| --- | ---: | ---: |\n| T 8 | 4.2 TB/s | 0.50 |" in text
 
 
 def test_report_needs_results_and_markers(tmp_path: Path, run: Run, results: Path) -> None:
