@@ -100,8 +100,8 @@ def layout_of_step(
     of_each = [factor.operands() for factor in factors]
     operands = [*chain.from_iterable(of_each)]
     # Several factors hold the same tensor, which is looked at once. Property by property, which
-    # takes Python three quarters of the time of tensor by tensor; in one flat tuple, as hundreds of
-    # them would make the garbage collector look for cycles in every step.
+    # takes Python three quarters of the time of tensor by tensor; in one flat tuple, shapes and
+    # all, as hundreds of objects would make the garbage collector look for cycles in every step.
     names = [*map(id, operands)]
     named = dict(zip(names, operands, strict=True))
     different = named.values()
@@ -117,8 +117,9 @@ def layout_of_step(
         *[operand for operand in different if not isinstance(operand, Tensor)],
         *[tensor.dtype for tensor in tensors],
         *[tensor.get_device() for tensor in tensors],
-        *[tensor.shape for tensor in tensors],
-        *[tensor.stride() for tensor in tensors],
+        *map(Tensor.dim, tensors),
+        *chain.from_iterable(map(Tensor.size, tensors)),
+        *chain.from_iterable(map(Tensor.stride, tensors)),
         *[address % ALIGNMENT for address in addresses],
         *_places(addresses, dict.fromkeys(addresses)),
         *map(id, params),

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class RunningTape(Protocol):
         path: str,
         params: Sequence[nn.Parameter],
         factors: Sequence[Factor],
-        count_readers: Callable[[], int] | None = None,
+        readers: Readers | None = None,
     ) -> None: ...
 
     def stand_in(self) -> None: ...
@@ -127,6 +127,15 @@ class Forward:
         self.readers[-1] += 1
         return len(self.readers) - 1
 
+    def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
+        """How many layers read the input at this place; 0 where one of these parameters, of a
+        layer that reads it, has, or may have, other uses."""
+        uses = self.uses
+        for param in params:
+            if uses.get(id(param)) != 1:
+                return 0
+        return self.readers[place]
+
     @property
     def uses(self) -> Counter[int]:
         """How often each parameter, by ``id``, was used by a tapped layer."""
@@ -139,6 +148,10 @@ class Forward:
     def batch_size(self) -> int | None:
         """Size of the batch axis of the root's first tensor input."""
         return self.batch_sizes[0] if self.batch_sizes else None
+
+
+#: A call of the root, and the place among its readers of a tapped layer's input.
+Readers: TypeAlias = tuple[Forward, int]
 
 
 class Recorder:
@@ -395,7 +408,7 @@ class Place:
         params: Sequence[nn.Parameter],
         factors: Sequence[Factor],
         recomputed: bool,
-        count_readers: Callable[[], int] | None = None,
+        readers: Readers | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to the tape of the running backward."""
         tape = self.recorder.tape
@@ -409,7 +422,7 @@ class Place:
             tape = self.recorder.begin_backward()
         if self.folded:
             factors = [self._fold(factor) for factor in factors]
-        tape.record(self.path, params, factors, count_readers)
+        tape.record(self.path, params, factors, readers)
 
     def _fold(self, factor: Factor) -> Factor:
         """Rows that the user declared to be parts of samples, as samples."""

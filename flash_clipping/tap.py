@@ -118,8 +118,8 @@ class Tap(Place):
         recorder = self.recorder
         if not recorder.enabled or recorder.bypassed:
             return self.original(*args, **kwargs)
-        names, params = self.trainable()
-        rule = self.rule
+        trainable, rule = self.trainable(), self.rule
+        params = trainable[1]
         if rule is None or not params:
             return self._unruled_forward(params, args, kwargs)
         call, recomputed = recorder.current_forward, in_backward()
@@ -132,10 +132,10 @@ class Tap(Place):
             return self.original(*args, **kwargs)
         try:
             if not self._rule_calls:
-                return self._apply(Use(self, rule, call, names, params, recomputed), args, kwargs)
+                return self._apply(rule, trainable, call, recomputed, args, kwargs)
 
             def tapped(*args: Any, **kwargs: Any) -> Any:
-                return self._apply(Use(self, rule, call, names, params, recomputed), args, kwargs)
+                return self._apply(rule, trainable, call, recomputed, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
         except UnsupportedLayer as error:
@@ -242,7 +242,15 @@ class Tap(Place):
         except UnsupportedLayer as error:
             raise RefusedByRule(f"{self.path}: {error}") from error
 
-    def _apply(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply(
+        self,
+        rule: Rule,
+        trainable: tuple[list[str], list[nn.Parameter]],
+        call: Forward | None,
+        recomputed: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """The layer under autograd, as one function."""
         if kwargs:
             if self._signature is None:
@@ -254,25 +262,25 @@ class Tap(Place):
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        recorder, rule, forward, params = self.recorder, use.rule, use.forward, use.params
+        recorder, params = self.recorder, trainable[1]
         x = args[0]
-        if isinstance(x, BareParameter) and forward is not None:
-            x = to_samples(x, forward.batch_size or 1, self.path)
+        if isinstance(x, BareParameter) and call is not None:
+            x = to_samples(x, call.batch_size or 1, self.path)
             args = (x, *args[1:])
         axis = recorder.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
         if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
             self._refuse_input(x, params[0])
-        if forward is not None and not rule.sets_batch and self.path not in recorder.proven:
-            forward.note_rows(self.path, x, axis, recorder, features=1)
+        if call is not None and not rule.sets_batch and self.path not in recorder.proven:
+            call.note_rows(self.path, x, axis, recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        output = _apply_tapped_layer(use, *args, *params)
-        if rule.sets_batch and forward is not None:
-            forward.batch_sizes = (output.shape[0],)
+        output = _apply_tapped_layer(self, trainable, call, recomputed, *args, *params)
+        if rule.sets_batch and call is not None:
+            call.batch_sizes = (output.shape[0],)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -315,87 +323,52 @@ class ScopedForward(Tap):
             return self.original(*args, **kwargs)
 
 
-class Use:
-    """One call of a tapped layer: what its backward has to know.
-
-    Attributes:
-        rule: the layer's rule.
-        forward: the call of the root that it belongs to, if any.
-        names, params: the layer's trainable parameters, as ``p.grad`` belongs to them.
-        recomputed: whether this is checkpointing's second forward.
-        place: of its input in the call's count of readers.
-        others: saved values that are no tensors, in their places.
-    """
-
-    __slots__ = (
-        "forward",
-        "names",
-        "others",
-        "params",
-        "place",
-        "recomputed",
-        "rule",
-        "tap",
-    )
-
-    def __init__(
-        self,
-        tap: Tap,
-        rule: Rule,
-        forward: Forward | None,
-        names: list[str],
-        params: list[nn.Parameter],
-        recomputed: bool,
-    ):
-        self.tap = tap
-        self.rule = rule
-        self.forward = forward
-        self.names = names
-        self.params = params
-        self.recomputed = recomputed
-        self.place: int | None = None
-        self.others: list[Any] | None = None
-
-    def count_readers(self) -> int:
-        """How many layers read the input; 0 where a parameter has, or may have, other uses."""
-        if self.forward is None or self.place is None:
-            return 0
-        uses = self.forward.uses
-        for param in self.params:
-            if uses.get(id(param)) != 1:
-                return 0
-        return self.forward.readers[self.place]
-
-
 class TappedLayer(torch.autograd.Function):
     """A layer with a rule. Its trainable parameters are inputs: its output requires grad, and any
     backward that autograd can be asked for reaches the layers that it should reach.
+
+    What its backward has to know is kept on the context itself, as an object for it would be one
+    more for every layer that Python's garbage collector counts: the tap, its trainable parameters
+    and their names as of forward, the call of the root that it belongs to (``call``, if any) and
+    the place of its input among that call's readers, whether this is checkpointing's second forward
+    (``recomputed``), and saved values that are no tensors, in their places (``others``).
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *inputs_and_params: Any) -> Any:
-        inputs = inputs_and_params[: -len(use.params)]
-        output, saved = use.rule.forward(use.tap.layer, *inputs)
+    def forward(
+        ctx: Any,
+        tap: Tap,
+        trainable: tuple[list[str], list[nn.Parameter]],
+        call: Forward | None,
+        recomputed: bool,
+        *inputs_and_params: Any,
+    ) -> Any:
+        assert tap.rule is not None
+        inputs = inputs_and_params[: -len(trainable[1])]
+        output, saved = tap.rule.forward(tap.layer, *inputs)
         if not isinstance(output, Tensor):
             output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
         elif output._is_view():
             output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
+        ctx.others = None
         for value in saved:
             if not isinstance(value, Tensor):
-                use.others = [None if isinstance(value, Tensor) else value for value in saved]
+                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
                 saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
                 break
         ctx.save_for_backward(*saved)
-        ctx.use = use
-        if use.forward is not None:
-            use.place = use.forward.note_reader(inputs[0])
+        ctx.tap, ctx.trainable, ctx.call, ctx.recomputed = tap, trainable, call, recomputed
+        if call is not None:
+            ctx.place = call.note_reader(inputs[0])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        use: Use = ctx.use
-        tap, rule, params = use.tap, use.rule, use.params
+        tap: Tap = ctx.tap
+        names, params = ctx.trainable
+        rule = tap.rule
+        assert rule is not None
         if is_grad_enabled():
             raise FlashClippingError(
                 f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
@@ -403,17 +376,17 @@ class TappedLayer(torch.autograd.Function):
                 "such gradients on the unwrapped model."
             )
         saved = ctx.saved_tensors
-        if use.others is not None:
+        if ctx.others is not None:
             saved = tuple(
                 other if tensor is None else tensor
-                for tensor, other in zip(saved, use.others, strict=True)
+                for tensor, other in zip(saved, ctx.others, strict=True)
             )
         recorder = tap.recorder
-        needs = tap.needs(ctx.needs_input_grad[1 : -len(params)], use.names)
+        needs = tap.needs(ctx.needs_input_grad[4 : -len(params)], names)
         grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
         grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         try:
-            factors = [by_name[name] for name in use.names]
+            factors = [by_name[name] for name in names]
         except KeyError as missing:
             raise FlashClippingError(
                 f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
@@ -423,14 +396,15 @@ class TappedLayer(torch.autograd.Function):
             grads = (grads,)
         rest = len(needs.inputs) - len(grads)
         if recorder.enabled:
-            tap.record(params, factors, use.recomputed, use.count_readers)
-            return (None, *grads, *(None,) * (rest + len(params)))
+            readers = None if ctx.call is None else (ctx.call, ctx.place)
+            tap.record(params, factors, ctx.recomputed, readers)
+            return (None, None, None, None, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
             factor.clipped_sum(None, recorder.backend).view_as(param)
             for param, factor in zip(params, factors, strict=True)
         ]
-        return (None, *grads, *(None,) * rest, *ordinary)
+        return (None, None, None, None, *grads, *(None,) * rest, *ordinary)
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above

@@ -9,7 +9,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.shapes import Group
 from flash_clipping.ops.upload import to_device
 from flash_clipping.plan import Plan, layout_of_step, plan_of
-from flash_clipping.recorder import Recorder
+from flash_clipping.recorder import Readers, Recorder
 
 #: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
 #: little beside what letting go of the stored gradients frees.
@@ -52,8 +52,10 @@ class Tape:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        #: Layer calls whose factors are held to the end, and these factors, one per parameter.
-        self.calls: list[tuple[str, Sequence[nn.Parameter]]] = []
+        #: Layer calls whose factors are held to the end, by path and by parameters, and these
+        #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
+        self.calls: list[str] = []
+        self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[Factor] = []
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
         self.sqnorms_B: dict[int, Tensor] = {}
@@ -93,24 +95,26 @@ class Tape:
         path: str,
         params: Sequence[nn.Parameter],
         factors: Sequence[Factor],
-        count_readers: Callable[[], int] | None = None,
+        readers: Readers | None = None,
     ) -> None:
         """Take the factors of one layer call, one for each of these parameters.
 
-        ``count_readers`` tells how many layers read the same input; 0 if the call's parameters
-        have other uses in the same call of the root, or may have, so that none is worth storing by
-        itself. It is asked only where that decides something.
+        ``readers`` tells which layers read the same input. None is worth storing by itself without,
+        or if the call's parameters have other uses in the same call of the root, or may have.
         """
         # This runs for every layer of every backward: whatever can wait is done for all at once.
         if self.coef is not None or self.norms_only:
             self._use_now(path, params, factors)
             return
-        if count_readers is not None:
+        if readers is not None:
             for factor in factors:
-                if factor.may_be_stored():
-                    factors = self._stored_where_cheaper(factors, count_readers())
+                if factor.may_be_stored():  # readers are counted only where that decides something
+                    call, place = readers
+                    count = call.count_readers(place, params)
+                    factors = self._stored_where_cheaper(factors, count)
                     break
-        self.calls.append((path, params))
+        self.calls.append(path)
+        self.used.append(params)
         self.factors += factors
 
     @cached_property
@@ -139,7 +143,8 @@ class Tape:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
                 self.paths[key] = path
             else:
-                self.calls.append((path, [param]))
+                self.calls.append(path)
+                self.used.append([param])
                 self.factors.append(factor)
 
     def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
@@ -195,6 +200,7 @@ class Tape:
     def forget(self) -> None:
         """Let go of all factors."""
         self.calls.clear()
+        self.used.clear()
         self.factors.clear()
         self.linear.clear()
         self.stacks.clear()
@@ -205,7 +211,7 @@ class Tape:
         """Complete the norms of all parameters and turn them into coefficients."""
         params = self.recorder.trainable()
         self.params = {id(param): param for param in params}
-        keys = [id(param) for _, of_call in self.calls for param in of_call]
+        keys = [id(param) for of_call in self.used for param in of_call]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
         layout = (of_step, asked_for(self.backend), self.norms_only)
         plans, number = self.recorder.plans, hash(layout)
@@ -245,13 +251,14 @@ class Tape:
     def _check_uses(self, first_only: bool) -> None:
         """Look at the batch size of every use of a parameter; of a layout that has been met before
         the first speaks for all."""
-        uses = zip((path for path, params in self.calls for _ in params), self.factors, strict=True)
-        for path, factor in uses:
+        calls = zip(self.calls, self.used, strict=True)
+        paths = (path for path, params in calls for _ in params)
+        for path, factor in zip(paths, self.factors, strict=True):
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
             if first_only:
                 return
-        for path, params in self.calls:
+        for path, params in zip(self.calls, self.used, strict=True):
             self.paths.update((id(param), path) for param in params)
 
     def merged(self, keys: Sequence[int]) -> dict[int, Factor]:

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from flash_clipping.factors import (
 from flash_clipping.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops import backend as backends
 from flash_clipping.ops import cost
+from flash_clipping.recorder import Readers
 from flash_clipping.tape import Tape
 
 
@@ -163,10 +164,10 @@ def _watched(flash: Flash) -> Iterator[None]:
             path: str,
             params: Sequence[nn.Parameter],
             factors: Sequence[Factor],
-            count_readers: Callable[[], int] | None = None,
+            readers: Readers | None = None,
         ) -> None:
             first_pass = self.coef is None
-            super().record(path, params, factors, count_readers)
+            super().record(path, params, factors, readers)
             if not first_pass:
                 return
             first = len(self.factors) - len(factors)
