@@ -156,8 +156,9 @@ def load_tile(
 def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
     """``x.to(DTYPE)`` of an fp32 tile.
 
-    What is stored through a descriptor and read as well, the compiler rounds number by number:
-    eight times as long on Hopper as two by one instruction, and a tenth of a tile's time.
+    What is stored through a descriptor and read as well, the compiler rounds number by number, on
+    a unit that takes 16 of them a cycle on Hopper: 4 to 6 % of the time of a kernel that keeps what
+    it multiplies. Two by one instruction go through the ordinary ones.
     """
     if IN_PAIRS and DTYPE.is_bf16():
         return tl.inline_asm_elementwise(
