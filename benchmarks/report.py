@@ -68,15 +68,14 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
         parts.append(f"**{where}**\n")
         for name, record in members:
             parts.append(f"`{record.command}`\n")
-            kernels = isinstance(record, KernelRecord)
-            dtype = record.dtype if kernels else record.settings["dtype"]
-            parts.append(f"({dtype}, [{name}](benchmarks/results/{name}))\n")
-            if kernels:
-                parts += _kernel_tables(record)
+            if isinstance(record, KernelRecord):
+                dtype, tables = record.dtype, _kernel_tables(record)
             else:
-                parts.append(
-                    _step_table(record) if record.kind == "step" else _memory_table(record)
-                )
+                dtype = record.settings["dtype"]
+                table = _step_table if record.kind == "step" else _memory_table
+                tables = [table(record)]
+            parts.append(f"({dtype}, [{name}](benchmarks/results/{name}))\n")
+            parts += tables
     return "\n".join(parts)
 
 

@@ -446,7 +446,7 @@ def resident_kilobytes() -> int:
 
 
 def test_a_tapped_layer_keeps_few_objects_alive() -> None:
-    """Each brings Python's garbage collector nearer, which comes for every 700 of them."""
+    """Each brings Python's garbage collector nearer, which by default comes for some hundreds."""
     layers = 50
     module = GradSampleModuleFlashClipping(
         nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]), max_grad_norm=1.0

@@ -148,7 +148,8 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
     # of kept gradients need none: what is measured is what was kept.
     if not store and T > 2048:
         return replace(alone, promote=16, num_stages=4)
-    if d * p >= WIDE and block_p == block_d == 128:
+    pads = tiles.cdiv(d, 256) * 2 > tiles.cdiv(d, 128)
+    if d * p >= WIDE and block_p == 128 and not pads:
         return Config(block_d=256, num_warps=8, per_multiprocessor=1)
     # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
     return Config(block_p, block_d)

@@ -54,6 +54,16 @@ def test_kept_gradients_are_rounded_to_nearest(case: Case) -> None:
     assert not torch.isfinite(sq[0])
 
 
+def test_tiles_are_wide_where_a_matrix_is_large_and_fills_them() -> None:
+    kernels = pytest.importorskip("flash_clipping.ops.outer_triton")
+
+    def block_d(d: int, p: int) -> int:
+        return kernels.config_for(torch.bfloat16, 1024, d, p, True, True).block_d
+
+    assert [block_d(4096, 4096), block_d(2048, 2048)] == [256, 128]
+    assert [block_d(128, 1 << 17), block_d(384, 1 << 15), block_d(400, 1 << 15)] == [128, 128, 256]
+
+
 @every_case
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("p", [130, 256])
@@ -64,7 +74,7 @@ def test_tiles_of_large_matrices(
     monkeypatch.setattr(kernels, "WIDE", 1)
     kernels.config_for.cache_clear()
     try:
-        A, G = case.randn(2, 70, 264), case.randn(2, 70, p, seed=1)
+        A, G = case.randn(2, 70, 392), case.randn(2, 70, p, seed=1)
         sq, grads = outer_sqnorms(A, G, store=store, backend=case.backend)
     finally:
         kernels.config_for.cache_clear()
