@@ -46,8 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"steps in a turn, timed together; default: {STEPS['cuda']} on CUDA, where clocks "
-        f"take that long to settle, {STEPS['cpu']} on a CPU",
+        help="steps in a turn, timed together; default: "
+        f"{STEPS['cuda']} on CUDA, {STEPS['cpu']} on a CPU",
     )
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
     parser.add_argument(

@@ -11,7 +11,7 @@ autograd itself delivers their per-sample gradients: :mod:`flash_clipping.generi
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.generic import generic_forward
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer, own
+
+#: Names and parameters that are a layer's own and trainable.
+Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -92,7 +95,7 @@ class Tap(Place):
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
-        self._trainable: tuple[list[str], list[nn.Parameter]] = [], []
+        self._trainable: Trainable = [], []
         self.loops = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
 
@@ -181,7 +184,7 @@ class Tap(Place):
                 call.note_rows(self.path, x, axis, self.recorder)
         return True
 
-    def trainable(self) -> tuple[list[str], list[nn.Parameter]]:
+    def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
         # The same lists again where they hold: what calls keep would make Python look for garbage
         # in every step.
@@ -201,7 +204,7 @@ class Tap(Place):
             last = self._needs = names, Needs(wanted, frozenset(names), self.recorder.backend)
         return last[1]
 
-    def _look_up_trainable(self) -> tuple[list[str], list[nn.Parameter]]:
+    def _look_up_trainable(self) -> Trainable:
         found = [
             (name, param)
             for owner in self.owners
@@ -245,7 +248,7 @@ class Tap(Place):
     def _apply(
         self,
         rule: Rule,
-        trainable: tuple[list[str], list[nn.Parameter]],
+        trainable: Trainable,
         call: Forward | None,
         recomputed: bool,
         args: tuple[Any, ...],
@@ -338,7 +341,7 @@ class TappedLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         tap: Tap,
-        trainable: tuple[list[str], list[nn.Parameter]],
+        trainable: Trainable,
         call: Forward | None,
         recomputed: bool,
         *inputs_and_params: Any,

@@ -24,8 +24,8 @@ GROUP = 4
 
 WIDE = 1 << 23
 """Elements of a sample's gradient from which on tiles are twice as wide. By itself such a kernel is
-no faster, but it reads its operands less often: at the power limit, where steps of large layers are
-spent, everything else runs faster."""
+slower, but it reads its operands less often; whole steps of large layers, which run at the power
+limit, were measured to be faster."""
 
 
 @triton.jit

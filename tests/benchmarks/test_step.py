@@ -276,6 +276,14 @@ def test_kernels_are_another_files_business(monkeypatch: pytest.MonkeyPatch, run
     assert "benchmarks/kernels.py" in printed
 
 
+def test_turns_on_a_cpu_are_of_three_steps_by_default(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "step.json"
+    arguments = ("--device", "cpu", "--model", "tiny", "--rounds", "1", "--methods", "nonprivate")
+    status, printed = run("step", *arguments, "--json", path)
+    assert status == 0, printed
+    assert Record.read(path).settings["steps"] == 3
+
+
 # ------------------------------------------------------------------------------------- peers
 
 
