@@ -2,7 +2,8 @@
 
 Every method gets a model of its own, built from the same seed, and is used the way its own
 documentation says. A step is ``zero_grad``, forward, backward and clipping, and, where the setting
-asks for it, noise and AdamW. Two peers cannot leave their noise out: FastDP and FlashDP draw it
+asks for it, noise and AdamW; with ``graph``, everything but these two is one launch, for the
+non-private step and for ours. Two peers cannot leave their noise out: FastDP and FlashDP draw it
 inside the backward pass, so their steps without an optimizer contain it (multiplied by zero).
 
 The peers are not dependencies. Install them, or put their sources on ``PYTHONPATH``:
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import Workload, add_lora, loss
+from flash_clipping import GraphedStep
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Setting:
     plain: Workload | None = None
     optimizer: bool = False
     compile: bool = False
+    graph: bool = False
     max_grad_norm: float = 1.0
     noise_multiplier: float = 1.0
     seed: int = 0
@@ -73,12 +76,13 @@ class Method(ABC):
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
     parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
-    its failure is ours.
+    its failure is ours; ``graphs``, that its steps can be captured as CUDA graphs.
     """
 
     package: str | None = None
     flat: bool = True
     ours: bool = False
+    graphs: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -86,6 +90,7 @@ class Method(ABC):
             self._set_up(setting.build())
         if setting.compile:
             self.module.compile()
+        self._graphed = GraphedStep(self._backward, self.module) if setting.graph else None
 
     # Any, because the libraries hang what they have to say on modules, parameters and optimizers.
     module: Any
@@ -96,11 +101,19 @@ class Method(ABC):
         """Set ``module``, which is called, and ``optimizer``, which may be left unused."""
 
     @classmethod
-    def missing(cls) -> str | None:
+    def missing(cls, setting: Setting) -> str | None:
         """Why the method cannot be used here, or None."""
         if cls.package and importlib.util.find_spec(cls.package) is None:
             return f"the package {cls.package} cannot be imported"
+        if setting.graph and not cls.graphs:
+            return "its steps cannot be captured as CUDA graphs"
         return None
+
+    @property
+    def settling(self) -> int:
+        """Steps before the first that is like all others as far as memory goes. The one in which a
+        graph is captured is: it allocates what replays use."""
+        return 1 if self._graphed is None else self._graphed.warmup
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.zero_grad()
@@ -113,6 +126,9 @@ class Method(ABC):
 
     def backward(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward, backward and clipping."""
+        (self._graphed or self._backward)(inputs, targets)
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
         loss(self.module(inputs), targets).backward()
 
     def update(self) -> None:
@@ -144,6 +160,7 @@ class NonPrivate(Method):
     """The step that everything is compared with."""
 
     flat = False
+    graphs = True
 
     def _set_up(self, model: nn.Module) -> None:
         self.module = model
@@ -186,7 +203,7 @@ class OpacusGhost(_Opacus):
     def _set_up(self, model: nn.Module) -> None:
         self.module, self.optimizer, self._criterion, _ = self._make_private(model)
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
         logits = self.module(inputs)
         shape = logits.shape if logits.dim() == 3 else None
         self._criterion(logits.flatten(0, -2), targets.flatten(), shape=shape).backward()
@@ -206,8 +223,8 @@ class OpacusHooks(_Opacus):
     def _set_up(self, model: nn.Module) -> None:
         self.module, self.optimizer, _ = self._make_private(model)
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
-        super().backward(inputs, targets)
+    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
+        super()._backward(inputs, targets)
         if not self.setting.optimizer:  # else its step() clips
             self.optimizer.clip_and_accumulate()
 
@@ -226,6 +243,7 @@ class Flash(_Opacus):
 
     package = "flash_clipping"
     ours = True
+    graphs = True
     grad_sample_mode = "flash"
     mode = "one_pass"
 

@@ -49,7 +49,7 @@ class Session:
             for name in methods
         }
         for name, row in self.rows.items():
-            if reason := METHODS[name].missing():
+            if reason := METHODS[name].missing(setting):
                 row.status, row.note = "missing", reason
         self.reference: str | None = None
         self._batches = setting.draw(DISTINCT_BATCHES)
@@ -66,14 +66,14 @@ class Session:
         """Compare every method with a reference; ``reference`` then names it.
 
         Where none of Opacus' methods was asked for, or none can run, its ghost clipping is set up
-        for this alone, on the same model without compilation and checkpointing.
+        for this alone, on the same model without compilation, checkpointing and graphs.
 
         Raises:
             Disagreement: with a line for each method that is further off than its tolerance.
         """
         setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
         plain = dataclasses.replace(
-            setting, workload=setting.plain or setting.workload, compile=False
+            setting, workload=setting.plain or setting.workload, compile=False, graph=False
         )
         candidates = [name for name in self.running() if METHODS[name].flat]
         opacus = [name for name in REFERENCES if name in candidates]
@@ -125,7 +125,7 @@ class Session:
     # ------------------------------------------------------------------------------------- memory
 
     def measure_memory(self, done: Progress = lambda line: None) -> None:
-        """Build every method, and measure the peak of its second step."""
+        """Build every method, and measure the peak of a step, its first ones aside."""
         for name in self.running():
             row = self.rows[name]
             self._attempt(row, partial(self._measure_memory, name))
@@ -136,7 +136,8 @@ class Session:
             self._built.clear()
         with PeakMemory(self.setting.device) as memory:
             method = METHODS[name](self.setting)
-            method.step(*self._batches[0])
+            for _ in range(method.settling):
+                method.step(*self._batches[0])
             with memory.measured():
                 method.step(*self._batches[0])
             method.zero_grad()

@@ -9,6 +9,7 @@ from flash_clipping.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.graphed_step import GraphedStep
 from flash_clipping.ops.backend import is_triton_available
 from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.privacy_engine import FlashPrivacyEngine
@@ -27,6 +28,7 @@ __all__ = [
     "FlashPrivacyEngine",
     "GradSampleHooksFlashClipping",
     "GradSampleModuleFlashClipping",
+    "GraphedStep",
     "Lookup",
     "Needs",
     "Outer",

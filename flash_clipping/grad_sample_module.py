@@ -19,7 +19,7 @@ from flash_clipping.clipping import check_clipping, clipping_coefficients, total
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
 from flash_clipping.ops.backend import BACKENDS
-from flash_clipping.recorder import Forward, Recorder
+from flash_clipping.recorder import Captured, Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
@@ -264,6 +264,29 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
+        if (captured := self._recorder.captured) is not None:
+            if self.before_clipping is not None:
+                raise FlashClippingError(
+                    "A backward pass that moves its own bound (clipping='adaptive') is being "
+                    "captured as a CUDA graph, whose replays would all clip by today's. Run it "
+                    "without flash_clipping.GraphedStep."
+                )
+            captured.norms.append((params, norms_PB))  # to be published after every replay
+            return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
+        total_B = self._publish(params, norms_PB)
+        if self.before_clipping is not None:
+            self.before_clipping(total_B)
+        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+
+    def take_over(self, captured: Captured) -> None:
+        """Leave what the backward passes of a replayed CUDA graph would have left."""
+        for params, norms_PB in captured.norms:
+            self._publish(params, norms_PB.clone())
+        for coef in captured.coefs:
+            self._recorder.note_non_finite(coef)
+
+    def _publish(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
+        """Leave the norms where they are looked for, and count a backward; ``[B]`` over all."""
         index = norms_PB.get_device()
         for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
             if param.get_device() != index:
@@ -279,9 +302,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 "optimizer.step() after every forward/backward pass or consider using "
                 "BatchMemoryManager"
             )
-        if self.before_clipping is not None:
-            self.before_clipping(total_B)
-        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+        return total_B
 
     @property
     def backward_count(self) -> int:

@@ -154,6 +154,21 @@ class Forward:
 Readers: TypeAlias = tuple[Forward, int]
 
 
+@dataclass
+class Captured:
+    """What backward passes would leave behind that are captured as a CUDA graph, for its replays.
+
+    Attributes:
+        plans: those that were made meanwhile: their tables are in the graph's memory.
+        norms: the trainable parameters and their norms ``[P, B]``, backward by backward.
+        coefs: coefficients, likewise.
+    """
+
+    plans: Plans
+    norms: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)
+    coefs: list[Tensor] = field(default_factory=list)
+
+
 class Recorder:
     """What all taps of one model share.
 
@@ -206,6 +221,8 @@ class Recorder:
         self.walks: weakref.ref[Any] | None = None
         #: How factors of the layouts that were met are handled.
         self.plans = Plans()
+        #: While steps are captured as a CUDA graph.
+        self.captured: Captured | None = None
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
         self._tape: weakref.ref[RunningTape] | None = None
@@ -222,6 +239,7 @@ class Recorder:
             _least=None,
             walks=None,
             plans=Plans(),  # parameters go by their id there
+            captured=None,
         )
         return state
 
@@ -332,16 +350,31 @@ class Recorder:
         return tape
 
     def new_tape(self) -> RunningTape:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if (
+            self.captured is None
+            and torch.cuda.is_initialized()
+            and torch.cuda.is_current_stream_capturing()
+        ):
             raise FlashClippingError(
                 "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
-                "would read the captured step's addresses, not those of its own: norms would be "
-                "of other tensors. Run the step outside torch.cuda.graph."
+                "would read tables that are gone by then, and leave no norms: capture the step "
+                "with flash_clipping.GraphedStep, or run it outside torch.cuda.graph."
             )
         tape = self.tape_class(self)
         tape.stand_in()
         self._tape = weakref.ref(tape)
         return tape
+
+    @contextmanager
+    def captures(self) -> Iterator[Captured]:
+        """Let backward passes be captured as a CUDA graph; what each replay has to leave."""
+        # Their tables would be found by steps outside before any replay has filled them.
+        before, self.plans = self.plans, Plans()
+        self.captured = Captured(self.plans)
+        try:
+            yield self.captured
+        finally:
+            self.plans, self.captured = before, None
 
     def end_backward(self) -> None:
         self._tape = None
@@ -355,6 +388,9 @@ class Recorder:
             coef: coefficients, which are 0 for such samples and positive for all others.
         """
         if self.warned_non_finite or not coef.numel():
+            return
+        if self.captured is not None:
+            self.captured.coefs.append(coef)
             return
         if not coef.is_cuda:
             if not bool(coef.all()):

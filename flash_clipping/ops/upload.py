@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from flash_clipping.errors import FlashClippingError
 
 _TYPECODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
@@ -16,10 +19,39 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype)
 
     ``torch.tensor`` looks at every value by itself: three times as slow as an array of bytes. On
     a GPU the copy starts from pinned memory, which PyTorch keeps until it has been made.
+
+    Raises:
+        FlashClippingError: the copy is captured as a part of a CUDA graph, and nobody will keep
+            what its replays copy (:func:`sources_kept`).
     """
     if not len(values):
         return torch.empty(0, dtype=dtype, device=device)
     on_host = torch.frombuffer(array(_TYPECODES[dtype], values), dtype=dtype)
     if device.type == "cpu":
         return on_host
-    return on_host.pin_memory().to(device, non_blocking=True)
+    pinned = on_host.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        if not _kept:
+            raise FlashClippingError(
+                "An operation of flash clipping is being captured as a CUDA graph, whose replays "
+                "would read tables that are gone by then. Capture a step with "
+                "flash_clipping.GraphedStep."
+            )
+        _kept[-1].append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+#: Where sources of copies go that CUDA graphs, captured one inside the other, make.
+_kept: list[list[Tensor]] = []
+
+
+@contextmanager
+def sources_kept() -> Iterator[list[Tensor]]:
+    """The sources of the copies that are captured meanwhile: replays read them, so whoever
+    replays must hold them."""
+    sources: list[Tensor] = []
+    _kept.append(sources)
+    try:
+        yield sources
+    finally:
+        _kept.pop()

@@ -1,0 +1,425 @@
+"""A training step replayed as a CUDA graph: one launch where the host made thousands.
+
+The step of a small model waits for the host. A graph takes the host out of it, but reads and
+writes the memory it was captured with, and runs none of the Python around its kernels. What that
+Python decided is therefore part of what a graph is found by, and what it left behind (norms on the
+module, a count of backward passes) is left again after every replay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.ops.upload import sources_kept
+from flash_clipping.recorder import Captured
+
+#: What arguments and results may hold besides tensors: what compares by value.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+#: Layouts of which the number of calls is remembered.
+REMEMBERED = 256
+
+#: Where a gradient that was handed out may be waiting for a step of the optimizer.
+HOLDERS = ("grad", "summed_grad")
+
+
+@dataclass
+class Graph:
+    """One captured step: the memory it reads and writes.
+
+    Attributes:
+        circumstances: what it was captured under, besides the layout of its arguments.
+        inputs: the tensors among its arguments.
+        output: what the step returned.
+        grads: every parameter that it gives a gradient, and that gradient.
+        of_modules: what it leaves on wrapped models.
+        storages: memory of the gradients, and how many references to it are its own.
+        kept: what its kernels read besides: tables and their sources.
+    """
+
+    circumstances: Hashable
+    inputs: list[Tensor]
+    output: Any = None
+    grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    of_modules: list[tuple[GradSampleHooksFlashClipping, Captured]] = field(default_factory=list)
+    storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    kept: Any = None
+    replay: Callable[[], None] = lambda: None
+
+    def is_held(self) -> bool:
+        """Whether somebody else refers to the gradients' memory, in whatever way."""
+        return any([references_to(memory._cdata) > own for memory, own in self.storages])
+
+
+class GraphedStep:
+    """``step``, replayed as a CUDA graph wherever that gives what calling it would give.
+
+    ::
+
+        def step(x, y):
+            loss = criterion(model(x), y).mean()
+            loss.backward()
+            return loss
+
+        step = GraphedStep(step, model)
+        for x, y in loader:
+            loss = step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The first calls with arguments of one layout (shapes, strides, dtypes; other values themselves)
+    run as they are; then the step is captured, and from there on replayed. A call runs as it is
+    where no graph is for it: on a CPU, for batches of other sizes (Poisson batches:
+    ``BatchMemoryManager`` cuts them into equal ones and a rest), where anybody but ``p.grad``
+    and ``p.summed_grad`` still holds gradients that an earlier replay left, and, before there is a
+    graph, while a loss of another backward is kept. Bound, clipping, who is
+    trainable, ``train()`` or ``eval()``, autocast and the parameters' memory may change at any
+    time: they are looked at in every call.
+
+    Args:
+        step: forward, loss and ``backward()``, without the optimizer's step. Arguments and results
+            are tensors and plain values (numbers, strings, ``None``) in lists, tuples, dicts.
+            Tensors of its own that it reads must keep their memory. What else it does in Python
+            (printing, hooks, counting) happens while it is captured and never in a replay; it
+            must not wait for the device.
+        model: the module whose parameters it gives gradients to, wrapped or not, or what wraps it.
+        warmup: calls with arguments of one layout before it is captured.
+        graphs: how many layouts may have a graph at a time. They share their memory, which is that
+            of the largest step, beside what steps that run as they are take.
+
+    Attributes:
+        replays, calls: how many calls were replays, and how many there were.
+
+    Guarantees:
+        ``p.grad``, norms and coefficients are bitwise what the captured kernels give on this call's
+        arguments; gradients are added to those that ``p.grad`` holds. No replay waits for the
+        device. A capture does.
+
+    Raises:
+        TypeError: something in arguments or results is neither a tensor nor a plain value.
+        ValueError: parameters or arguments are on several devices.
+        FlashClippingError: the step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module | GradSampleHooksFlashClipping,
+        *,
+        warmup: int = 3,
+        graphs: int = 4,
+    ):
+        if warmup < 2 or graphs < 0:
+            raise ValueError(
+                f"GraphedStep: found warmup={warmup} and graphs={graphs}; expected at least 2 "
+                "(the first call compiles kernels, the last shows whether the step waits for the "
+                "device) and 0."
+            )
+        self.step = step
+        self.model = model
+        self.warmup = warmup
+        self.size = graphs
+        self.replays = 0
+        self.calls = 0
+        self._graphs: dict[Hashable, Graph] = {}
+        self._met: OrderedDict[Hashable, int] = OrderedDict()
+        #: Gradients of the last replay as they were handed out.
+        self._lent: list[tuple[nn.Parameter, Tensor]] = []
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run or replay the step.
+
+        Returns:
+            What the step returns, tensors detached from autograd's graph, in memory of their own.
+        """
+        self.calls += 1
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        _check(leaves, "arguments", "Pass dict(batch) where a tokenizer made the batch.")
+        device = self._device(leaves)
+        if device is None or not self.size or not torch.is_grad_enabled() or _are_odd(leaves):
+            return self._run(args, kwargs)
+        layout = (str(structure), *map(_layout, leaves))
+        circumstances = self._circumstances(device)
+        name = (layout, circumstances)
+        graph = self._graphs.get(name)
+        if graph is None:
+            met = self._met[name] = self._met.pop(name, 0) + 1
+            if len(self._met) > REMEMBERED:
+                self._met.popitem(last=False)
+            if met < self.warmup or not self._has_room(circumstances):
+                return self._run(args, kwargs)
+            if met == self.warmup:  # a failed capture would leave the device's allocator confused
+                with _no_waiting(device):
+                    return self._run(args, kwargs)
+            if any([_has_lasting_node(param) for param in self._module().parameters()]):
+                return self._run(args, kwargs)
+            graph = self._graphs[name] = self._capture(leaves, structure, circumstances, device)
+        if not self._taken_back():
+            return self._run(args, kwargs)
+        return self._replay(graph, leaves)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step as it is."""
+        # Detached, so that nobody keeps nodes of autograd's graph: see _has_lasting_node.
+        return _detached(self.step(*args, **kwargs))
+
+    # -- what a graph is found by -------------------------------------------------------------
+
+    def _device(self, leaves: Sequence[Any]) -> torch.device | None:
+        """The GPU that everything is on, or ``None`` without one."""
+        of_model = {x.device for x in chain(self._module().parameters(), self._module().buffers())}
+        if not any(device.type == "cuda" for device in of_model):
+            return None
+        devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(
+                f"GraphedStep: found parameters and arguments on {_listed(devices)}; expected one "
+                "device. Move the batch before the call; a model on several devices runs without "
+                "GraphedStep."
+            )
+        return devices.pop()
+
+    def _circumstances(self, device: torch.device) -> Hashable:
+        """What Python decides on the way through the step."""
+        modules = list(self._module().modules())
+        bounds: list[Hashable] = []
+        for wrapped in self._wrapped():
+            bound = wrapped.max_grad_norm
+            bounds += [
+                tuple(bound) if isinstance(bound, Sequence) else bound,
+                wrapped.clipping,
+                wrapped.loss_reduction,
+                wrapped._recorder.enabled,
+                wrapped._recorder.backend,
+            ]
+        return (
+            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            torch.are_deterministic_algorithms_enabled(),
+            *bounds,
+            *map(id, modules),
+            *[module.training for module in modules],
+            *[
+                (id(param), param.data_ptr(), param.requires_grad)
+                for module in modules
+                for param in module._parameters.values()
+                if param is not None
+            ],
+            *[
+                buffer.data_ptr()
+                for module in modules
+                for buffer in module._buffers.values()
+                if buffer is not None
+            ],
+        )
+
+    def _module(self) -> nn.Module:
+        """What holds the parameters: Opacus' hooks (``wrap_model=False``) are no module."""
+        model = self.model
+        return model if isinstance(model, nn.Module) else model._module
+
+    def _wrapped(self) -> list[GradSampleHooksFlashClipping]:
+        candidates = [self.model, *self._module().modules()]
+        found = [m for m in candidates if isinstance(m, GradSampleHooksFlashClipping)]
+        return list({id(m): m for m in found}.values())
+
+    def _has_room(self, circumstances: Hashable) -> bool:
+        """Whether one more graph may be held, those that would never be found again aside."""
+        if len(self._graphs) >= self.size and self._taken_back():
+            for name, graph in list(self._graphs.items()):
+                if graph.circumstances != circumstances:
+                    del self._graphs[name]
+        return len(self._graphs) < self.size
+
+    # -- capture and replay -------------------------------------------------------------------
+
+    def _capture(
+        self,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        circumstances: Hashable,
+        device: torch.device,
+    ) -> Graph:
+        """Record the kernels of the step on copies of its arguments; nothing else happens."""
+        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        graph = Graph(circumstances, [x for x in fixed if isinstance(x, Tensor)])
+        args, kwargs = pytree.tree_unflatten(fixed, structure)
+        params = list(self._module().parameters())
+        before = [param.grad for param in params]
+        with ExitStack() as stack:
+            for wrapped in self._wrapped():
+                captured = stack.enter_context(wrapped._recorder.captures())
+                graph.of_modules.append((wrapped, captured))
+            graph.kept = stack.enter_context(sources_kept())
+            try:
+                for param in params:
+                    param.grad = None
+                output = self._record(graph, lambda: self.step(*args, **kwargs), device)
+                graph.output = _detached(output)
+                graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
+            finally:
+                for param, grad in zip(params, before, strict=True):
+                    param.grad = grad
+        memories: dict[int, list[torch.UntypedStorage]] = {}
+        for _, grad in graph.grads:
+            memory = grad.untyped_storage()
+            memories.setdefault(memory._cdata, []).append(memory)
+        # One reference for every gradient in it, and one for what asks.
+        graph.storages = [(same[0], len(same) + 1) for same in memories.values()]
+        return graph
+
+    def _record(self, graph: Graph, work: Callable[[], Any], device: torch.device) -> Any:
+        """Capture what ``work`` launches."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+        recorded = torch.cuda.CUDAGraph()
+        outside = torch.cuda.current_stream(device)
+        # Weights that autocast has cast already would be read as they are today.
+        torch.clear_autocast_cache()
+        try:
+            with (
+                torch.cuda.device(device),
+                # Tables for kernels are put into pinned memory, and that may have to be asked for.
+                torch.cuda.graph(
+                    recorded,
+                    pool=self._pool,
+                    stream=self._stream,
+                    capture_error_mode="relaxed",
+                ),
+            ):
+                output = work()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            torch.cuda.set_stream(outside)  # PyTorch leaves the capturing one where capture fails
+            raise FlashClippingError(
+                f"GraphedStep: the step could not be captured as a CUDA graph ({error}). Take what "
+                "waits for the device or changes from call to call out of it, or call it without "
+                "GraphedStep."
+            ) from error
+        finally:
+            torch.clear_autocast_cache()  # what was cast meanwhile is the graph's own
+        graph.replay = recorded.replay
+        return output
+
+    def _replay(self, graph: Graph, leaves: Sequence[Any]) -> Any:
+        self.replays += 1
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        with torch.no_grad():
+            for fixed, given in zip(graph.inputs, inputs, strict=True):
+                fixed.copy_(given, non_blocking=True)
+            graph.replay()
+            for wrapped, captured in graph.of_modules:
+                wrapped.take_over(captured)
+            for param, grad in graph.grads:
+                if param.grad is not None:
+                    param.grad.add_(grad)
+                    continue
+                # A tensor of its own: optimizers leave marks on what they are given.
+                lent = grad.detach()
+                param.grad = lent
+                self._lent.append((param, lent))
+            return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
+
+    def _taken_back(self) -> bool:
+        """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of
+        those of the last one is copied for them."""
+        while self._lent:
+            param, lent = self._lent.pop()
+            for holder in HOLDERS:
+                if getattr(param, holder, None) is lent:
+                    copy = lent.clone()
+                    vars(copy).update(vars(lent))
+                    setattr(param, holder, copy)
+            del lent  # counts as a holder
+        return not any(graph.is_held() for graph in self._graphs.values())
+
+
+def _check(leaves: Sequence[Any], what: str, advice: str) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise TypeError(
+                f"GraphedStep: found {type(leaf).__name__} in the step's {what}; expected tensors "
+                "and plain values (numbers, strings, None) in lists, tuples and dicts, as a replay "
+                f"can renew nothing else. {advice}"
+            )
+
+
+def _are_odd(leaves: Sequence[Any]) -> bool:
+    """Whether there are tensors that no copy can stand in for: gradients flow back to them, or
+    they are no plain memory."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return any(
+        x.requires_grad or type(x) is not Tensor or x.layout != torch.strided for x in tensors
+    )
+
+
+def _has_lasting_node(param: nn.Parameter) -> bool:
+    """Whether somebody keeps a graph of autograd's that ends in this parameter.
+
+    Its last node belongs to the stream that it was made on. Every later backward uses it again, and
+    a capture, on a stream of its own, cannot; failing there would leave the device's generator and
+    allocator as if it still went on.
+    """
+    if not param.requires_grad:
+        return False
+    torch.autograd.graph.get_gradient_edge(param).node.metadata[GraphedStep] = True
+    return GraphedStep in torch.autograd.graph.get_gradient_edge(param).node.metadata
+
+
+def _detached(output: Any) -> Any:
+    _check(pytree.tree_leaves(output), "results", "Return the loss as a tensor, or nothing.")
+    return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _layout(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), leaf
+
+
+def _listed(devices: set[torch.device]) -> str:
+    return " and ".join(sorted(map(str, devices)))
+
+
+@contextmanager
+def _no_waiting(device: torch.device) -> Iterator[None]:
+    """Refuse what waits for the device, which a capture could not hold."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        _refuse_waiting(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _refuse_waiting(error: RuntimeError) -> NoReturn:
+    raise FlashClippingError(
+        f"GraphedStep: the step waits for the device ({error}), which no CUDA graph can. Take "
+        "item(), print() of values, nonzero() and copies to the CPU out of it, or call it without "
+        "GraphedStep."
+    ) from error
