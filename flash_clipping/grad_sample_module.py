@@ -218,6 +218,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, self._call = getattr(self, "_call", None), None
         if call is None or not torch.is_grad_enabled():
             return
+        call.end()
         recorder = self._recorder
         if call.rows:
             forward = module.forward

@@ -380,8 +380,13 @@ def _has_lasting_node(param: nn.Parameter) -> bool:
     """
     if not param.requires_grad:
         return False
-    torch.autograd.graph.get_gradient_edge(param).node.metadata[GraphedStep] = True
-    return GraphedStep in torch.autograd.graph.get_gradient_edge(param).node.metadata
+
+    def marks() -> Any:
+        node: Any = torch.autograd.graph.get_gradient_edge(param).node
+        return node.metadata
+
+    marks()[GraphedStep] = True
+    return GraphedStep in marks()
 
 
 def _detached(output: Any) -> Any:

@@ -11,6 +11,8 @@ autograd itself delivers their per-sample gradients: :mod:`flash_clipping.generi
 from __future__ import annotations
 
 import inspect
+from functools import cache
+from sys import getrefcount
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -26,10 +28,21 @@ from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.generic import generic_forward
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
-from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer, own
+from flash_clipping.rules.registry import (
+    AccumulatingRule,
+    Needs,
+    Rule,
+    Scope,
+    UnsupportedLayer,
+    own,
+)
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
+
+#: Elements of an input, on a CPU and on a GPU, from which on passing over its gradient once less
+#: takes longer than what readers of the same input do to be spared it (some 8 µs a layer).
+WORTH_HANDING_ON = {False: 1 << 15, True: 1 << 21}
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -94,6 +107,9 @@ class Tap(Place):
         self.generic = generic
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
+        self._accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
+        if self._accumulates:
+            references_of_none()  # counted once, outside any backward
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: Trainable = [], []
         self.loops = False  # whether vmap was tried on this module and failed
@@ -281,7 +297,24 @@ class Tap(Place):
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if rule.broadcasts_over_batch:
             args = (self._over_batch(args[0]), *args[1:])
-        output = _apply_tapped_layer(self, trainable, call, recomputed, *args, *params)
+        place, hands_on = 0, False
+        if call is not None:
+            x = args[0]
+            place = call.note_reader(x)
+            if (
+                self._accumulates
+                and x.numel() >= WORTH_HANDING_ON[x.is_cuda]
+                and not recomputed
+                and x.requires_grad
+            ):
+                hands_on, version = True, x._version
+                args = (call.in_place_of(x, place), *args[1:])
+        output = _apply_tapped_layer(
+            self, trainable, call, place, hands_on, recomputed, *args, *params
+        )
+        if hands_on:
+            output, handed_on = output
+            call.hand_on(handed_on, place, version, output)  # type: ignore[union-attr]
         if rule.sets_batch and call is not None:
             call.batch_sizes = (output.shape[0],)
         if not axis:
@@ -335,6 +368,11 @@ class TappedLayer(torch.autograd.Function):
     and their names as of forward, the call of the root that it belongs to (``call``, if any) and
     the place of its input among that call's readers, whether this is checkpointing's second forward
     (``recomputed``), and saved values that are no tensors, in their places (``others``).
+
+    Layers that read one input in a row (query, key and value) are a chain where their rule can add
+    to an input gradient: each hands on (``hands_on``) its input as a second output, which the next
+    reads in its place, and in backward gets the sum of what those after it have found, to add its
+    own in the matmul that forms it. Autograd would add them up in passes of their own.
     """
 
     @staticmethod
@@ -343,6 +381,8 @@ class TappedLayer(torch.autograd.Function):
         tap: Tap,
         trainable: Trainable,
         call: Forward | None,
+        place: int,
+        hands_on: bool,
         recomputed: bool,
         *inputs_and_params: Any,
     ) -> Any:
@@ -361,9 +401,11 @@ class TappedLayer(torch.autograd.Function):
                 saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
                 break
         ctx.save_for_backward(*saved)
-        ctx.tap, ctx.trainable, ctx.call, ctx.recomputed = tap, trainable, call, recomputed
-        if call is not None:
-            ctx.place = call.note_reader(inputs[0])
+        ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
+        ctx.call, ctx.place, ctx.hands_on = call, place, hands_on
+        if hands_on:
+            ctx.set_materialize_grads(False)  # mostly nobody reads what is handed on
+            return output, inputs[0].detach()
         return output
 
     @staticmethod
@@ -378,6 +420,14 @@ class TappedLayer(torch.autograd.Function):
                 "flash clipping does not have. Call backward() without create_graph, or take "
                 "such gradients on the unwrapped model."
             )
+        grad_output: Any
+        onto: Tensor | None = None
+        if ctx.hands_on:
+            grad_output, onto = grad_outputs
+            if grad_output is None:  # only what comes after it was asked for
+                return (*_NONE, onto, *(None,) * (len(ctx.needs_input_grad) - len(_NONE) - 1))
+        else:
+            grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
         saved = ctx.saved_tensors
         if ctx.others is not None:
             saved = tuple(
@@ -385,9 +435,14 @@ class TappedLayer(torch.autograd.Function):
                 for tensor, other in zip(saved, ctx.others, strict=True)
             )
         recorder = tap.recorder
-        needs = tap.needs(ctx.needs_input_grad[4 : -len(params)], names)
-        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
+        needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
+        if onto is None:
+            grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
+        else:
+            if getrefcount(onto) > references_of_none():  # a hook of somebody's kept it
+                onto = onto.clone()
+            assert isinstance(rule, AccumulatingRule)
+            grads, by_name = rule.backward_onto(tap.layer, saved, grad_output, needs, onto)
         try:
             factors = [by_name[name] for name in names]
         except KeyError as missing:
@@ -401,13 +456,44 @@ class TappedLayer(torch.autograd.Function):
         if recorder.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
             tap.record(params, factors, ctx.recomputed, readers)
-            return (None, None, None, None, *grads, *(None,) * (rest + len(params)))
+            return (*_NONE, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
             factor.clipped_sum(None, recorder.backend).view_as(param)
             for param, factor in zip(params, factors, strict=True)
         ]
-        return (None, None, None, None, *grads, *(None,) * rest, *ordinary)
+        return (*_NONE, *grads, *(None,) * rest, *ordinary)
+
+
+#: Gradients of what a tapped layer is told besides its inputs and parameters.
+_NONE = (None,) * 6
+
+
+class _Counted(torch.autograd.Function):
+    """Counts references to a gradient as :class:`TappedLayer` gets it, when nobody keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int]) -> Any:
+        ctx.counts = counts
+        return x * 2, x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        grad_output, onto = grad_outputs
+        ctx.counts.append(getrefcount(onto))
+        return grad_output + onto, None
+
+
+@cache
+def references_of_none() -> int:
+    """How many references Python has to the gradient of what a tapped layer handed on, where nobody
+    keeps it: then it may be added to in place, as autograd itself would."""
+    counts: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
+        output, handed_on = _Counted.apply(x, counts)
+        (output * 2 + handed_on * 3).backward()  # a gradient of its own for each
+    return counts[0]
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
