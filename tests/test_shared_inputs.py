@@ -80,12 +80,21 @@ def changed_between(x: Tensor, readers: nn.ModuleList) -> Tensor:
 
 
 def first_unused(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    readers[0](x)
-    return readers[1](x) * readers[2](x)
+    unused = readers[0](x)
+    product = readers[1](x) * readers[2](x)
+    del unused
+    return product
 
 
 def middle_detached(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    return readers[0](x) * readers[1](x).detach() * readers[2](x)
+    first, middle = readers[0](x), readers[1](x)
+    return first * middle.detach() * readers[2](x)
+
+
+def last_unused(x: Tensor, readers: nn.ModuleList) -> Tensor:
+    first, second, unused = [reader(x) for reader in readers]
+    del unused
+    return first * second
 
 
 def one_twice(x: Tensor, readers: nn.ModuleList) -> Tensor:
@@ -111,6 +120,7 @@ USES = [
     changed_between,
     first_unused,
     middle_detached,
+    last_unused,
     one_twice,
     outputs_dropped,
     in_no_grad_between,
@@ -201,7 +211,6 @@ def test_gradients_of_one_reader_alone() -> None:
     model, x = make()
     plain = copy.deepcopy(model)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    module.disable_hooks()
     kept: dict[str, list[Tensor]] = {"plain": [], "wrapped": []}
     for name, owner in (("plain", plain), ("wrapped", model)):
         for reader in owner.readers:
@@ -209,6 +218,7 @@ def test_gradients_of_one_reader_alone() -> None:
     x.requires_grad_()
     plain(x)
     module(x)
+    module.disable_hooks()  # between forward and backward: ordinary gradients of what was recorded
     for mine, theirs in zip(kept["wrapped"], kept["plain"], strict=True):
         (found,) = torch.autograd.grad(mine.square().sum(), x, retain_graph=True)
         (expected,) = torch.autograd.grad(theirs.square().sum(), x, retain_graph=True)
@@ -270,6 +280,28 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert p.grad is not None and q.grad is not None
         # "mean": ours is the sum over samples' own gradients, not their mean
         assert_close(q.grad / len(x), p.grad, 3e-2)
+
+
+def test_an_input_changed_in_place_behind_a_reader_that_saved_a_cast_of_it() -> None:
+    """Then PyTorch allows it: what comes after reads another input."""
+
+    def changed(x: Tensor, readers: nn.ModuleList) -> Tensor:
+        x = x.float() * 1.5
+        first = readers[0](x)
+        x.mul_(2)
+        return first * readers[1](x) * readers[2](x)
+
+    model, x = make(changed)
+    model, x = model.float(), x.float()
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    for which in (plain, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = loss(which, (x,))
+        losses.mean().backward()
+    found, expected = model.before.weight.grad, plain.before.weight.grad
+    assert found is not None and expected is not None
+    assert_close(found / len(x), expected, 3e-2)
 
 
 class HeirOfLinear(nn.Linear):

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flash_clipping import FlashPrivacyEngine
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -39,6 +41,27 @@ def test_five_lines_train_within_the_budget():
     names = training_objects()
     exec(block("tested: five lines"), names)
     assert 0 < names["engine"].get_epsilon(1e-5) <= 3
+
+
+def test_the_step_to_be_graphed_trains_as_without():
+    trained = []
+    for graphed in (True, False):
+        names = training_objects() | {"nn": nn}
+        torch.manual_seed(1)
+        names["model"], names["optimizer"], _, names["loader"] = FlashPrivacyEngine().make_private(
+            module=names["model"],
+            optimizer=names["optimizer"],
+            criterion=names["criterion"],
+            data_loader=names["loader"],
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+        )
+        code = block("tested: graphed")
+        if not graphed:
+            code = code.replace("step = GraphedStep(step, model)\n", "")
+        exec(code, names)
+        trained.append(torch.cat([p.detach().flatten() for p in names["model"].parameters()]))
+    assert torch.equal(*trained)
 
 
 def test_drop_in_replaces_the_norms_of_opacus():
