@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal, get_args
@@ -265,6 +266,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
+        total_B = self._publish(params, norms_PB)
         if (captured := self._recorder.captured) is not None:
             if self.before_clipping is not None:
                 raise FlashClippingError(
@@ -272,22 +274,38 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                     "captured as a CUDA graph, whose replays would all clip by today's. Run it "
                     "without flash_clipping.GraphedStep."
                 )
-            captured.norms.append((params, norms_PB))  # to be published after every replay
-            return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping)
-        total_B = self._publish(params, norms_PB)
+            captured.norms.append((params, norms_PB))  # every replay counts, and publishes its own
+            return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+        self._count_backward()
         if self.before_clipping is not None:
             self.before_clipping(total_B)
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+
+    @contextmanager
+    def captures(self) -> Iterator[Captured]:
+        """Let backward passes be captured as a CUDA graph. What reads norms meanwhile reads those
+        that replays will write; afterwards the norms are again those from before."""
+        params = self.trainable_parameters
+        before = [getattr(param, "_norm_sample", None) for param in params]
+        total_B: Any = getattr(self, "per_sample_gradient_norms", None)
+        try:
+            with self._recorder.captures() as captured:
+                yield captured
+        finally:
+            for param, norm_B in zip(params, before, strict=True):
+                setattr(param, "_norm_sample", norm_B)  # noqa: B010
+            self.per_sample_gradient_norms = total_B
 
     def take_over(self, captured: Captured) -> None:
         """Leave what the backward passes of a replayed CUDA graph would have left."""
         for params, norms_PB in captured.norms:
             self._publish(params, norms_PB.clone())
+            self._count_backward()
         for coef in captured.coefs:
             self._recorder.note_non_finite(coef)
 
     def _publish(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
-        """Leave the norms where they are looked for, and count a backward; ``[B]`` over all."""
+        """Leave the norms where they are looked for; ``[B]``, those over all."""
         index = norms_PB.get_device()
         for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
             if param.get_device() != index:
@@ -295,6 +313,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B)  # noqa: B010
         total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
+        return total_B
+
+    def _count_backward(self) -> None:
         self._backwards += 1
         self._clipped = True
         if self._backwards > 1 and not self.grad_accumulation_allowed:
@@ -303,7 +324,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 "optimizer.step() after every forward/backward pass or consider using "
                 "BatchMemoryManager"
             )
-        return total_B
 
     @property
     def backward_count(self) -> int:

@@ -8,6 +8,8 @@ module, a count of backward passes) is left again after every replay.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,11 +24,15 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.ops.backend import matmul_settings
 from flash_clipping.ops.upload import sources_kept
 from flash_clipping.recorder import Captured
 
 #: What arguments and results may hold besides tensors: what compares by value.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+#: Types of attributes that a module's forward may decide by.
+SETTINGS = (bool, int, float, str)
 
 #: Layouts of which the number of calls is remembered.
 REMEMBERED = 256
@@ -47,6 +53,7 @@ class Graph:
         of_modules: what it leaves on wrapped models.
         storages: memory of the gradients, and how many references to it are its own.
         kept: what its kernels read besides: tables and their sources.
+        owners: the modules that it was captured with, so that nothing else gets their ids.
     """
 
     circumstances: Hashable
@@ -56,6 +63,7 @@ class Graph:
     of_modules: list[tuple[GradSampleHooksFlashClipping, Captured]] = field(default_factory=list)
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     kept: Any = None
+    owners: list[nn.Module] = field(default_factory=list)
     replay: Callable[[], None] = lambda: None
 
     def is_held(self) -> bool:
@@ -89,11 +97,12 @@ class GraphedStep:
     time: they are looked at in every call.
 
     Args:
-        step: forward, loss and ``backward()``, without the optimizer's step. Arguments and results
-            are tensors and plain values (numbers, strings, ``None``) in lists, tuples, dicts.
+        step: forward, loss and ``backward()``, without the optimizer's step. Its arguments are
+            tensors, which it does not change, and plain values (numbers, strings, ``None``) in
+            lists, tuples, dicts; its results tensors or ``None``.
             Tensors of its own that it reads must keep their memory. What else it does in Python
             (printing, hooks, counting) happens while it is captured and never in a replay; it
-            must not wait for the device.
+            must not wait for the device, draw random numbers on the host or clear gradients.
         model: the module whose parameters it gives gradients to, wrapped or not, or what wraps it.
         warmup: calls with arguments of one layout before it is captured.
         graphs: how many layouts may have a graph at a time. They share their memory, which is that
@@ -108,9 +117,10 @@ class GraphedStep:
         device. A capture does.
 
     Raises:
-        TypeError: something in arguments or results is neither a tensor nor a plain value.
+        TypeError: something in the arguments is neither a tensor nor a plain value, or something in
+            the results is no tensor.
         ValueError: parameters or arguments are on several devices.
-        FlashClippingError: the step cannot be captured.
+        FlashClippingError: the step cannot be captured, or a replay would be something else.
     """
 
     def __init__(
@@ -148,7 +158,7 @@ class GraphedStep:
         """
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        _check(leaves, "arguments", "Pass dict(batch) where a tokenizer made the batch.")
+        _check_arguments(leaves)
         device = self._device(leaves)
         if device is None or not self.size or not torch.is_grad_enabled() or _are_odd(leaves):
             return self._run(args, kwargs)
@@ -157,14 +167,20 @@ class GraphedStep:
         name = (layout, circumstances)
         graph = self._graphs.get(name)
         if graph is None:
-            met = self._met[name] = self._met.pop(name, 0) + 1
+            met = self._met.pop(name, 0) + 1
+            has_room = met >= self.warmup and self._has_room(circumstances)
+            # Rehearsed with the last of the calls that warm up, or with the first for which there
+            # is room: a failed capture would leave the device's allocator confused.
+            self._met[name] = met if has_room else min(met, self.warmup - 1)
             if len(self._met) > REMEMBERED:
                 self._met.popitem(last=False)
-            if met < self.warmup or not self._has_room(circumstances):
+            if not has_room:
                 return self._run(args, kwargs)
-            if met == self.warmup:  # a failed capture would leave the device's allocator confused
-                with _no_waiting(device):
-                    return self._run(args, kwargs)
+            if met == self.warmup:
+                self._met[name] -= 1  # unless it goes well
+                output = self._rehearse(args, kwargs, device)
+                self._met[name] = met
+                return output
             if any([_has_lasting_node(param) for param in self._module().parameters()]):
                 return self._run(args, kwargs)
             graph = self._graphs[name] = self._capture(leaves, structure, circumstances, device)
@@ -176,6 +192,42 @@ class GraphedStep:
         """The step as it is."""
         # Detached, so that nobody keeps nodes of autograd's graph: see _has_lasting_node.
         return _detached(self.step(*args, **kwargs))
+
+    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+        """The step as it is, and an error where a replay would be something else."""
+        probe = next((p for p in self._module().parameters() if p.requires_grad), None)
+        had_none = probe is not None and probe.grad is None
+        if probe is not None and had_none:
+            probe.grad = torch.zeros_like(probe)
+        given = None if probe is None else probe.grad
+        version = 0 if given is None else given._version
+        backwards = [wrapped.backward_count for wrapped in self._wrapped()]
+        randomness = _randomness_of_the_host()
+        with _no_waiting(device):
+            output = self._run(args, kwargs)
+        changed = None
+        if randomness != _randomness_of_the_host():
+            changed = (
+                "draws random numbers on the host (random, numpy.random, torch's CPU generator), "
+                "which every replay would find as they were drawn for the capture. Draw on the "
+                "GPU, or before the step, and pass them as an argument"
+            )
+        elif probe is not None and given is not None:
+            pairs = zip(self._wrapped(), backwards, strict=True)
+            walked = sum([wrapped.backward_count - count for wrapped, count in pairs])
+            added = given._version - version
+            if had_none and not added and probe.grad is given:
+                probe.grad = None
+            elif probe.grad is not given or (backwards and added > max(walked, 1)):
+                changed = (
+                    "does more with p.grad than adding to it, which a replay would not do. Call "
+                    "zero_grad() and the optimizer's step() outside"
+                )
+        if changed is not None:
+            raise FlashClippingError(
+                f"GraphedStep: the step {changed}, or call it without GraphedStep."
+            )
+        return output
 
     # -- what a graph is found by -------------------------------------------------------------
 
@@ -205,24 +257,24 @@ class GraphedStep:
                 wrapped.loss_reduction,
                 wrapped._recorder.enabled,
                 wrapped._recorder.backend,
+                wrapped.before_clipping is None,
             ]
         return (
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
+            *_precision(),
             torch.are_deterministic_algorithms_enabled(),
             *bounds,
             *map(id, modules),
-            *[module.training for module in modules],
+            *[_settings(module) for module in modules],
             *[
-                (id(param), param.data_ptr(), param.requires_grad)
+                (id(param), param.requires_grad, _place(param))
                 for module in modules
                 for param in module._parameters.values()
                 if param is not None
             ],
             *[
-                buffer.data_ptr()
+                _place(buffer)
                 for module in modules
                 for buffer in module._buffers.values()
                 if buffer is not None
@@ -259,12 +311,14 @@ class GraphedStep:
         """Record the kernels of the step on copies of its arguments; nothing else happens."""
         fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         graph = Graph(circumstances, [x for x in fixed if isinstance(x, Tensor)])
+        graph.owners = list(self._module().modules())
         args, kwargs = pytree.tree_unflatten(fixed, structure)
+        versions = [x._version for x in graph.inputs]
         params = list(self._module().parameters())
         before = [param.grad for param in params]
         with ExitStack() as stack:
             for wrapped in self._wrapped():
-                captured = stack.enter_context(wrapped._recorder.captures())
+                captured = stack.enter_context(wrapped.captures())
                 graph.of_modules.append((wrapped, captured))
             graph.kept = stack.enter_context(sources_kept())
             try:
@@ -272,6 +326,12 @@ class GraphedStep:
                     param.grad = None
                 output = self._record(graph, lambda: self.step(*args, **kwargs), device)
                 graph.output = _detached(output)
+                if [x._version for x in graph.inputs] != versions:
+                    raise FlashClippingError(
+                        "GraphedStep: the step changes one of its arguments in place, and a replay "
+                        "works on copies of them. Return the new value, or call it without "
+                        "GraphedStep."
+                    )
                 graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
             finally:
                 for param, grad in zip(params, before, strict=True):
@@ -288,6 +348,7 @@ class GraphedStep:
         """Capture what ``work`` launches."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+        if not self._graphs:  # a pool whose last graph has gone cannot be taken up again
             self._pool = torch.cuda.graph_pool_handle()
         recorded = torch.cuda.CUDAGraph()
         outside = torch.cuda.current_stream(device)
@@ -311,8 +372,8 @@ class GraphedStep:
             torch.cuda.set_stream(outside)  # PyTorch leaves the capturing one where capture fails
             raise FlashClippingError(
                 f"GraphedStep: the step could not be captured as a CUDA graph ({error}). Take what "
-                "waits for the device or changes from call to call out of it, or call it without "
-                "GraphedStep."
+                "waits for the device or changes from call to call out of it (activation "
+                "checkpointing: preserve_rng_state=False), or call it without GraphedStep."
             ) from error
         finally:
             torch.clear_autocast_cache()  # what was cast meanwhile is the graph's own
@@ -352,13 +413,14 @@ class GraphedStep:
         return not any(graph.is_held() for graph in self._graphs.values())
 
 
-def _check(leaves: Sequence[Any], what: str, advice: str) -> None:
+def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise TypeError(
-                f"GraphedStep: found {type(leaf).__name__} in the step's {what}; expected tensors "
-                "and plain values (numbers, strings, None) in lists, tuples and dicts, as a replay "
-                f"can renew nothing else. {advice}"
+                f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
+                "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as "
+                "it knows nothing else by its contents. Pass dict(batch) where a tokenizer made "
+                "the batch."
             )
 
 
@@ -390,14 +452,54 @@ def _has_lasting_node(param: nn.Parameter) -> bool:
 
 
 def _detached(output: Any) -> Any:
-    _check(pytree.tree_leaves(output), "results", "Return the loss as a tensor, or nothing.")
+    """Results without their history: tensors and ``None``, as a replay renews nothing else."""
+    for leaf in pytree.tree_leaves(output):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"GraphedStep: found {type(leaf).__name__} in the step's results; expected tensors "
+                "or None, in lists, tuples and dicts: anything else would be the captured step's "
+                "in every replay. Return the loss as a tensor, or nothing."
+            )
     return pytree.tree_map_only(Tensor, Tensor.detach, output)
 
 
 def _layout(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
-    return type(leaf), leaf
+    return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """Which memory a tensor of the model is, and how it is read."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
+    and how many hooks it has."""
+    hooks = len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)
+    if isinstance(module, GradSampleHooksFlashClipping):
+        return hooks  # it counts backward passes; what it decides by is told one by one
+    return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]
+
+
+def _precision() -> list[str]:
+    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings where it has them:
+    once these are used, it refuses to tell the older."""
+    matmuls, cudnn = matmul_settings(), torch.backends.cudnn
+    if not matmuls:
+        return [torch.get_float32_matmul_precision(), str(cudnn.allow_tf32)]
+    convolutions = getattr(cudnn, "conv", None)
+    return [str(getattr(place, "fp32_precision", None)) for place in (*matmuls, convolutions)]
+
+
+def _randomness_of_the_host() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        of_numpy = keys.tobytes(), position
+    return random.getstate(), torch.get_rng_state().tolist(), of_numpy
 
 
 def _listed(devices: set[torch.device]) -> str:

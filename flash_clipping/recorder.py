@@ -79,6 +79,8 @@ class Forward:
     #: The output of the last reader that handed its input on, that input's place, and its version
     #: then. The output holds what was handed on: who holds the call would keep a failed forward.
     handed_on: tuple[weakref.ref[Tensor], int, int] | None = None
+    #: Whether the root has returned.
+    ended: bool = False
     #: Whether the norms of this call have been taken.
     spent: bool = False
     #: Memory of the root's tensor inputs, and the stride of their batch axis.
@@ -137,6 +139,8 @@ class Forward:
     def hand_on(self, x: Tensor, place: int, version: int, output: Tensor) -> None:
         """Let the next reader of the input at this place read ``x``, if the input has this version
         still, for as long as the output of the one before it is there."""
+        if torch.compiler.is_compiling():  # Dynamo has its own idea of a tensor's attributes
+            return
         vars(output)[HANDED_ON] = x
         self.handed_on = weakref.ref(output), place, version
 
@@ -150,10 +154,17 @@ class Forward:
         if output is None:
             return x
         handed_on: Tensor = vars(output).pop(HANDED_ON)
-        return handed_on if last[1:] == (place, x._version) else x
+        same = (
+            last[1:] == (place, x._version)
+            and handed_on.data_ptr() == x.data_ptr()  # x.data may be another's
+            and handed_on.shape == x.shape
+            and handed_on.stride() == x.stride()
+        )
+        return handed_on if same else x
 
     def end(self) -> None:
         """Nothing will be read any more."""
+        self.ended = True
         if self.handed_on is not None and (output := self.handed_on[0]()) is not None:
             del vars(output)[HANDED_ON]
         self.handed_on = None
@@ -389,7 +400,8 @@ class Recorder:
             raise FlashClippingError(
                 "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
                 "would read tables that are gone by then, and leave no norms: capture the step "
-                "with flash_clipping.GraphedStep, or run it outside torch.cuda.graph."
+                "with flash_clipping.GraphedStep, which is given the wrapped model (or what holds "
+                "the hooks), or run it outside torch.cuda.graph."
             )
         tape = self.tape_class(self)
         tape.stand_in()

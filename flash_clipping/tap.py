@@ -22,6 +22,8 @@ from torch._C import (  # type: ignore[attr-defined]
     _is_alias_of,
     is_grad_enabled,
 )
+from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
+from torch._C import _will_engine_execute_node as will_engine_execute_node
 from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
@@ -304,8 +306,11 @@ class Tap(Place):
             if (
                 self._accumulates
                 and x.numel() >= WORTH_HANDING_ON[x.is_cuda]
+                and x.grad_fn is not None  # a leaf may be walked to from each reader by itself
                 and not recomputed
-                and x.requires_grad
+                and not axis  # rows were put in front: another view for every layer
+                and not call.ended
+                and not torch.compiler.is_compiling()
             ):
                 hands_on, version = True, x._version
                 args = (call.in_place_of(x, place), *args[1:])
@@ -361,7 +366,7 @@ class ScopedForward(Tap):
 
 class TappedLayer(torch.autograd.Function):
     """A layer with a rule. Its trainable parameters are inputs: its output requires grad, and any
-    backward that autograd can be asked for reaches the layers that it should reach.
+    backward that autograd can be asked for records the layers that it should reach.
 
     What its backward has to know is kept on the context itself, as an object for it would be one
     more for every layer that Python's garbage collector counts: the tap, its trainable parameters
@@ -372,7 +377,8 @@ class TappedLayer(torch.autograd.Function):
     Layers that read one input in a row (query, key and value) are a chain where their rule can add
     to an input gradient: each hands on (``hands_on``) its input as a second output, which the next
     reads in its place, and in backward gets the sum of what those after it have found, to add its
-    own in the matmul that forms it. Autograd would add them up in passes of their own.
+    own in the matmul that forms it. Autograd would add them up in passes of their own. A hook on
+    autograd's node of a layer sees such sums.
     """
 
     @staticmethod
@@ -439,8 +445,8 @@ class TappedLayer(torch.autograd.Function):
         if onto is None:
             grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         else:
-            if getrefcount(onto) > references_of_none():  # a hook of somebody's kept it
-                onto = onto.clone()
+            if getrefcount(onto) > references_of_none() or _is_shared(onto):
+                onto = onto.clone()  # a hook of somebody's kept it, or put it there
             assert isinstance(rule, AccumulatingRule)
             grads, by_name = rule.backward_onto(tap.layer, saved, grad_output, needs, onto)
         try:
@@ -453,6 +459,8 @@ class TappedLayer(torch.autograd.Function):
         if not isinstance(grads, tuple):
             grads = (grads,)
         rest = len(needs.inputs) - len(grads)
+        if ctx.hands_on and not _is_asked_for(ctx, len(params)):
+            return (*_NONE, *grads, *(None,) * (rest + len(params)))
         if recorder.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
             tap.record(params, factors, ctx.recomputed, readers)
@@ -484,10 +492,27 @@ class _Counted(torch.autograd.Function):
         return grad_output + onto, None
 
 
+def _is_asked_for(node: Any, params: int) -> bool:
+    """Whether the running backward is to reach a layer's parameters, the last of its inputs. One
+    that is for others (``backward(inputs=...)``) comes by on its way through a chain of readers."""
+    for last, _ in node.next_functions[-params:]:
+        try:
+            if will_engine_execute_node(last):
+                return True
+        except RuntimeError:  # autograd.grad was asked for this very parameter
+            return True
+    return False
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same memory: two references are this one's and the asking."""
+    return references_to(tensor.untyped_storage()._cdata) > 2
+
+
 @cache
 def references_of_none() -> int:
     """How many references Python has to the gradient of what a tapped layer handed on, where nobody
-    keeps it: then it may be added to in place, as autograd itself would."""
+    keeps it: then it may be added to in place."""
     counts: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)

@@ -6,10 +6,15 @@ unseen by everything that counts or publishes.
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -28,6 +33,8 @@ from flash_clipping.graphed_step import Graph
 from flash_clipping.ops.upload import to_device
 from tests.models import CASES, Case, squared_loss
 from tests.oracle import assert_close, per_sample_truth
+
+ROOT = Path(__file__).parents[1]
 
 on_gpu = pytest.mark.gpu
 
@@ -189,6 +196,19 @@ def other_memory(training: Training) -> None:
     training.plain[3].weight.data = training.plain[3].weight.data * 2
 
 
+def other_setting(training: Training) -> None:
+    training.plain[1].eps = 0.5
+
+
+def a_hook(training: Training) -> None:
+    training.plain[2].register_forward_hook(lambda layer, args, output: output * 2)
+
+
+def transposed_memory(training: Training) -> None:
+    weight = training.plain[3].weight
+    weight.data = weight.data.flip(0).t().contiguous().t()
+
+
 def other_layer(training: Training) -> None:
     training.plain[2] = nn.ReLU()
 
@@ -206,8 +226,11 @@ def other_parameter(training: Training) -> None:
         in_evaluation,
         without_hooks,
         other_memory,
+        transposed_memory,
         other_layer,
         other_parameter,
+        other_setting,
+        a_hook,
     ],
 )
 def test_what_python_decides_is_looked_at_in_every_call(
@@ -226,6 +249,116 @@ def gradients_of(training: Training, x: Tensor) -> list[Tensor]:
     training.model.zero_grad(set_to_none=True)
     training.step(x)
     return [p.grad.clone() for p in training.plain.parameters()]
+
+
+def test_a_layer_in_the_place_of_another_is_not_taken_for_it() -> None:
+    """Not even where Python gives it the same id."""
+    for _ in range(5):
+        graphed, eager = warmed()
+        for training in (graphed, eager):
+            training.plain[2] = None
+            training.plain[2] = nn.ReLU()
+        x = batches(1)[0]
+        assert_same(graphed.results(x), eager.results(x))
+
+
+def test_norms_that_the_step_itself_reads() -> None:
+    training = Training(None)
+    model = training.model
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        squared_loss(model, (x,)).mean().backward()
+        of_param = training.plain[3].bias._norm_sample
+        return model.get_norm_sample(), model.per_sample_gradient_norms * 2, of_param + 1
+
+    graphed = PlayedByHand(step, model)
+    for x in batches(7):
+        found = graphed(x)
+        expected = model.get_norm_sample()
+        assert_same(found, [expected, expected * 2, training.plain[3].bias._norm_sample + 1])
+        model.zero_grad(set_to_none=True)
+    assert graphed.replays == 4
+
+
+@pytest.mark.parametrize(("wrap", "set_to_none"), [(False, True), (True, True), (True, False)])
+def test_a_step_that_clears_gradients_is_refused(wrap: bool, set_to_none: bool) -> None:
+    training = Training(None, wrap=wrap)
+
+    def step(x: Tensor) -> None:
+        training.model.zero_grad(set_to_none=set_to_none)
+        training.step(x)
+
+    graphed = PlayedByHand(step, training.model)
+    x = batches(1)[0]
+    graphed(x)
+    graphed(x)
+    for _ in range(2):
+        with pytest.raises(FlashClippingError, match=r"more with p.grad than adding"):
+            graphed(x)
+
+
+def test_what_a_rehearsal_looks_at_stays_as_it_was() -> None:
+    """A parameter that gets no gradient still has none: an optimizer would decay it."""
+    training = Training(None, wrap=False)
+    unused = nn.Parameter(torch.ones(3))
+    training.plain.unused = unused
+    training.plain._parameters = {"unused": unused}
+    step = PlayedByHand(lambda x: training.plain[:2](x).sum().backward(), training.plain)
+    for x in batches(5):
+        training.plain.zero_grad(set_to_none=True)
+        step(x)
+        assert unused.grad is None
+    assert step.replays == 2
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: numpy.random.rand(), lambda: torch.rand([])],
+    ids=["random", "numpy", "torch"],
+)
+def test_a_step_that_draws_on_the_host_is_refused(draw: Callable[[], Any]) -> None:
+    training = Training(None)
+
+    def step(x: Tensor) -> None:
+        training.step(x * float(draw()))
+
+    graphed = PlayedByHand(step, training.model)
+    x = batches(1)[0]
+    graphed(x)
+    graphed(x)
+    with pytest.raises(FlashClippingError, match="draws random numbers on the host"):
+        graphed(x)
+
+
+def test_a_step_that_changes_an_argument_is_refused() -> None:
+    training = Training(None)
+    graphed = PlayedByHand(lambda x, seen: (training.step(x), seen.add_(1))[1], training.model)
+    x, seen = batches(1)[0], torch.zeros(())
+    for _ in range(3):
+        graphed(x, seen)
+    with pytest.raises(FlashClippingError, match="changes one of its arguments in place"):
+        graphed(x, seen)
+
+
+def test_settings_of_precision_old_and_new() -> None:
+    """PyTorch refuses to tell the older ones once the newer have been used."""
+    script = """
+import torch
+from tests.test_graphed_step import PlayedByHand, Training, batches
+training = Training(PlayedByHand)
+settings = [None]
+if hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision"):
+    settings += [("cudnn.conv", "ieee"), ("cuda.matmul", "tf32")]
+for i, setting in enumerate(settings):
+    if setting is not None:
+        place, value = setting
+        owner, name = place.split(".")
+        getattr(getattr(torch.backends, owner), name).fp32_precision = value
+    for x in batches(5):
+        training.results(x)
+    assert training.step.replays == 2 * (i + 1), training.step.replays
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
 
 
 def test_weights_that_change_in_place_need_no_other_graph() -> None:
@@ -447,6 +580,9 @@ def test_arguments_and_results_of_other_types() -> None:
     odd = GraphedStep(lambda x: Batch(), training.model)
     with pytest.raises(TypeError, match="found Batch in the step's results.*Return the loss"):
         odd(batches(1)[0])
+    counting = GraphedStep(lambda x: 1.0, training.model)
+    with pytest.raises(TypeError, match="found float in the step's results"):
+        counting(batches(1)[0])
 
 
 @pytest.mark.parametrize(("warmup", "graphs"), [(1, 4), (3, -1)])
@@ -478,10 +614,12 @@ def test_a_model_that_is_not_wrapped_but_hooked() -> None:
 
 
 def test_a_bound_that_moves_in_backward_is_refused() -> None:
-    graphed = Training(PlayedByHand)
-    for x in batches(3):
-        graphed.results(x)
-    graphed.model.before_clipping = lambda norm_B: None
+    graphed, eager = warmed()
+    moved: list[Tensor] = []
+    graphed.model.before_clipping = moved.append
+    for x in batches(3):  # what was captured without it is not for it
+        assert_same(graphed.results(x), eager.results(x))
+    assert len(moved) == 3
     with pytest.raises(FlashClippingError, match="moves its own bound.*without flash_clipping.Gr"):
         graphed.results(batches(1)[0])
 
@@ -609,6 +747,27 @@ def test_graphs_of_several_sizes_share_memory() -> None:
 
 
 @on_gpu
+def test_a_graph_after_all_others_have_gone() -> None:
+    case = CASES["mixed"]
+    plain, model, (batch, _) = case_on_gpu(case, torch.float32)
+
+    def run(*batch: Tensor) -> None:
+        case.loss(model, batch).mean().backward()
+
+    step = GraphedStep(run, model, graphs=1)
+    for bound in (0.5, 0.25, 0.125):
+        model.max_grad_norm = bound
+        for _ in range(6):
+            model.zero_grad(set_to_none=True)
+            step(*batch)
+        found = [p.grad.clone() for p in plain.parameters()]
+        model.zero_grad(set_to_none=True)
+        run(*batch)
+        assert_same(found, [p.grad for p in plain.parameters()])
+    assert step.replays == 9
+
+
+@on_gpu
 def test_hundreds_of_replays_do_not_grow() -> None:
     _, model, (batch, _) = case_on_gpu(CASES["mixed"], torch.float32)
     case = CASES["mixed"]
@@ -629,10 +788,10 @@ def test_a_step_that_waits_is_refused_before_it_is_captured() -> None:
     _, model, (batch, _) = case_on_gpu(CASES["mixed"], torch.float32)
     case = CASES["mixed"]
 
-    def run(*batch: Tensor) -> float:
+    def run(*batch: Tensor) -> None:
         loss = case.loss(model, batch).mean()
         loss.backward()
-        return loss.item()
+        loss.item()
 
     step = GraphedStep(run, model)
     step(*batch)

@@ -304,6 +304,115 @@ def test_an_input_changed_in_place_behind_a_reader_that_saved_a_cast_of_it() -> 
     assert_close(found / len(x), expected, 3e-2)
 
 
+def test_an_input_whose_memory_is_another_behind_its_reader() -> None:
+    def moved(x: Tensor, readers: nn.ModuleList) -> Tensor:
+        first = readers[0](x)
+        x.data = x.data * 2
+        return first + readers[1](x) + readers[2](x)
+
+    model, x = make(moved)
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    assert torch.equal(module(x), plain(x))
+
+
+def test_memory_that_a_hook_puts_in_the_place_of_a_gradient_stays_as_it_is() -> None:
+    model, x = make()
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    memory = torch.ones(3, 4, 7, 6, dtype=torch.float64)
+    number = iter(range(3))
+
+    def replace(inputs: tuple[Tensor, ...], outputs: Any) -> tuple[Any, ...]:
+        return tuple(
+            memory[next(number)] if grad is not None and grad.shape == (4, 7, 6) else grad
+            for grad in inputs
+        )
+
+    def watch(reader: nn.Module, args: Any, output: Tensor) -> None:
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(replace)
+
+    for reader in model.readers:
+        reader.register_forward_hook(watch)
+    loss(module, (x,)).mean().backward()
+    assert (memory == 1).all()
+
+
+def test_a_backward_for_one_reader_records_no_other() -> None:
+    """``inputs=``: what comes by on its way through the chain is not asked for."""
+    model, x = make()
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for p in plain.parameters():
+        p.requires_grad = p is plain.readers[0].weight or p is plain.readers[0].bias
+    truth = per_sample_truth(plain, (x,), loss)
+    loss(module, (x,)).mean().backward(inputs=[*model.readers[0].parameters()])
+    assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+
+
+def test_outputs_of_readers_as_inputs_of_a_backward() -> None:
+    model, x = make()
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    outputs: list[Tensor] = []
+    for reader in model.readers:
+        reader.register_forward_hook(lambda m, a, y: outputs.append(y))
+    total = loss(module, (x,)).mean()
+    module.disable_hooks()
+    grads = torch.autograd.grad(total, outputs, retain_graph=True)
+    expected = torch.autograd.grad(total, outputs[::-1])
+    for found, other in zip(grads, expected[::-1], strict=True):
+        assert torch.equal(found, other)
+
+
+def test_an_input_that_is_a_leaf_is_walked_to_from_each_reader_by_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(6, 5) for _ in range(2)).double()
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.readers = model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = (reader(x) for reader in self.readers)
+            return first, second
+
+    module = GradSampleModuleFlashClipping(Two(), max_grad_norm=1.0)
+    x = torch.randn(4, 7, 6, dtype=torch.float64, requires_grad=True)
+    first, second = module(x)
+    second.sum().backward()
+    first.sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad, (model[0].weight + model[1].weight).sum(0).expand(4, 7, 6), 1e-12)
+
+
+@pytest.mark.parametrize("features", [(0, 5), (6, 0)])
+def test_layers_without_features(features: tuple[int, int]) -> None:
+    model, x = make()
+    model.before = nn.Linear(4, features[0]).double()
+    model.readers = nn.ModuleList(nn.Linear(*features) for _ in range(3)).double()
+    model.after = nn.Linear(features[1], 3).double()
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    for which in (plain, module):
+        loss(which, (x,)).mean().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert_close(q.grad / len(x), p.grad, 1e-12)
+
+
+def test_under_torch_compile() -> None:
+    model, x = make(in_heads)
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    module.compile(backend="eager")
+    for which in (plain, module):
+        loss(which, (x,)).mean().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert_close(q.grad / len(x), p.grad, 1e-9)
+
+
 class HeirOfLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)

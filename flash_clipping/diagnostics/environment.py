@@ -77,12 +77,20 @@ def environment() -> dict[str, Any]:
             "why_not": None if available else reason,
         },
         "settings": {
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "float32_matmul_precision": _matmul_precision(),
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
             "default_dtype": str(torch.get_default_dtype()),
         },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by PyTorch's newer settings, in which the older has no word for it
+        found = zip(("cuda", "cpu"), backends.matmul_settings(), strict=True)
+        return ", ".join(f"{device} {setting.fp32_precision}" for device, setting in found)
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -171,12 +171,32 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
     to TF32: norms would be off by 1e-3, and with them the guarantee.
+
+    PyTorch's newer settings (``torch.backends.cuda.matmul.fp32_precision``) are used where it has
+    them: the older say what these say, but not the other way round.
     """
     with contextlib.ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        before = torch.get_float32_matmul_precision()
-        if before != "highest":
-            torch.set_float32_matmul_precision("highest")
-            stack.callback(torch.set_float32_matmul_precision, before)
+        settings = matmul_settings()
+        for setting in settings:
+            wanted = setting.fp32_precision
+            if wanted not in ("none", "ieee"):
+                setting.fp32_precision = "ieee"
+                stack.callback(setattr, setting, "fp32_precision", wanted)
+        if not settings:
+            before = torch.get_float32_matmul_precision()
+            if before != "highest":
+                torch.set_float32_matmul_precision("highest")
+                stack.callback(torch.set_float32_matmul_precision, before)
         yield
+
+
+@functools.cache
+def matmul_settings() -> list[Any]:
+    """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
+    ``fp32_precision``. None before PyTorch 2.9."""
+    places: list[Any] = [getattr(torch.backends.cuda, "matmul", None)]
+    places.append(getattr(torch.backends.mkldnn, "matmul", None))
+    found = [place for place in places if hasattr(place, "fp32_precision")]
+    return found if len(found) == len(places) else []

@@ -117,7 +117,7 @@ class AccumulatingRule(Rule):
         onto: Tensor | None,
     ) -> tuple[Any, Mapping[str, Factor]]:
         """:meth:`backward` with the input gradient added to ``onto``, in place if that is cheapest:
-        nobody else refers to it."""
+        nobody else refers to its memory."""
 
     @property
     def accumulates(self) -> bool:
@@ -233,14 +233,14 @@ def as_BTd(x: Tensor) -> Tensor:
 def product_onto(grad_output: Tensor, weight: Tensor, onto: Tensor | None) -> Tensor:
     """``grad_output @ weight + onto``: an input gradient, added in place where that is one launch.
 
-    The sum is rounded once.
+    The sum is then rounded once.
     """
     if onto is None:
         return grad_output @ weight
     if not onto.is_contiguous() or not onto.dtype == grad_output.dtype == weight.dtype:
-        return onto.add_(grad_output @ weight)
-    rows = onto.view(-1, onto.shape[-1])
-    rows.addmm_(grad_output.reshape(-1, grad_output.shape[-1]), weight)
+        return onto + grad_output @ weight
+    (p, d), rows = weight.shape, grad_output.shape[:-1].numel()
+    onto.view(rows, d).addmm_(grad_output.reshape(rows, p), weight)
     return onto
 
 

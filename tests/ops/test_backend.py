@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from flash_clipping.diagnostics import environment
 from flash_clipping.ops import backend, row_scale_torch
 from flash_clipping.ops.backend import TritonFallbackWarning, resolve
 from flash_clipping.ops.row_scale import row_scale
@@ -102,6 +103,27 @@ def test_references_ignore_autocast_and_low_matmul_precision() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+    assert torch.equal(product, exact)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_references_ignore_the_newer_settings_of_precision(precision: str) -> None:
+    """Once they are used, PyTorch refuses to tell the older ones."""
+    settings = backend.matmul_settings()
+    if not settings:
+        pytest.skip("this PyTorch has none")
+    on_cpu = settings[1]
+    x = torch.randn(64, 64)
+    exact = x @ x
+    before = on_cpu.fp32_precision
+    on_cpu.fp32_precision = precision
+    try:
+        product = backend.run(_product, "torch", x, x)
+        assert on_cpu.fp32_precision == precision
+        told = environment()["settings"]["float32_matmul_precision"]
+        assert told.endswith(f"cpu {precision}")
+    finally:
+        on_cpu.fp32_precision = before
     assert torch.equal(product, exact)
 
 
