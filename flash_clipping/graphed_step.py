@@ -202,6 +202,8 @@ class GraphedStep:
         given = None if probe is None else probe.grad
         version = 0 if given is None else given._version
         backwards = [wrapped.backward_count for wrapped in self._wrapped()]
+        # Two passes add factor by factor, and a model that is not wrapped does not count.
+        adds_once = bool(backwards) and all([m.mode == "one_pass" for m in self._wrapped()])
         randomness = _randomness_of_the_host()
         with _no_waiting(device):
             output = self._run(args, kwargs)
@@ -218,7 +220,7 @@ class GraphedStep:
             added = given._version - version
             if had_none and not added and probe.grad is given:
                 probe.grad = None
-            elif probe.grad is not given or (backwards and added > max(walked, 1)):
+            elif probe.grad is not given or (adds_once and added > max(walked, 1)):
                 changed = (
                     "does more with p.grad than adding to it, which a replay would not do. Call "
                     "zero_grad() and the optimizer's step() outside"
