@@ -110,7 +110,10 @@ def _step_table(record: Record) -> str:
                 *(_step_cell(*cells[workload, method]) for method in methods),
             ]
         )
-    return _table(["time (memory) of a step", "non-private", *methods], lines)
+    what = "step"
+    if record.settings.get("graph"):
+        what += " as one CUDA graph, the optimizer's aside"
+    return _table([f"time (memory) of a {what}", "non-private", *methods], lines)
 
 
 def _step_cell(row: Row, summary: Summary | None) -> str:
