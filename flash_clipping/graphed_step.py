@@ -28,7 +28,7 @@ from flash_clipping.ops.backend import matmul_settings
 from flash_clipping.ops.upload import sources_kept
 from flash_clipping.recorder import Captured
 
-#: What arguments and results may hold besides tensors: what compares by value.
+#: What arguments may hold besides tensors: what is known by its value.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 #: Types of attributes that a module's forward may decide by.
@@ -92,17 +92,17 @@ class GraphedStep:
     where no graph is for it: on a CPU, for batches of other sizes (Poisson batches:
     ``BatchMemoryManager`` cuts them into equal ones and a rest), where anybody but ``p.grad``
     and ``p.summed_grad`` still holds gradients that an earlier replay left, and, before there is a
-    graph, while a loss of another backward is kept. Bound, clipping, who is
-    trainable, ``train()`` or ``eval()``, autocast and the parameters' memory may change at any
+    graph, while a loss of another backward is kept. Bound, clipping, who is trainable, modules'
+    plain attributes (``training``, ``p``), autocast and the parameters' memory may change at any
     time: they are looked at in every call.
 
     Args:
         step: forward, loss and ``backward()``, without the optimizer's step. Its arguments are
             tensors, which it does not change, and plain values (numbers, strings, ``None``) in
-            lists, tuples, dicts; its results tensors or ``None``.
-            Tensors of its own that it reads must keep their memory. What else it does in Python
-            (printing, hooks, counting) happens while it is captured and never in a replay; it
-            must not wait for the device, draw random numbers on the host or clear gradients.
+            lists, tuples, dicts; its results tensors or ``None``. Tensors of its own that it
+            reads must keep their memory. What else it does in Python (printing, hooks, counting)
+            happens while it is captured and never in a replay; it must not wait for the device,
+            draw random numbers on the host or clear gradients.
         model: the module whose parameters it gives gradients to, wrapped or not, or what wraps it.
         warmup: calls with arguments of one layout before it is captured.
         graphs: how many layouts may have a graph at a time. They share their memory, which is that
@@ -205,8 +205,13 @@ class GraphedStep:
         # Two passes add factor by factor, and a model that is not wrapped does not count.
         adds_once = bool(backwards) and all([m.mode == "one_pass" for m in self._wrapped()])
         randomness = _randomness_of_the_host()
-        with _no_waiting(device):
-            output = self._run(args, kwargs)
+        try:
+            with _no_waiting(device):
+                output = self._run(args, kwargs)
+        except BaseException:
+            if probe is not None and had_none and probe.grad is given:
+                probe.grad = None
+            raise
         changed = None
         if randomness != _randomness_of_the_host():
             changed = (

@@ -311,6 +311,23 @@ def test_what_a_rehearsal_looks_at_stays_as_it_was() -> None:
     assert step.replays == 2
 
 
+def test_a_rehearsal_that_fails_leaves_no_gradient() -> None:
+    training = Training(PlayedByHand)
+    x = batches(1)[0]
+    for _ in range(2):
+        training.results(x)
+    training.model.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        training.plain[3].weight.data = torch.zeros(3, 7)  # another layout: met anew
+        for _ in range(3):
+            try:
+                training.step(x)
+            except RuntimeError as error:
+                last = error
+        raise last
+    assert all(p.grad is None for p in training.plain.parameters())
+
+
 @pytest.mark.parametrize(
     "draw",
     [random.random, lambda: numpy.random.rand(), lambda: torch.rand([])],
