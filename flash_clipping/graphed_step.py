@@ -8,6 +8,8 @@ module, a count of backward passes) is left again after every replay.
 
 from __future__ import annotations
 
+import math
+import pickle
 import random
 import sys
 from collections import OrderedDict
@@ -167,20 +169,19 @@ class GraphedStep:
         name = (layout, circumstances)
         graph = self._graphs.get(name)
         if graph is None:
-            met = self._met.pop(name, 0) + 1
-            has_room = met >= self.warmup and self._has_room(circumstances)
-            # Rehearsed with the last of the calls that warm up, or with the first for which there
-            # is room: a failed capture would leave the device's allocator confused.
-            self._met[name] = met if has_room else min(met, self.warmup - 1)
-            if len(self._met) > REMEMBERED:
-                self._met.popitem(last=False)
-            if not has_room:
-                return self._run(args, kwargs)
-            if met == self.warmup:
-                self._met[name] -= 1  # unless it goes well
-                output = self._rehearse(args, kwargs, device)
-                self._met[name] = met
+            if (met := self._met.pop(name, 0)) < self.warmup:
+                if met < self.warmup - 1 or not self._has_room(circumstances):
+                    output = self._run(args, kwargs)
+                    self._met[name] = min(met + 1, self.warmup - 1)
+                else:  # a failed capture would leave the device's allocator confused
+                    output = self._rehearse(args, kwargs, device)
+                    self._met[name] = self.warmup
+                if len(self._met) > REMEMBERED:
+                    self._met.popitem(last=False)
                 return output
+            self._met[name] = met
+            if not self._has_room(circumstances):
+                return self._run(args, kwargs)
             if any([_has_lasting_node(param) for param in self._module().parameters()]):
                 return self._run(args, kwargs)
             graph = self._graphs[name] = self._capture(leaves, structure, circumstances, device)
@@ -195,45 +196,41 @@ class GraphedStep:
 
     def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
         """The step as it is, and an error where a replay would be something else."""
-        probe = next((p for p in self._module().parameters() if p.requires_grad), None)
-        had_none = probe is not None and probe.grad is None
-        if probe is not None and had_none:
-            probe.grad = torch.zeros_like(probe)
-        given = None if probe is None else probe.grad
-        version = 0 if given is None else given._version
-        backwards = [wrapped.backward_count for wrapped in self._wrapped()]
-        # Two passes add factor by factor, and a model that is not wrapped does not count.
-        adds_once = bool(backwards) and all([m.mode == "one_pass" for m in self._wrapped()])
+        params = [p for p in self._module().parameters() if p.requires_grad]
+        weights = [p._version for p in params]
+        held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
+        held = [each for each in held if each[1].layout == torch.strided]
+        counts = [wrapped.backward_count for wrapped in self._wrapped()]
         randomness = _randomness_of_the_host()
-        try:
-            with _no_waiting(device):
-                output = self._run(args, kwargs)
-        except BaseException:
-            if probe is not None and had_none and probe.grad is given:
-                probe.grad = None
-            raise
-        changed = None
+        with _no_waiting(device):
+            output = self._run(args, kwargs)
         if randomness != _randomness_of_the_host():
-            changed = (
+            _refuse(
                 "draws random numbers on the host (random, numpy.random, torch's CPU generator), "
                 "which every replay would find as they were drawn for the capture. Draw on the "
                 "GPU, or before the step, and pass them as an argument"
             )
-        elif probe is not None and given is not None:
-            pairs = zip(self._wrapped(), backwards, strict=True)
-            walked = sum([wrapped.backward_count - count for wrapped, count in pairs])
-            added = given._version - version
-            if had_none and not added and probe.grad is given:
-                probe.grad = None
-            elif probe.grad is not given or (adds_once and added > max(walked, 1)):
-                changed = (
-                    "does more with p.grad than adding to it, which a replay would not do. Call "
-                    "zero_grad() and the optimizer's step() outside"
+        if weights != [p._version for p in params]:
+            _refuse("changes parameters. Call the optimizer's step() outside")
+        # How often a model in one pass has added to its gradients; others are not known to count.
+        additions = {
+            id(param): wrapped.backward_count - count
+            for wrapped, count in zip(self._wrapped(), counts, strict=True)
+            if wrapped.mode == "one_pass" and wrapped._recorder.enabled
+            for param in wrapped.trainable_parameters
+        }
+        # Gradients in one memory, as views of one sum are, count their changes together.
+        most: dict[int, float] = {}
+        for param, grad, _ in held:
+            memory = grad.untyped_storage()._cdata
+            most[memory] = most.get(memory, 0) + additions.get(id(param), math.inf)
+        for param, grad, version in held:
+            changes = grad._version - version
+            if param.grad is not grad or changes > most[grad.untyped_storage()._cdata]:
+                _refuse(
+                    "clears gradients, or does more to them than adding, which no replay would do. "
+                    "Call zero_grad() outside"
                 )
-        if changed is not None:
-            raise FlashClippingError(
-                f"GraphedStep: the step {changed}, or call it without GraphedStep."
-            )
         return output
 
     # -- what a graph is found by -------------------------------------------------------------
@@ -275,7 +272,7 @@ class GraphedStep:
             *map(id, modules),
             *[_settings(module) for module in modules],
             *[
-                (id(param), param.requires_grad, _place(param))
+                (id(param), param.requires_grad, _place(param), *(param._backward_hooks or ()))
                 for module in modules
                 for param in module._parameters.values()
                 if param is not None
@@ -334,12 +331,13 @@ class GraphedStep:
                 output = self._record(graph, lambda: self.step(*args, **kwargs), device)
                 graph.output = _detached(output)
                 if [x._version for x in graph.inputs] != versions:
-                    raise FlashClippingError(
-                        "GraphedStep: the step changes one of its arguments in place, and a replay "
-                        "works on copies of them. Return the new value, or call it without "
-                        "GraphedStep."
+                    _refuse(
+                        "changes one of its arguments in place, and a replay works on copies of "
+                        "them. Return the new value"
                     )
                 graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
+                if any([grad.layout != torch.strided for _, grad in graph.grads]):
+                    _refuse("gives sparse gradients, whose size no graph can change")
             finally:
                 for param, grad in zip(params, before, strict=True):
                     param.grad = grad
@@ -377,11 +375,12 @@ class GraphedStep:
             raise
         except Exception as error:
             torch.cuda.set_stream(outside)  # PyTorch leaves the capturing one where capture fails
-            raise FlashClippingError(
-                f"GraphedStep: the step could not be captured as a CUDA graph ({error}). Take what "
-                "waits for the device or changes from call to call out of it (activation "
-                "checkpointing: preserve_rng_state=False), or call it without GraphedStep."
-            ) from error
+            _refuse(
+                f"could not be captured as a CUDA graph ({error}). Take what waits for the device "
+                "or changes from call to call out of it (activation checkpointing: "
+                "preserve_rng_state=False)",
+                error,
+            )
         finally:
             torch.clear_autocast_cache()  # what was cast meanwhile is the graph's own
         graph.replay = recorded.replay
@@ -483,8 +482,13 @@ def _place(tensor: Tensor) -> Hashable:
 
 def _settings(module: nn.Module) -> Hashable:
     """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
-    and how many hooks it has."""
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)
+    and its hooks, by the numbers that PyTorch gives them."""
+    hooks = (
+        *module._forward_pre_hooks,
+        *module._forward_hooks,
+        *module._backward_pre_hooks,
+        *module._backward_hooks,
+    )
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
     return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]
@@ -502,10 +506,7 @@ def _precision() -> list[str]:
 
 def _randomness_of_the_host() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
-    of_numpy = None
-    if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        of_numpy = keys.tobytes(), position
+    of_numpy = None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy
 
 
@@ -526,14 +527,16 @@ def _no_waiting(device: torch.device) -> Iterator[None]:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        _refuse_waiting(error)
+        _refuse(
+            f"waits for the device ({error}), which no CUDA graph can. Take item(), print() of "
+            "values, nonzero() and copies to the CPU out of it",
+            error,
+        )
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _refuse_waiting(error: RuntimeError) -> NoReturn:
+def _refuse(what: str, cause: Exception | None = None) -> NoReturn:
     raise FlashClippingError(
-        f"GraphedStep: the step waits for the device ({error}), which no CUDA graph can. Take "
-        "item(), print() of values, nonzero() and copies to the CPU out of it, or call it without "
-        "GraphedStep."
-    ) from error
+        f"GraphedStep: the step {what}, or call it without GraphedStep."
+    ) from cause

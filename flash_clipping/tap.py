@@ -493,11 +493,15 @@ class _Counted(torch.autograd.Function):
 
 
 def _is_asked_for(node: Any, params: int) -> bool:
-    """Whether the running backward is to reach a layer's parameters, the last of its inputs. One
-    that is for others (``backward(inputs=...)``) comes by on its way through a chain of readers."""
-    for last, _ in node.next_functions[-params:]:
+    """Whether the running backward would come by without the chain of readers: for what is before
+    the input that they read, or for the layer's parameters, the last of its own inputs. One that is
+    for another reader (``backward(inputs=...)``) comes by on its way to that."""
+    producer, output = node.next_functions[0]
+    while output == 1 and getattr(producer, "hands_on", False):
+        producer, output = producer.next_functions[0]
+    for needed in (producer, *[last for last, _ in node.next_functions[-params:]]):
         try:
-            if will_engine_execute_node(last):
+            if will_engine_execute_node(needed):
                 return True
         except RuntimeError:  # autograd.grad was asked for this very parameter
             return True

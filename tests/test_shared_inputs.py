@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_clipping import GradSampleModuleFlashClipping, Needs, register_rule
+from flash_clipping import GradSampleModuleFlashClipping, Needs, register_rule, tap
 from flash_clipping.rules.linear import LinearRule
 from tests.oracle import assert_close, per_sample_truth
 
@@ -169,8 +169,6 @@ def test_no_pass_adds_their_input_gradients(readers: int, use: Callable[..., Ten
 
 
 def test_small_inputs_are_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_clipping import tap
-
     for worth, expected in ((4 * 7 * 6 + 1, 2), (4 * 7 * 6, 0)):
         monkeypatch.setitem(tap.WORTH_HANDING_ON, False, worth)
         model, x = make()
@@ -339,14 +337,27 @@ def test_memory_that_a_hook_puts_in_the_place_of_a_gradient_stays_as_it_is() -> 
 
 
 def test_a_backward_for_one_reader_records_no_other() -> None:
-    """``inputs=``: what comes by on its way through the chain is not asked for."""
+    """``inputs=``: of the chain only what was asked for, and, as ever, the layers behind it."""
     model, x = make()
     plain = copy.deepcopy(model)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    for p in plain.parameters():
-        p.requires_grad = p is plain.readers[0].weight or p is plain.readers[0].bias
+    for layer in (plain.before, *plain.readers[1:]):
+        layer.requires_grad_(False)
     truth = per_sample_truth(plain, (x,), loss)
     loss(module, (x,)).mean().backward(inputs=[*model.readers[0].parameters()])
+    assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 60])
+def test_a_backward_for_what_is_before_them_records_all_it_passes(
+    worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are a chain or not."""
+    monkeypatch.setitem(tap.WORTH_HANDING_ON, False, worth)
+    model, x = make()
+    truth = per_sample_truth(model, (x,), loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    loss(module, (x,)).mean().backward(inputs=[model.before.weight])
     assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
 
 
