@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping, Needs, register_rule, tap
+from flash_clipping.factors import RowSum
+from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
+from flash_clipping.rules.registry import AccumulatingRule
 from tests.oracle import assert_close, per_sample_truth
 
 
@@ -431,8 +434,6 @@ class HeirOfLinear(nn.Linear):
 
 @pytest.fixture
 def rule_with_a_backward_of_its_own() -> Iterator[list[int]]:
-    from flash_clipping.rules import registry
-
     asked: list[int] = []
 
     @register_rule(HeirOfLinear)
@@ -454,6 +455,48 @@ def test_a_rule_with_a_backward_of_its_own_is_asked_for_that(
     loss(module, (x,)).mean().backward()
     assert len(rule_with_a_backward_of_its_own) == 3
     assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+
+
+class Shift(nn.Module):
+    def __init__(self, width: int, features: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def test_memory_that_a_factor_reads_is_not_added_to() -> None:
+    """A rule whose input gradient is its output gradient, seen anew."""
+
+    @register_rule(Shift)
+    class ShiftRule(AccumulatingRule):
+        def forward(self, layer: Any, x: Tensor) -> Any:
+            return x + layer.bias, (x,)
+
+        def backward_onto(
+            self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs, onto: Tensor | None
+        ) -> Any:
+            grad = grad_output.view_as(grad_output) if onto is None else onto.add_(grad_output)
+            return grad, {"bias": RowSum(grad_output)}
+
+    def weighted(x: Tensor, readers: nn.ModuleList) -> Tensor:
+        total = x * 0
+        for i, reader in enumerate(readers):
+            total = total + torch.sin(reader(x) * (i + 1))
+        return total
+
+    try:
+        model, x = make(weighted, layer=Shift, width=5)
+        truth = per_sample_truth(model, (x,), loss)
+        module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+        outputs: list[Tensor] = []
+        for reader in model.readers:
+            reader.register_forward_hook(lambda m, a, y: outputs.append(y))
+        loss(module, (x,)).mean().backward()
+        assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+    finally:
+        del registry._RULES[Shift]
 
 
 def test_nothing_is_left_on_outputs() -> None:
