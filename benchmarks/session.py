@@ -199,6 +199,8 @@ class Session:
             for inputs, targets in batches:
                 method.step(inputs, targets)
 
+        if self.setting.graph:  # a capture is no step to be timed
+            warmup = max(warmup, method.settling + 1)
         for _ in range(0 if name in self._warm else warmup):
             method.step(*batches[0])
         self._warm.add(name)

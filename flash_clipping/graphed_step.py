@@ -54,7 +54,7 @@ class Graph:
         grads: every parameter that it gives a gradient, and that gradient.
         of_modules: what it leaves on wrapped models.
         storages: memory of the gradients, and how many references to it are its own.
-        kept: what its kernels read besides: tables and their sources.
+        sources: what its copies from the host read.
         owners: the modules that it was captured with, so that nothing else gets their ids.
     """
 
@@ -64,7 +64,7 @@ class Graph:
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     of_modules: list[tuple[GradSampleHooksFlashClipping, Captured]] = field(default_factory=list)
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-    kept: Any = None
+    sources: list[Tensor] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     replay: Callable[[], None] = lambda: None
 
@@ -114,9 +114,9 @@ class GraphedStep:
         replays, calls: how many calls were replays, and how many there were.
 
     Guarantees:
-        ``p.grad``, norms and coefficients are bitwise what the captured kernels give on this call's
-        arguments; gradients are added to those that ``p.grad`` holds. No replay waits for the
-        device. A capture does.
+        Norms, coefficients and gradients are bitwise what the captured kernels give on this call's
+        arguments; gradients are then added to those that ``p.grad`` holds (those of several
+        backward passes in one step as their sum). No replay waits for the device. A capture does.
 
     Raises:
         TypeError: something in the arguments is neither a tensor nor a plain value, or something in
@@ -161,11 +161,12 @@ class GraphedStep:
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
         _check_arguments(leaves)
-        device = self._device(leaves)
+        modules = list(self._module().modules())  # once: walking the tree is most of a call's time
+        device = self._device(modules, leaves)
         if device is None or not self.size or not torch.is_grad_enabled() or _are_odd(leaves):
             return self._run(args, kwargs)
         layout = (str(structure), *map(_layout, leaves))
-        circumstances = self._circumstances(device)
+        circumstances = self._circumstances(modules, device)
         name = (layout, circumstances)
         graph = self._graphs.get(name)
         if graph is None:
@@ -174,7 +175,7 @@ class GraphedStep:
                     output = self._run(args, kwargs)
                     self._met[name] = min(met + 1, self.warmup - 1)
                 else:  # a failed capture would leave the device's allocator confused
-                    output = self._rehearse(args, kwargs, device)
+                    output = self._rehearse(args, kwargs, self._wrapped(modules), device)
                     self._met[name] = self.warmup
                 if len(self._met) > REMEMBERED:
                     self._met.popitem(last=False)
@@ -184,7 +185,8 @@ class GraphedStep:
                 return self._run(args, kwargs)
             if any([_has_lasting_node(param) for param in self._module().parameters()]):
                 return self._run(args, kwargs)
-            graph = self._graphs[name] = self._capture(leaves, structure, circumstances, device)
+            graph = self._capture(leaves, structure, circumstances, modules, device)
+            self._graphs[name] = graph
         if not self._taken_back():
             return self._run(args, kwargs)
         return self._replay(graph, leaves)
@@ -194,13 +196,19 @@ class GraphedStep:
         # Detached, so that nobody keeps nodes of autograd's graph: see _has_lasting_node.
         return _detached(self.step(*args, **kwargs))
 
-    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    def _rehearse(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        models: Sequence[GradSampleHooksFlashClipping],
+        device: torch.device,
+    ) -> Any:
         """The step as it is, and an error where a replay would be something else."""
         params = [p for p in self._module().parameters() if p.requires_grad]
         weights = [p._version for p in params]
         held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
         held = [each for each in held if each[1].layout == torch.strided]
-        counts = [wrapped.backward_count for wrapped in self._wrapped()]
+        counts = [wrapped.backward_count for wrapped in models]
         randomness = _randomness_of_the_host()
         with _no_waiting(device):
             output = self._run(args, kwargs)
@@ -215,7 +223,7 @@ class GraphedStep:
         # How often a model in one pass has added to its gradients; others are not known to count.
         additions = {
             id(param): wrapped.backward_count - count
-            for wrapped, count in zip(self._wrapped(), counts, strict=True)
+            for wrapped, count in zip(models, counts, strict=True)
             if wrapped.mode == "one_pass" and wrapped._recorder.enabled
             for param in wrapped.trainable_parameters
         }
@@ -235,9 +243,14 @@ class GraphedStep:
 
     # -- what a graph is found by -------------------------------------------------------------
 
-    def _device(self, leaves: Sequence[Any]) -> torch.device | None:
+    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
-        of_model = {x.device for x in chain(self._module().parameters(), self._module().buffers())}
+        of_model = {
+            tensor.device
+            for module in modules
+            for tensor in chain(module._parameters.values(), module._buffers.values())
+            if tensor is not None
+        }
         if not any(device.type == "cuda" for device in of_model):
             return None
         devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
@@ -249,11 +262,10 @@ class GraphedStep:
             )
         return devices.pop()
 
-    def _circumstances(self, device: torch.device) -> Hashable:
+    def _circumstances(self, modules: Sequence[nn.Module], device: torch.device) -> Hashable:
         """What Python decides on the way through the step."""
-        modules = list(self._module().modules())
         bounds: list[Hashable] = []
-        for wrapped in self._wrapped():
+        for wrapped in self._wrapped(modules):
             bound = wrapped.max_grad_norm
             bounds += [
                 tuple(bound) if isinstance(bound, Sequence) else bound,
@@ -290,8 +302,8 @@ class GraphedStep:
         model = self.model
         return model if isinstance(model, nn.Module) else model._module
 
-    def _wrapped(self) -> list[GradSampleHooksFlashClipping]:
-        candidates = [self.model, *self._module().modules()]
+    def _wrapped(self, modules: Sequence[nn.Module]) -> list[GradSampleHooksFlashClipping]:
+        candidates = [self.model, *modules]
         found = [m for m in candidates if isinstance(m, GradSampleHooksFlashClipping)]
         return list({id(m): m for m in found}.values())
 
@@ -310,27 +322,28 @@ class GraphedStep:
         leaves: Sequence[Any],
         structure: pytree.TreeSpec,
         circumstances: Hashable,
+        modules: list[nn.Module],
         device: torch.device,
     ) -> Graph:
         """Record the kernels of the step on copies of its arguments; nothing else happens."""
         fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        graph = Graph(circumstances, [x for x in fixed if isinstance(x, Tensor)])
-        graph.owners = list(self._module().modules())
+        inputs = [x for x in fixed if isinstance(x, Tensor)]
+        graph = Graph(circumstances, inputs, owners=modules)
         args, kwargs = pytree.tree_unflatten(fixed, structure)
-        versions = [x._version for x in graph.inputs]
+        versions = [x._version for x in inputs]
         params = list(self._module().parameters())
         before = [param.grad for param in params]
         with ExitStack() as stack:
-            for wrapped in self._wrapped():
+            for wrapped in self._wrapped(modules):
                 captured = stack.enter_context(wrapped.captures())
                 graph.of_modules.append((wrapped, captured))
-            graph.kept = stack.enter_context(sources_kept())
+            graph.sources = stack.enter_context(sources_kept())
             try:
                 for param in params:
                     param.grad = None
                 output = self._record(graph, lambda: self.step(*args, **kwargs), device)
                 graph.output = _detached(output)
-                if [x._version for x in graph.inputs] != versions:
+                if [x._version for x in inputs] != versions:
                     _refuse(
                         "changes one of its arguments in place, and a replay works on copies of "
                         "them. Return the new value"

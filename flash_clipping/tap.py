@@ -310,7 +310,6 @@ class Tap(Place):
                 and not recomputed
                 and not axis  # rows were put in front: another view for every layer
                 and not call.ended
-                and not torch.compiler.is_compiling()
             ):
                 hands_on, version = True, x._version
                 args = (call.in_place_of(x, place), *args[1:])

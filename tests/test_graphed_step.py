@@ -42,7 +42,7 @@ on_gpu = pytest.mark.gpu
 class PlayedByHand(GraphedStep):
     """Captures and replays without a device."""
 
-    def _device(self, leaves: Sequence[Any]) -> torch.device:
+    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
         return torch.device("cpu")
 
     def _record(self, graph: Graph, work: Callable[[], Any], device: torch.device) -> Any:

@@ -415,11 +415,12 @@ def test_layers_without_features(features: tuple[int, int]) -> None:
         assert_close(q.grad / len(x), p.grad, 1e-12)
 
 
-def test_under_torch_compile() -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_under_torch_compile(backend: str) -> None:
     model, x = make(in_heads)
     plain = copy.deepcopy(model)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
-    module.compile(backend="eager")
+    module.compile(backend=backend)
     for which in (plain, module):
         loss(which, (x,)).mean().backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):

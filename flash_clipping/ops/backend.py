@@ -195,7 +195,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 @functools.cache
 def matmul_settings() -> list[Any]:
     """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
-    ``fp32_precision``. None before PyTorch 2.9."""
+    ``fp32_precision``. Older versions have none."""
     places: list[Any] = [getattr(torch.backends.cuda, "matmul", None)]
     places.append(getattr(torch.backends.mkldnn, "matmul", None))
     found = [place for place in places if hasattr(place, "fp32_precision")]

@@ -96,8 +96,22 @@ def test_report_says_oom(tmp_path: Path, run: Run) -> None:
     readme.write_text(f"{START}\n{END}\n")
     assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
     text = readme.read_text()
+    assert "| time (memory) of a step | non-private |" in text
     assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM |" in text
     assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
+
+
+def test_report_says_which_steps_were_graphs(tmp_path: Path, run: Run) -> None:
+    environment = dict.fromkeys(("device", "driver", "torch", "triton", "opacus", "revision"), "1")
+    row = Row("nonprivate", "m", 2, 3, milliseconds=[1.0], peak_bytes=1)
+    record = Record("step", environment, "command", {"dtype": "bf16", "graph": True}, [row])
+    record.write(tmp_path / "a.json")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{START}\n{END}\n")
+    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
+    assert "| time (memory) of a step as one CUDA graph, the optimizer's aside |" in (
+        readme.read_text()
+    )
 
 
 def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,29 @@ def test_graphs_on_a_gpu(run: Run, quick: tuple[str, ...], extra: tuple[str, ...
     assert status == 0, printed
     assert printed.count("cannot be captured as CUDA graphs") == 4  # Opacus', twice told
     assert "compared with opacus-ghost, set up for this alone" in printed
+
+
+def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    class Counting(NonPrivate):
+        def step(self, inputs: Tensor, targets: Tensor) -> None:
+            steps.append("timed" if timing else "before")
+
+    timing: list[bool] = []
+
+    def clock(device: torch.device, run: Callable[[], None], clock: str) -> float:
+        timing.append(True)
+        run()
+        return 1.0
+
+    replace_method(monkeypatch, "nonprivate", Counting)
+    monkeypatch.setattr("benchmarks.session.milliseconds", clock)
+    session = session_of("nonprivate")
+    session.setting = dataclasses.replace(session.setting, graph=True)
+    session._turn("nonprivate", 0, steps=2, warmup=1, clock="wall")
+    # Three to warm up, one in which the graph is captured.
+    assert steps == ["before"] * 4 + ["timed"] * 2
 
 
 def test_graphs_need_a_gpu(run: Run, quick: tuple[str, ...]) -> None:
