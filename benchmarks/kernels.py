@@ -31,6 +31,7 @@ from benchmarks.options import DTYPES
 from flash_clipping import ops
 from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_sqnorms_many
+from flash_clipping.ops.noise import noisy_means
 
 LAYERS = 8
 """Layers in one gram launch; a step has more."""
@@ -254,6 +255,8 @@ def row_candidates(
         (Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
         (Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
         (Result(group, "embedding", "copy", once), lambda: ops.embedding_sqnorms(ids, G)),
+        # As many parameters as samples, with the default generator.
+        (Result(group, "noise", "copy", 2 * once), lambda: noisy_means(list(x), 1.0, 2.0)),
         (
             Result(group, "group_norm", "copy", 2 * once),  # positions as channels
             lambda: ops.group_norm_grads(x, G, statistics_B1, statistics_B1),

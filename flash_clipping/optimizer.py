@@ -14,8 +14,9 @@ from opacus.optimizers.optimizer import (
     _generate_noise,
     _mark_as_processed,
 )
+from torch import Tensor
 
-from flash_clipping.ops.noise import noisy_mean
+from flash_clipping.ops.noise import noisy_means
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
@@ -121,15 +122,19 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         std, divisor = self._noise_std(), self._divisor()
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-            if self.secure_mode:
-                noise = _generate_noise(
-                    std=std, reference=p.summed_grad, generator=self.generator, secure_mode=True
-                )
-                p.grad = ((p.summed_grad + noise) / divisor).view_as(p)
-            else:
-                noisy = noisy_mean(p.summed_grad, std, divisor, generator=self.generator)
-                p.grad = noisy.view_as(p)
+        sums = [p.summed_grad for p in self.params]
+        if self.secure_mode:
+            noisy = [self._with_secure_noise(summed, std) / divisor for summed in sums]
+        else:
+            noisy = noisy_means(sums, std, divisor, generator=self.generator)
+        for p, grad in zip(self.params, noisy, strict=True):
+            p.grad = grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def _with_secure_noise(self, summed: Tensor, std: float) -> Tensor:
+        return summed + _generate_noise(
+            std=std, reference=summed, generator=self.generator, secure_mode=True
+        )
 
     def scale_grad(self) -> None:
         """Nothing: :meth:`add_noise` divides in the same pass."""

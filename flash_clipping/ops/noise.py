@@ -1,6 +1,8 @@
-"""Gaussian noise, accumulation and scaling of one gradient in one pass."""
+"""Gaussian noise and scaling of the gradients of many parameters in one pass."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,30 +11,44 @@ from flash_clipping.ops import noise_torch
 from flash_clipping.ops.backend import resolve, run
 
 
-def noisy_mean(
-    summed: Tensor,
+def noisy_means(
+    sums: Sequence[Tensor],
     std: float,
     divisor: float,
     *,
     generator: torch.Generator | None = None,
     backend: str = "auto",
-) -> Tensor:
-    """``(summed + N(0, std^2)) / divisor``: a fresh tensor of ``summed``'s shape and dtype.
+) -> list[Tensor]:
+    """``(sum + N(0, std^2)) / divisor`` of each: fresh tensors of the sums' shapes and dtypes.
 
     Computed in fp32 (fp64 for fp64) and rounded once.
 
     Args:
-        summed: the clipped sum, any shape.
-        std: standard deviation of the noise on the sum; 0 adds none and draws nothing.
-        divisor: what the noisy sum is divided by (the expected batch size, or 1).
-        generator: source of randomness; ``None`` is the device's default generator. The Triton
-            kernel draws from the default CUDA generator only (its own Philox counters, advanced
-            on the generator as any CUDA kernel advances them); a generator of the user's own is
-            used through ``torch.normal``.
+        sums: clipped sums, of any shapes, dtypes and devices. Those that kernels can serve take
+            one launch for each dtype and device (of up to 256 tensors).
+        std: standard deviation of the noise on a sum; 0 adds none and draws nothing.
+        divisor: what the noisy sums are divided by (the expected batch size, or 1).
+        generator: source of randomness, used in the order of the sums; ``None`` is the device's
+            default generator. The Triton kernel draws from the default CUDA generator only (its
+            own Philox counters, advanced on the generator as any CUDA kernel advances them); a
+            generator of the user's own is used through ``torch.normal``.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
     """
     if std == 0:
-        return summed / divisor
-    if generator is not None or not summed.is_cuda or not summed.is_contiguous():
-        backend = "torch" if resolve(backend, summed) == "triton" else backend
-    return run(noise_torch.noisy_mean, backend, summed, summed, std, divisor, generator)
+        return [summed / divisor for summed in sums]
+    results: list[Tensor | None] = [None] * len(sums)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, summed in enumerate(sums):
+        if generator is None and summed.is_cuda and summed.is_contiguous() and summed.numel():
+            together.setdefault((summed.device, summed.dtype), []).append(index)
+            continue
+        way = "torch" if resolve(backend, summed) == "triton" else backend
+        (results[index],) = run(
+            noise_torch.noisy_means, way, summed, [summed], std, divisor, generator
+        )
+    for members in together.values():
+        some = [sums[index] for index in members]
+        noisy = run(noise_torch.noisy_means, backend, some[0], some, std, divisor, generator)
+        for index, result in zip(members, noisy, strict=True):
+            results[index] = result
+    return [result for result in results if result is not None]

@@ -1,6 +1,10 @@
-"""Noise drawn in registers: the sum is read once and the noisy mean written once."""
+"""Noise drawn in registers: each sum is read once and each noisy mean written once."""
 
 from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,62 +12,242 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.launch_triton import launch
+from flash_clipping.ops.upload import to_device
 
 _KEY = 0x9E3779B97F4A7C15
-_BLOCK = 4096  # elements per program; every Philox call gives four normals
+BLOCK = 2048
+"""Elements for which a program draws at a time; every Philox call gives four normals."""
+BLOCKS = 4
+"""How many such blocks a program walks over."""
+WARPS = 4
+MOST = 256
+"""Tensors of a launch: a program looks for its own among all of them."""
 
 
 @triton.jit
-def _noisy_mean_kernel(
-    summed_ptr, out_ptr, numel, std, inverse, seed, offset_low, offset_high, BLOCK: tl.constexpr
+def _multiply(x, FACTOR: tl.constexpr):
+    """Lower and upper word of a product, by one instruction."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p;}",
+        "=r,=r,r,r",
+        [x, tl.full(x.shape, FACTOR, tl.uint32)],
+        dtype=(tl.uint32, tl.uint32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _words(seed, c0, c1, c2, c3, FAST: tl.constexpr):
+    """Four random words of a counter, by Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
+    random numbers: as easy as 1, 2, 3", 2011). ``tl.philox`` multiplies twice for a product."""
+    if not FAST:
+        return tl.philox(seed, c0, c1, c2, c3)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        low0, high0 = _multiply(c0, 0xD2511F53)
+        low1, high1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _pair(u, v, scale, FAST: tl.constexpr):
+    """Two independent normals times ``scale`` from two random words, by Box and Muller's method.
+
+    All 32 bits of one decide the radius, so that it reaches 6.7 standard deviations; 23 of the
+    other the angle. With ``FAST`` by the device's own functions, whose errors are below 1e-6.
+    """
+    uniform = u.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32, 2^-33
+    turn = ((v >> 9) | 0x3F800000).to(tl.float32, bitcast=True)  # from 1 to 2
+    angle = turn * 6.283185307179586 - 9.42477796076938
+    if FAST:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [uniform], tl.float32, is_pure=True, pack=1
+        )
+        # An approximate logarithm may be above 0 near 1.
+        radius = tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [tl.abs(log2 * -1.3862943611198906)],
+            tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        cos = tl.inline_asm_elementwise(
+            "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1
+        )
+        sin = tl.inline_asm_elementwise(
+            "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        radius = tl.sqrt(tl.abs(tl.log2(uniform) * -1.3862943611198906))  # -2 ln 2
+        cos, sin = tl.cos(angle), tl.sin(angle)
+    radius *= scale
+    return radius * cos, radius * sin
+
+
+@triton.jit
+def _noisy_block(
+    summed_ptr,
+    out_ptr,
+    left,
+    scale,
+    inverse,
+    seed,
+    offset,
+    block,
+    DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    quads: tl.constexpr = BLOCK // 4
-    pid = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, quads)
-    counter = pid * quads + lane
-    # One counter per four elements; the generator's offset keeps calls apart.
-    c0 = (counter & 0xFFFFFFFF).to(tl.uint32)
-    c1 = (counter >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + tl.cast(offset_low, tl.uint32)
-    c3 = tl.zeros_like(c0) + tl.cast(offset_high, tl.uint32)
-    u0, u1, u2, u3 = tl.philox(seed, c0, c1, c2, c3)
-    n0, n1 = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(u0), tl.uint_to_uniform_float(u1))
-    n2, n3 = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(u2), tl.uint_to_uniform_float(u3))
+    index = tl.arange(0, BLOCK)
+    if WHOLE:  # without a mask, many elements are moved at a time
+        value = tl.load(summed_ptr + index)
+    else:
+        value = tl.load(summed_ptr + index, mask=index < left, other=0.0)
+    # One counter for four elements, of all tensors; the generator's offset keeps calls apart.
+    EACH: tl.constexpr = BLOCK // 4
+    BLOCKS: tl.constexpr = (1 << 32) // EACH
+    c0 = (block % BLOCKS).to(tl.uint32) * EACH + tl.arange(0, EACH).to(tl.uint32)
+    c1 = tl.zeros_like(c0) + (block // BLOCKS).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + (offset & 0xFFFFFFFF).to(tl.uint32)
+    c3 = tl.zeros_like(c0) + (offset >> 32).to(tl.uint32)
+    u0, u1, u2, u3 = _words(seed, c0, c1, c2, c3, FAST)
+    n0, n1 = _pair(u0, u1, scale, FAST)
+    n2, n3 = _pair(u2, u3, scale, FAST)
     # Interleaved so that a thread's four elements lie side by side in memory.
     noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
-    index = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = index < numel
-    value = tl.load(summed_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    noisy = (value + std * noise) * inverse
-    tl.store(out_ptr + index, noisy.to(out_ptr.dtype.element_ty), mask=inside)
+    noisy = (value.to(tl.float32) * inverse + noise).to(DTYPE)
+    if WHOLE:
+        tl.store(out_ptr + index, noisy)
+    else:
+        tl.store(out_ptr + index, noisy, mask=index < left)
 
 
-def noisy_mean(
-    summed: Tensor, std: float, divisor: float, generator: torch.Generator | None
-) -> Tensor:
-    """``(summed + N(0, std^2)) / divisor`` with the default generator of the sum's device."""
+@triton.jit
+def _noisy_means_kernel(
+    table_ptr,
+    DTYPE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Four numbers, then what is the same for every tensor: first programs, addresses of the sums
+    and the results, elements."""
+    pid = tl.program_id(0)
+    scale = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
+    inverse = tl.load(table_ptr + 1).to(tl.float64, bitcast=True).to(tl.float32)
+    seed = tl.load(table_ptr + 2)
+    offset = tl.load(table_ptr + 3)
+    firsts = tl.load(table_ptr + 4 + tl.arange(0, TENSORS))
+    row = table_ptr + 3 + tl.sum((firsts <= pid).to(tl.int32), 0)
+    start = (pid - tl.load(row)) * BLOCKS * BLOCK
+    summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
+    out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(DTYPE)) + start
+    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, BLOCKS * BLOCK).to(tl.int32)
+    if ALIGNED:
+        summed_ptr = tl.multiple_of(summed_ptr, 16)
+        out_ptr = tl.multiple_of(out_ptr, 16)
+    block = pid.to(tl.int64) * BLOCKS
+    while left >= BLOCK:
+        _noisy_block(
+            summed_ptr,
+            out_ptr,
+            left,
+            scale,
+            inverse,
+            seed,
+            offset,
+            block,
+            DTYPE,
+            True,
+            FAST,
+            BLOCK,
+        )
+        summed_ptr += BLOCK
+        out_ptr += BLOCK
+        left -= BLOCK
+        block += 1
+    if left > 0:
+        _noisy_block(
+            summed_ptr,
+            out_ptr,
+            left,
+            scale,
+            inverse,
+            seed,
+            offset,
+            block,
+            DTYPE,
+            False,
+            FAST,
+            BLOCK,
+        )
+
+
+def noisy_means(
+    sums: Sequence[Tensor], std: float, divisor: float, generator: torch.Generator | None
+) -> list[Tensor]:
+    """``(sum + N(0, std^2)) / divisor`` with the default generator of the sums' device."""
     assert generator is None
-    source = torch.cuda.default_generators[summed.device.index or 0]
-    offset = source.get_offset()
-    # CUDA generators count in fours, and this call uses one Philox counter per four elements.
-    source.set_offset(offset + 4)
-    return draw(summed, std, divisor, seed=source.initial_seed(), offset=offset)
+    device = sums[0].device
+    source = torch.cuda.default_generators[device.index or 0]
+    results: list[Tensor] = []
+    for start in range(0, len(sums), MOST):
+        offset = source.get_offset()
+        # CUDA generators count in fours, and a launch uses one Philox counter for four elements.
+        source.set_offset(offset + 4)
+        some = sums[start : start + MOST]
+        results += draw(some, std, divisor, seed=source.initial_seed(), offset=offset)
+    return results
 
 
-def draw(summed: Tensor, std: float, divisor: float, *, seed: int, offset: int) -> Tensor:
-    """The same from a seed and an offset; equal ones give equal noise."""
-    out = torch.empty_like(summed)
-    _noisy_mean_kernel[(tiles.cdiv(summed.numel(), _BLOCK),)](
-        summed,
-        out,
-        summed.numel(),
-        std,
-        1.0 / divisor,
-        # A key of its own: PyTorch's kernels use the seed with counters that ours could meet.
-        (seed ^ _KEY) & 0x7FFFFFFFFFFFFFFF,
-        offset & 0xFFFFFFFF,
-        offset >> 32,
-        BLOCK=_BLOCK,
-        num_warps=8,
+def _approximates(device: torch.device) -> bool:
+    """Whether the device has instructions for logarithm, sine and cosine."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def draw(
+    sums: Sequence[Tensor], std: float, divisor: float, *, seed: int, offset: int
+) -> list[Tensor]:
+    """The same from a seed and an offset, for up to :data:`MOST` contiguous tensors of one dtype
+    that are not empty; equal seeds and offsets give equal noise."""
+    outs = [torch.empty_like(summed) for summed in sums]
+    width = tiles.next_power_of_2(len(sums))
+    table = array("q", bytes(8 * (4 + 4 * width)))
+    # A key of its own: PyTorch's kernels use the seed with counters that ours could meet.
+    key = (seed ^ _KEY) & 0x7FFFFFFFFFFFFFFF
+    numbers = struct.unpack("2q", struct.pack("2d", std / divisor, 1.0 / divisor))
+    table[:4] = array("q", [*numbers, key, offset])
+    sizes = [summed.numel() for summed in sums]
+    firsts, programs = [], 0
+    for size in sizes:
+        firsts.append(programs)
+        programs += tiles.cdiv(size, BLOCKS * BLOCK)
+    none = [1 << 62] * (width - len(sums))
+    addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
+    for column, values in enumerate((firsts + none, *addresses, sizes)):
+        begin = 4 + column * width
+        table[begin : begin + len(values)] = array("q", values)
+    device = sums[0].device
+    launch(
+        _noisy_means_kernel,
+        programs,
+        to_device(table, device, torch.int64),
+        DTYPE=tiles.TL_DTYPE[sums[0].dtype],
+        TENSORS=width,
+        ALIGNED=all([address % 16 == 0 for both in addresses for address in both]),
+        FAST=_approximates(device),
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        num_warps=WARPS,
     )
-    return out
+    return outs

@@ -36,13 +36,14 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 jit.JITFunction.run = compile_only
 
 from flash_clipping.ops import (
-    clipped_sum_triton, embedding_triton, gram_triton, norm_layer_triton, outer_triton,
-    row_scale_triton, row_sum_triton, tiles_triton,
+    clipped_sum_triton, embedding_triton, gram_triton, noise_triton, norm_layer_triton,
+    outer_triton, row_scale_triton, row_sum_triton, tiles_triton,
 )
 from flash_clipping.ops.shapes import Normalized
 
 tiles_triton.has_tma = lambda device: tma
 tiles_triton.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
+noise_triton._approximates = lambda device: backend == "cuda"
 if backend == "hip":
     tiles_triton.dot_precision = lambda dtype: "ieee"
 clipped_sum_triton.SMALL_BYTES = 0
@@ -57,6 +58,8 @@ for dtype in (torch.bfloat16, torch.float32):
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
     outer_triton.weighted_sum(A, coef)
     outer_triton.weighted_sums_many([A, G], coef)
+    noise_triton.draw([A, G], 1.0, 2.0, seed=1, offset=0)
+    noise_triton.draw([A.flatten()[1:]], 1.0, 2.0, seed=1, offset=0)
     row_scale_triton.row_scale(A, coef)
     row_scale_triton.row_scale_many([A, G], coef)
     row_sum_triton.row_sums([A, A], [None, None])
@@ -79,6 +82,7 @@ KERNELS = {
     "_group_norm_kernel",
     "_grouped_product_kernel",
     "_many_kernel",
+    "_noisy_means_kernel",
     "_norm_kernel",
     "_outer_kernel",
     "_rank_kernel",
