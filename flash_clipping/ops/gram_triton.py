@@ -21,7 +21,7 @@ import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,10 +29,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
-from flash_clipping.ops.launch_triton import launch
+from flash_clipping.ops.launch_triton import VERSION, launch
 from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
+
+WITH_GLUON = ((3, 6), (3, 9))
+"""First and last version of Triton that :mod:`flash_clipping.ops.gram_hopper` was tried with: Gluon
+is experimental, and changes."""
 
 SLICE = 4096
 SLICE_IN_INPUTS = 8
@@ -296,14 +300,31 @@ class Config:
     num_warps: int = 8
     num_stages: int = 4
     tma: bool = True
+    ring: bool = False
+    """Whether the kernel of :mod:`flash_clipping.ops.gram_hopper`, which has sizes of its own."""
 
 
 @functools.cache
-def config_for(dtype: torch.dtype, tma: bool) -> Config:
+def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
+    if ring:
+        return Config(ring=True)
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
     return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
+
+
+def has_gluon() -> bool:
+    """Whether this Triton is one that :mod:`flash_clipping.ops.gram_hopper` was tried with."""
+    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1]
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    # Not by every Triton, and not before it is wanted: it takes what it shares from here.
+    from flash_clipping.ops.gram_hopper import _gram_ring_kernel
+
+    return _gram_ring_kernel
 
 
 def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorms:
@@ -480,40 +501,48 @@ def launch_gram(work: _Launch, bias: bool, config: Config | None = None) -> Tens
         Squared norms of weights and, if wanted, biases, ``[1 or 2, R, B]``, by the table's rows.
     """
     B, T, A_dtype, G_dtype, aligned, device = work.kind
-    config = config or config_for(A_dtype, aligned and tiles.has_tma(device))
+    tma = aligned and tiles.has_tma(device)
+    ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
+    config = config or config_for(A_dtype, tma, ring and has_gluon())
     table = to_device(work.table, device, torch.int64)
     groups, layers = len(work.inputs), len(work.layers)
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
     partial = torch.empty((1 + bias, layers, B, slots * parts), dtype=torch.float32, device=device)
-    launch(
-        _gram_kernel,
-        min(groups * B * slots, tiles.sm_count(device)),
-        table,
-        table[6 * groups :],
-        partial[0],
-        partial[-1],
-        groups,
-        B,
-        T,
-        rows,
-        BLOCK=config.block,
-        BLOCK_F=config.block_f,
-        PROMOTE=config.promote,
-        GROUP=8,
-        A_DTYPE=tiles.TL_DTYPE[A_dtype],
-        G_DTYPE=tiles.TL_DTYPE[G_dtype],
-        TMA=config.tma,
-        ALIGNED=aligned,
-        PARTS=parts,
-        BIAS=bias,
-        A_PRECISION=tiles.dot_precision(A_dtype),
-        G_PRECISION=tiles.dot_precision(G_dtype),
-        workspace=config.tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    arguments = (table, table[6 * groups :], partial[0], partial[-1], groups, B, T, rows)
+    programs = min(groups * B * slots, tiles.sm_count(device))
+    if config.ring:
+        launch(
+            _hopper_kernel(),
+            programs,
+            *arguments,
+            DTYPE=tiles.TL_DTYPE[A_dtype],
+            BIAS=bias,
+            workspace=True,
+            num_warps=4,
+        )
+    else:
+        launch(
+            _gram_kernel,
+            programs,
+            *arguments,
+            BLOCK=config.block,
+            BLOCK_F=config.block_f,
+            PROMOTE=config.promote,
+            GROUP=8,
+            A_DTYPE=tiles.TL_DTYPE[A_dtype],
+            G_DTYPE=tiles.TL_DTYPE[G_dtype],
+            TMA=config.tma,
+            ALIGNED=aligned,
+            PARTS=parts,
+            BIAS=bias,
+            A_PRECISION=tiles.dot_precision(A_dtype),
+            G_PRECISION=tiles.dot_precision(G_dtype),
+            workspace=config.tma,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
     work.held = []
     # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
     return partial.sum(-1).clamp_(min=0)

@@ -25,11 +25,10 @@ _TAKES_CONSTANTS = (3, 6)
 _MOST = 4096
 
 
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+"""Of Triton: its first two numbers."""
 
-
-_remembers = _version() >= _TAKES_CONSTANTS and torch.version.hip is None
+_remembers = VERSION >= _TAKES_CONSTANTS and torch.version.hip is None
 _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 
 

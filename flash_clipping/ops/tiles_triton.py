@@ -58,6 +58,13 @@ def has_tma(device: torch.device) -> bool:
     return _capability(device.index if device.index is not None else 0)[0] >= 9
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether warps multiply in groups of four, asynchronously, from shared memory."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return _capability(device.index if device.index is not None else 0)[0] == 9
+
+
 def fits_tma(*tensors: Tensor) -> bool:
     """Whether a descriptor can address these: 16-byte aligned, rows contiguous."""
     return all(
@@ -98,7 +105,7 @@ def table_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
         stride_b, stride_t, _ = x_BTf.stride()
     address = x_BTf.data_ptr()
     bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
-    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0
+    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
     return x_BTf, (address, stride_b, stride_t, width), aligned
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -122,6 +124,65 @@ def test_groups_of_all_sorts_together(case: Case) -> None:
         for sq_B, G in zip(sq, Gs, strict=True):
             oracle = per_sample_gradients(A, G).square().sum((1, 2))
             assert worst_relative_error(sq_B, oracle) <= max(case.tolerance, 1e-5)
+
+
+def gram_triton() -> Any:
+    return pytest.importorskip("flash_clipping.ops.gram_triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (60, 300, 64, (64,)),  # more tiles than programs, and all that is loaded fits the ring
+        (40, 300, 72, (8, 2056, 16)),  # steps that are not whole, a descriptor made after one step
+        (9, 700, 520, (8, 8, 8, 8, 8)),  # many descriptors in a row
+        (3, 1000, 2056, (3000,)),  # products that are added up in between
+        (1, 1, 16, (16,)),
+        (140, 128, 1032, (1032, 40)),  # diagonal tiles only
+    ],
+    ids=str,
+)
+def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
+    B, T, d, ps = shape
+    A = torch.randn(B, T, d, device="cuda", dtype=dtype)
+    Gs = [torch.randn(B, T, p, device="cuda", dtype=dtype) for p in ps]
+    kernels = gram_triton()
+    if not (kernels.has_gluon() and kernels.tiles.is_hopper(A.device)):
+        pytest.skip("needs Hopper and a Triton that is known")
+    weight_sq, bias_sq = gram_sqnorms(A, Gs, bias=True, backend="triton")
+    again = gram_sqnorms(A, Gs, bias=True, backend="triton")
+    assert bias_sq is not None and again[1] is not None
+    assert torch.equal(weight_sq, again[0]) and torch.equal(bias_sq, again[1])
+    assert torch.equal(weight_sq, gram_sqnorms(A, Gs, backend="triton")[0])
+    for sq_B, sums_B, G in zip(weight_sq, bias_sq, Gs, strict=True):
+        gradients = torch.bmm(G.double().mT, A.double())
+        assert worst_relative_error(sq_B, gradients.square().sum((1, 2))) <= 1e-5
+        assert worst_relative_error(sums_B, G.double().sum(1).square().sum(1)) <= 2e-5
+
+
+@pytest.mark.gpu
+def test_a_poisoned_sample_leaves_those_after_it_alone() -> None:
+    """One program walks over tiles of many samples, with sums that it takes along."""
+    A = torch.randn(200, 130, 64, device="cuda", dtype=torch.bfloat16)
+    Gs = [torch.randn(200, 130, p, device="cuda", dtype=torch.bfloat16) for p in (64, 96)]
+    clean = gram_sqnorms(A, Gs, bias=True, backend="triton")
+    A[3, 129, 5], Gs[0][50, 0, 0], Gs[1][60, 129, 95] = float("nan"), float("inf"), float("-inf")
+    poisoned = gram_sqnorms(A, Gs, bias=True, backend="triton")
+    hit = torch.zeros(2, 2, 200, dtype=torch.bool, device="cuda")
+    hit[0, :, 3] = hit[:, 0, 50] = hit[:, 1, 60] = True  # a bias has no input
+    for sq, before, where in zip(poisoned, clean, hit, strict=True):
+        assert not sq[where].isfinite().any()
+        assert torch.equal(sq[~where], before[~where])
+
+
+def test_gluon_is_left_to_known_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = gram_triton()
+    first, last = kernels.WITH_GLUON
+    for version, known in ((first, True), (last, True), ((3, 5), False), ((3, 10), False)):
+        monkeypatch.setattr(kernels, "VERSION", version)
+        assert kernels.has_gluon() is known
 
 
 @pytest.mark.gpu
