@@ -52,7 +52,7 @@ for dtype in (torch.bfloat16, torch.float32):
     coef, rstd = torch.ones(2), torch.empty(2, 512)
     ids = torch.zeros(2, 512, dtype=torch.long)
     gram_triton.gram_sqnorms(A, [G], True)
-    for work in gram_triton._launches([(A, [G])]):  # where Gluon is not used
+    for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
         gram_triton.launch_gram(work, True, gram_triton.config_for(dtype, tma))
     gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]], False)
     outer_triton.outer_sqnorms(A, G, False)

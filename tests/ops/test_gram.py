@@ -91,15 +91,16 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
     """Operands that lie anywhere in memory, read through descriptors and by address."""
     if case.backend != "triton":
         pytest.skip("a way for kernels to load")
-    kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
+    kernels = gram_triton()
     groups = []
     for seed in range(3):
         A = case.randn(2, 140, 64, seed=seed)
         groups.append((A, [case.randn(2, 140, 96, seed=10 * seed + k) for k in range(seed + 1)]))
-    work = kernels._Launch(range(len(groups)), [kernels._Rows(A, Gs) for A, Gs in groups])
+    (work,) = kernels.launches_of(groups)
     sums = kernels.launch_gram(work, True, kernels.config_for(case.dtype, tma))
     results = zip(work.of_groups(sums[0]), work.of_groups(sums[1]), strict=True)
-    for (A, Gs), (weight_sq, bias_sq) in zip(groups, results, strict=True):
+    for index, (weight_sq, bias_sq) in zip(work.members, results, strict=True):
+        A, Gs = groups[index]
         oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
         assert worst_relative_error(weight_sq, oracle) <= case.tolerance
         oracle = torch.stack([G.cpu().double().sum(1).square().sum(1) for G in Gs])
@@ -224,9 +225,9 @@ def test_layers_of_many_features_are_shared_out(
     case: Case, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.backend == "triton":
-        kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
-        monkeypatch.setattr(kernels, "SLICE", 64)
-        monkeypatch.setattr(kernels, "SLICE_IN_INPUTS", 2)
+        gram_table = pytest.importorskip("flash_clipping.ops.gram_table")
+        monkeypatch.setattr(gram_table, "SLICE", 64)
+        monkeypatch.setattr(gram_table, "SLICE_IN_INPUTS", 2)
     memo: dict = {}
     for seed in (0, 100):  # the second time with what was kept the first time
         widths = [(24, (40, 130, 8, 200)), (40, (129,)), (72, (16,))]
