@@ -193,6 +193,35 @@ def test_noise_has_the_variance_it_should(capsys: pytest.CaptureFixture[str]) ->
         assert not torch.equal(draws[0], draws[1])
 
 
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_noise_from_a_generator_is_opacus_own(secure_mode: bool) -> None:
+    """Number by number, for several parameters; and no gradient is used for two releases."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+
+    grads = []
+    for cls in (FlashDPOptimizer, DPOptimizerFastGradientClipping):
+        params = [nn.Parameter(torch.zeros(shape)) for shape in ((7,), (3, 5), (1,))]
+        optimizer = cls(
+            torch.optim.SGD(params, lr=1.0),
+            noise_multiplier=1.5,
+            max_grad_norm=2.0,
+            expected_batch_size=10,
+            generator=torch.Generator().manual_seed(3),
+            secure_mode=secure_mode,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        grads.append([p.grad for p in params])
+        with pytest.raises(ValueError, match="zero_grad"):
+            optimizer.add_noise()
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours is not None and theirs is not None and ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_optimizer_steps_as_opacus_does() -> None:
     """Virtual steps, refusal to use a gradient twice, and no noise: Opacus' own arithmetic."""
     from opacus.optimizers import DPOptimizerFastGradientClipping

@@ -25,19 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_clipping.ops.gram_triton import _sample, _tile
+from flash_clipping.ops.gram_triton import RING, _sample, _tile
 from flash_clipping.ops.tiles_triton import sum_by_warp
 
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before 3.7
 
-BLOCK = gl.constexpr(128)
-BLOCK_F = gl.constexpr(64)  # 128 bytes: a row of a swizzled tile
-STAGES = gl.constexpr(6)  # as many as shared memory holds; 4 and 5 lose up to 0.02
-PROMOTE = gl.constexpr(16)  # see gram_triton
+BLOCK = gl.constexpr(RING.block)
+BLOCK_F = gl.constexpr(RING.block_f)  # 128 bytes: a row of a swizzled tile
+STAGES = gl.constexpr(RING.num_stages)
+PROMOTE = gl.constexpr(RING.promote)
 GROUP = gl.constexpr(8)
-HALF = gl.constexpr(64)
-PARTS = gl.constexpr(8)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+HALF = gl.constexpr(RING.block // 2)
+PARTS = gl.constexpr(RING.num_warps)
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING.block, 16]))
 ROW_SUMS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 
 
@@ -58,8 +58,8 @@ def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr
     """All features of a tile's rows and columns, as steps from ``step`` on; how many they are."""
     tiles, full, empty = ring
     X_ptr, stride_t, F = _sample(row, b, DTYPE, True)
-    # The descriptor is made where the one of the operand before the last was: no load may still
-    # read that. Steps since then have waited for all but the last STAGES.
+    # The descriptor is made where the one of two operands ago was: no load may still read that. Of
+    # its steps, those whose stage was loaded anew have ended: a stage is emptied after its load.
     for at in range(gl.maximum(step - STAGES, 0), step - steps_before):
         mbarrier.wait(full.index(at % STAGES), at // STAGES & 1)
     X = tma.make_tensor_descriptor(
@@ -104,8 +104,8 @@ def _load(table, grid, T, ring, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _step(at, product, ring, across, WHICH: gl.constexpr, ADD: gl.constexpr):
-    """Multiply what a step has loaded, but for the last product under way; ``across``: how many
-    stages lie between a tile's columns and its rows."""
+    """Start a step's product and wait for the one before it; ``across``: how many stages lie
+    between a tile's columns and its rows."""
     tiles, full, _ = ring
     stage = at % STAGES
     mbarrier.wait(full.index(stage), at // STAGES & 1)

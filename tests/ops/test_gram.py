@@ -20,6 +20,7 @@ SHAPES = [
     (3, 128, 600, (20,)),  # the same on the other side
     (0, 4, 8, (8,)),
     (2, 0, 8, (8, 8)),
+    (3, 17, 24, (8, 0, 40)),  # a layer without features
 ]
 
 
@@ -176,6 +177,39 @@ def test_a_poisoned_sample_leaves_those_after_it_alone() -> None:
     for sq, before, where in zip(poisoned, clean, hit, strict=True):
         assert not sq[where].isfinite().any()
         assert torch.equal(sq[~where], before[~where])
+
+
+def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for Hopper: there, for 16-bit operands of one dtype that descriptors can address."""
+    kernels = gram_triton()
+    launched: list[str] = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, *a, **k: launched.append(kernel))
+    monkeypatch.setattr(kernels, "_hopper_kernel", lambda: "hopper")
+    monkeypatch.setattr(kernels, "_gram_kernel", "portable")
+    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: True)
+
+    def kernel_for(A: torch.Tensor, *Gs: torch.Tensor) -> str:
+        kernels.gram_sqnorms(A, list(Gs), True)
+        return launched.pop()
+
+    def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    A, G = randn(2, 9, 64), randn(2, 9, 32)
+    assert kernel_for(A, G) == "portable"
+    monkeypatch.setattr(kernels.tiles, "is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "VERSION", (3, 6))
+    assert kernel_for(A, G) == kernel_for(A, G, G) == kernel_for(A.half(), G.half()) == "hopper"
+    assert kernel_for(A.float(), G.float()) == kernel_for(A, G.float()) == "portable"
+    assert kernel_for(A.half(), G) == kernel_for(A, G, G.float()) == "portable"
+    assert kernel_for(randn(2, 9, 65)[..., 1:], G) == kernel_for(randn(2, 9, 60), G) == "portable"
+    assert kernel_for(randn(2, 1, 64).expand(2, 9, 64), G) == "portable"
+    assert kernel_for(A, G[..., :0]) == "portable"  # a layer without steps
+    monkeypatch.setattr(kernels, "VERSION", (3, 10))
+    assert kernel_for(A, G) == "portable"
+    monkeypatch.setattr(kernels, "VERSION", (3, 6))
+    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
+    assert kernel_for(A, G) == "portable"
 
 
 def test_gluon_is_left_to_known_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +17,19 @@ try:
     import triton
     import triton.language as tl
 
-    from flash_clipping.ops.noise_triton import _pair
+    from flash_clipping.ops import noise_triton
+    from flash_clipping.ops.noise_triton import _noisy_block, _pair
 except ImportError:
     pass
 else:
+
+    @triton.jit
+    def _block_kernel(summed_ptr, out_ptr, numbers_ptr, BLOCK: tl.constexpr):
+        seed = tl.load(numbers_ptr)
+        offset = tl.load(numbers_ptr + 1)
+        block = tl.load(numbers_ptr + 2)
+        args = (summed_ptr, out_ptr, BLOCK, 1.0, 1.0, seed, offset, block)
+        _noisy_block(*args, tl.float32, True, False, BLOCK)
 
     @triton.jit
     def _radius_kernel(words_ptr, out_ptr):
@@ -70,10 +80,109 @@ def test_no_noise_draws_nothing() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="kernels are compiled for the GPU in this run")
-def test_kernel_in_the_interpreter() -> None:
-    from flash_clipping.ops.noise_triton import draw
+interpreted = pytest.mark.skipif(
+    not is_interpreting(), reason="kernels are compiled for the GPU in this run"
+)
 
+
+def words_of(seed: int, counters: list[np.ndarray]) -> list[np.ndarray]:
+    """Philox-4x32-10 in 64-bit integers, as the paper defines it."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = counters
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        k0, k1 = np.uint64(keys[0]), np.uint64(keys[1])
+        c0, c2 = (second >> shift) ^ c1 ^ k0, (first >> shift) ^ c3 ^ k1
+        c1, c3 = second & low, first & low
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return [c0, c1, c2, c3]
+
+
+def normals_of(seed: int, offset: int, block: int, size: int) -> np.ndarray:
+    """What a block of a launch draws: four normals for each counter, whose number goes on from
+    block to block."""
+    counter = np.uint64(block * size // 4) + np.arange(size // 4, dtype=np.uint64)
+    low, high = counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32)
+    call = np.full_like(counter, offset & 0xFFFFFFFF), np.full_like(counter, offset >> 32)
+    words = words_of(seed, [low, high, *call])
+    normals = []
+    for u, v in (words[:2], words[2:]):
+        radius = np.sqrt(-2 * np.log((u.astype(float) + 0.5) / 2**32))
+        angle = 2 * np.pi * (v >> np.uint64(9)).astype(float) / 2**23 - np.pi
+        normals += [radius * np.cos(angle), radius * np.sin(angle)]
+    return np.stack(normals, 1).reshape(-1)
+
+
+@interpreted
+def test_every_element_has_a_counter_of_its_own() -> None:
+    """In a launch over many tensors, against Philox and Box and Muller in float64."""
+    sizes = (1, 4, 2047, 2048, 2049, 8191, 8192, 8193, 20000)
+    found = noise_triton.draw([torch.zeros(n) for n in sizes], 1.0, 1.0, seed=11, offset=12)
+    size, blocks, block = noise_triton.BLOCK, noise_triton.BLOCKS, 0
+    key = (11 ^ noise_triton._KEY) & 0x7FFFFFFFFFFFFFFF
+    for noise in found:
+        parts = -(-noise.numel() // size)
+        normals = [normals_of(key, 12, block + part, size) for part in range(parts)]
+        expected = torch.from_numpy(np.concatenate(normals)[: noise.numel()]).float()
+        torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-5)
+        block += -(-parts // blocks) * blocks  # whole programs
+    other = noise_triton.draw([torch.zeros(4)], 1.0, 1.0, seed=11 ^ noise_triton._KEY, offset=12)
+    assert not torch.equal(other[0], found[1])
+
+
+@interpreted
+@pytest.mark.parametrize("block", [0, 2**23 - 1, 2**23, 5 * 2**23 + 3, 2**33 + 1])
+def test_counters_go_on_beyond_32_bits(block: int) -> None:
+    seed, offset, out = 2**63 - 3, 2**62 + 4, torch.empty(2048)
+    _block_kernel[(1,)](torch.zeros(2048), out, torch.tensor([seed, offset, block]), BLOCK=2048)
+    expected = torch.from_numpy(normals_of(seed, offset, block, 2048)).float()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+class Generator:
+    """What the kernel asks of a device's default generator."""
+
+    def __init__(self) -> None:
+        self.offset = 8
+
+    def initial_seed(self) -> int:
+        return 5
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+def test_launches_take_all_tensors_and_an_offset_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    source, launches = Generator(), []
+
+    def draw(sums: list[Tensor], std: float, divisor: float, *, seed: int, offset: int) -> list:
+        launches.append((len(sums), seed, offset))
+        return [summed + 1 for summed in sums]
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [source, source])
+    monkeypatch.setattr(kernels, "draw", draw)
+    sums = [torch.full((2,), float(k)) for k in range(600)]
+    results = kernels.noisy_means(sums, 1.0, 1.0, None)
+    assert torch.equal(torch.stack(results), torch.stack(sums) + 1)
+    assert [launch[0] for launch in launches] == [256, 256, 88]
+    assert [launch[2] for launch in launches] == [8, 12, 16] and source.offset == 20
+    assert len({launch[1] for launch in launches}) == 1
+
+
+def test_devices_with_one_seed_draw_different_noise() -> None:
+    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    seeds = [kernels.seed_of(Generator(), index) for index in range(8)]
+    assert seeds[0] == Generator().initial_seed() and len(set(seeds)) == 8
+
+
+@interpreted
+def test_kernel_in_the_interpreter() -> None:
+    draw = noise_triton.draw
     sums = [torch.linspace(-1, 1, 50_001), torch.zeros(3), torch.ones(20, 700), torch.zeros(4096)]
     sums.append(torch.zeros(4097)[1:])  # not on 16 bytes
     first = draw(sums, STD, DIVISOR, seed=7, offset=0)
@@ -91,7 +200,7 @@ def test_kernel_in_the_interpreter() -> None:
         assert_normal(first[0] - other[0], STD / DIVISOR * math.sqrt(2))
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="kernels are compiled for the GPU in this run")
+@interpreted
 def test_the_radius_reaches_far() -> None:
     """The smallest of 2^32 words gives 6.7 standard deviations, the largest none."""
     words, out = torch.tensor([0, 1, 2**31, 2**32 - 1]), torch.empty(4)
