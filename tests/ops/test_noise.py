@@ -273,3 +273,17 @@ def test_many_at_once_on_the_gpu() -> None:
             error = (noisy.float() - summed.float()).mean().abs()
             assert error < 6 * STD / summed.numel() ** 0.5 + summed[0].float() / 256
     assert_normal(torch.cat(exact), STD)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_draw_for_themselves() -> None:
+    torch.cuda.manual_seed_all(5)
+    sums = [torch.zeros(100_000, device=f"cuda:{k % 2}") for k in range(4)]
+    noisy = noisy_means(sums, STD, 1.0)
+    assert [noise.device for noise in noisy] == [summed.device for summed in sums]
+    noise = [each.cpu() for each in noisy]
+    for k, each in enumerate(noise):
+        assert_normal(each, STD)
+        for other in noise[:k]:
+            assert_normal(each - other, STD * math.sqrt(2))
