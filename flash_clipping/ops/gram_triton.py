@@ -35,8 +35,8 @@ from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
 
 WITH_GLUON = ((3, 6), (3, 9))
-"""First and last version of Triton that :mod:`flash_clipping.ops.gram_hopper` was tried with: Gluon
-is experimental, and changes."""
+"""First and last version of Triton with which :mod:`flash_clipping.ops.gram_hopper` was seen to
+compile (on a GPU it ran with the first): Gluon is experimental, and changes."""
 
 
 @triton.jit
@@ -298,7 +298,7 @@ class Config:
 
 RING = Config(num_stages=6)
 """That of :mod:`flash_clipping.ops.gram_hopper`, of whose warps these multiply. Six stages are what
-shared memory holds; 4 and 5 lose up to 0.02 of cuBLAS' rate."""
+shared memory holds; 4 and 5 lose up to 0.05 of cuBLAS' rate at eight of nine shapes."""
 
 
 @functools.cache
@@ -312,7 +312,7 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
 
 
 def has_gluon() -> bool:
-    """Whether this Triton is one that :mod:`flash_clipping.ops.gram_hopper` was tried with."""
+    """Whether this Triton is one that :mod:`flash_clipping.ops.gram_hopper` compiles with."""
     return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1]
 
 
