@@ -238,11 +238,7 @@ class Tape:
         ]
         del groups
         blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
-        blocks += self._stored_sqnorms()
-        blocks += [
-            ([key], factor.sqnorms(self.backend).unsqueeze(0))
-            for key, factor in self.others.items()
-        ]
+        blocks += self._sqnorms_one_by_one()
         coef = self.recorder.clip(params, self._norms(params, blocks, plan))
         self.recorder.note_non_finite(coef)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
@@ -304,18 +300,20 @@ class Tape:
         self.stored = {key: factors[key] for key in plan.stored}
         self.others = {key: factors[key] for key in plan.others}
 
-    def _stored_sqnorms(self) -> list[tuple[Sequence[int], Tensor]]:
-        """Norms of stored gradients; those that came in parts are added up together."""
+    def _sqnorms_one_by_one(self) -> list[tuple[Sequence[int], Tensor]]:
+        """Norms of stored gradients and all others; those that come in parts are added up together
+        where their shapes are one."""
+        of_one_part: list[tuple[Sequence[int], Tensor]] = []
         keys: list[int] = []
         parts: list[Tensor] = []
-        blocks: list[tuple[Sequence[int], Tensor]] = []
-        for key, factor in self.stored.items():
-            if factor.sq_parts_Bn is None:
-                blocks.append(([key], factor.sqnorms(self.backend).unsqueeze(0)))
+        for key, factor in (*self.stored.items(), *self.others.items()):
+            parts_Bn = factor.sqnorm_parts(self.backend)
+            if parts_Bn.shape[1] == 1:
+                of_one_part.append(([key], parts_Bn.mT))
             else:
                 keys.append(key)
-                parts.append(factor.sq_parts_Bn)
-        return blocks + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
+                parts.append(parts_Bn)
+        return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
 
     def _own_gradient_scale(self) -> float:
         mean = self.recorder.loss_reduction == "mean"

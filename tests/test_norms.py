@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense
+from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
@@ -392,6 +393,37 @@ def test_a_view_of_the_input_is_no_output_of_a_linear_rules_heir() -> None:
     before = x.clone()
     wrapped(x).mul_(0)
     assert torch.equal(x, before)
+
+
+class Texts(nn.Module):
+    """Tables of one width, whose norms come in parts of one shape, one of another, token types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleList([nn.Embedding(40, 260) for _ in range(2)])
+        self.wide = nn.Embedding(40, 600)
+        self.types = nn.Embedding(2, 260)
+        self.head = nn.Linear(860, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words[0](ids) * torch.tanh(self.words[1](ids)) + self.types(ids % 2)
+        return self.head(torch.cat([x, self.wide(ids)], -1)).square().mean((1, 2))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_norms_that_come_in_parts(backend: str) -> None:
+    if backend == "triton" and not (is_interpreting() or torch.cuda.is_available()):
+        pytest.skip("no kernels here")
+    device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
+    torch.manual_seed(0)
+    model = Texts().to(device)
+    ids = torch.randint(40, (3, 150), device=device)
+    ids[1, 60:] = 7
+    truth = per_sample_truth(model, (ids,), lambda model, batch: model(*batch))
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, backend=backend)
+    module(ids).mean().backward()
+    check(module, truth, bound, 1e-5)
 
 
 def test_a_bias_beside_gradients_that_are_stored_does_not_keep_its_rows(

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, tape
-from flash_clipping.factors import Dense, Outer, RowSum
+from flash_clipping.factors import Dense, Lookup, Outer, RowSum
 from flash_clipping.ops import backend
 from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.shapes import Normalized
 from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.rules import registry
+from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Rule
 from flash_clipping.tape import Tape
@@ -393,6 +394,28 @@ def test_a_bias_frozen_and_thawed_beside_its_weight() -> None:
         truth = truth_of(wrapped, batch)
         assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
         assert (bias.grad is not None) == trainable
+
+
+def test_an_heir_of_an_embeddings_factor_keeps_its_own_way_with_norms() -> None:
+    """Even where its norms come in parts, which are taken in another way."""
+
+    class Doubled(Lookup):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    class DoubledRule(EmbeddingRule):
+        def backward(self, layer, saved, grad_output, needs):
+            factor = super().backward(layer, saved, grad_output, needs)[1]["weight"]
+            return None, {"weight": Doubled(factor.ids_BT, factor.G_BTd, factor.num_embeddings)}
+
+    ids, layer, norms = torch.randint(9, (3, 5)), nn.Embedding(9, 4), []
+    for rule in (EmbeddingRule(), DoubledRule()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Embedding: rule})
+            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
+        wrapped(ids).square().sum().backward()
+        norms.append(wrapped.get_norm_sample())
+    assert_close(norms[1], 2 * norms[0], 1e-6)
 
 
 def test_an_heir_of_a_linear_factor_keeps_its_own_way_with_norms() -> None:

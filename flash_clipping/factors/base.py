@@ -42,6 +42,10 @@ class Factor(ABC):
     def sqnorms(self, backend: str) -> Tensor:
         """Squared norm of every sample's gradient: fp32 (or fp64) ``[B]``."""
 
+    def sqnorm_parts(self, backend: str) -> Tensor:
+        """The same in parts ``[B, n]`` that are still to be added up."""
+        return self.sqnorms(backend).unsqueeze(1)
+
     @abstractmethod
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         """``sum_b coef_b g_b``, shaped like the parameter; ``None`` means all ones.
@@ -116,6 +120,11 @@ class Dense(Factor):
             )
             self.sq_parts_Bn = norm_B.square().unsqueeze(1)
         return self.sq_parts_Bn.sum(1)
+
+    def sqnorm_parts(self, backend: str) -> Tensor:
+        if self.sq_parts_Bn is None:
+            return super().sqnorm_parts(backend)
+        return self.sq_parts_Bn
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:

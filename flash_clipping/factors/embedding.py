@@ -38,8 +38,21 @@ class Lookup(Factor):
         return self.G_BTd.shape[0]
 
     def sqnorms(self, backend: str) -> Tensor:
+        return self._parts(backend).sum(1)
+
+    def sqnorm_parts(self, backend: str) -> Tensor:
+        if type(self).sqnorms is not Lookup.sqnorms:  # an heir's own norms
+            return super().sqnorm_parts(backend)
+        return self._parts(backend)
+
+    def _parts(self, backend: str) -> Tensor:
         return embedding_sqnorms(
-            self.ids_BT, self.G_BTd, padding_idx=self.padding_idx, backend=backend
+            self.ids_BT,
+            self.G_BTd,
+            padding_idx=self.padding_idx,
+            num_embeddings=self.num_embeddings,
+            in_parts=True,
+            backend=backend,
         )
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

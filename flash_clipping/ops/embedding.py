@@ -15,7 +15,13 @@ from flash_clipping.ops.shapes import check_coefficients
 
 
 def embedding_sqnorms(
-    ids: Tensor, G: Tensor, *, padding_idx: int | None = None, backend: str = "auto"
+    ids: Tensor,
+    G: Tensor,
+    *,
+    padding_idx: int | None = None,
+    num_embeddings: int | None = None,
+    in_parts: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """Squared norms of the per-sample gradients of an embedding table.
 
@@ -27,15 +33,25 @@ def embedding_sqnorms(
         ids: ``[B, ...]`` indices, not negative and below ``2**31 - 1``.
         G: ``[B, ..., d]`` gradient of the looked-up rows.
         padding_idx: the row that gets no gradient, as in ``nn.Embedding``.
+        num_embeddings: rows of the table, where known: for tables of a few rows (token types)
+            there is a faster way.
+        in_parts: leave the squared norms as parts ``[B, n]`` that are still to be added up.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
         ``[B]``, fp32 (float64 for float64).
     """
     ids_BT, G_BTd = _as_positions(ids, G)
-    return backends.run(
-        embedding_torch.embedding_sqnorms, backend, G_BTd, ids_BT, G_BTd, padding_idx
+    parts_Bn = backends.run(
+        embedding_torch.embedding_sqnorms,
+        backend,
+        G_BTd,
+        ids_BT,
+        G_BTd,
+        padding_idx,
+        num_embeddings,
     )
+    return parts_Bn if in_parts else parts_Bn.sum(1)
 
 
 def embedding_clipped_sum(

@@ -13,8 +13,10 @@ BUFFER = 2**16
 """About how many elements a temporary holds (one sample at least)."""
 
 
-def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) -> Tensor:
-    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
+def embedding_sqnorms(
+    ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None, num_embeddings: int | None
+) -> Tensor:
+    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`: one part, ``[B, 1]``."""
     B, T, d = G_BTd.shape
     dtype = accumulator(G_BTd)
     sq_B = G_BTd.new_zeros(B, dtype=dtype)
@@ -33,7 +35,7 @@ def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) ->
             rows_nTd = rows_nTd.masked_fill((sorted_BT[chunk] == padding_idx).unsqueeze(-1), 0)
         runs_nTd = sums_by_index(rows_nTd, run_BT[chunk] + n1 * T, n * T).view(n, T, d)
         sq_B[chunk] = runs_nTd.square_().sum((1, 2))
-    return sq_B
+    return sq_B.unsqueeze(1)
 
 
 def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:

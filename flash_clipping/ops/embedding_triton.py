@@ -1,9 +1,11 @@
 """Kernels for embedding norms. B samples, T positions, S head positions, d features, V vocabulary.
 
-The positions of a sample, if they are many, are taken in the order of their ids and cut into
-chunks. Within a chunk the norm is a small Gram matrix under the mask ``id_t = id_t'``. A run of
-equal ids that crosses a boundary leaves the sum of its rows at both ends, and a second kernel walks
-along the boundaries. Every row of ``G`` is read once.
+The positions of a sample, if they are many, are put in the order of their ids and cut into chunks.
+A program walks through a chunk row by row, adds up the rows of a run of equal ids, and squares the
+sum where the run ends. A run belongs to the chunk that it begins in, whose program follows it to
+its end: every row of ``G`` is read once, by one program, and nothing is passed from one to another.
+Few positions are taken in any order, by a Gram matrix under the mask ``id_t = id_t'``; a table of
+a few rows, whose runs are long, as a linear map of one-hot vectors.
 """
 
 from __future__ import annotations
@@ -13,36 +15,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops import outer_triton
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.launch_triton import launch
 
 MAX_RANKED = 4096
 """Positions of a sample up to which all pairs of ids are compared; beyond, ``torch.sort``."""
-RANKED = 16, 512
-"""Positions that a program ranks, and ids with which it compares them at a time."""
-CHUNK = 64
+RANKED = 16, 64, 8
+"""Positions that a program ranks, ids with which it compares them at a time, and how often before
+it loads again."""
+RANK_WARPS = 2
+CHUNK = 32
+"""Positions of which a program owns the runs that begin there."""
+UNROLL = 16
+"""Rows in flight at a time."""
+FOLLOW = 4
+"""The same where a run is followed beyond its chunk: more would take registers from all."""
+WARPS = 4
+"""At most: each warp has 16 bytes of a row for a thread."""
 UNSORTED = 128
-"""Positions of a sample up to which they are one chunk, in any order: a launch instead of three."""
+"""Positions of a sample up to which they are taken in any order, by a launch instead of two."""
 BLOCK_BYTES = 256
-"""Of a row that one step reads."""
-SLICE_D = 512
-"""Features that one program walks over; of a sample that is one chunk, those of one step."""
+"""Of a row that such a program reads."""
+LONG_RUN = 64
+"""Positions that a row of the table has on average from which on one-hot vectors are faster."""
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _rank_kernel(
+def _order_kernel(
     ids_ptr,
-    sorted_ptr,
-    order_ptr,
+    entries_ptr,
     T,
     blocks,
     ids_stride_b,
     ids_stride_t,
     ROWS: tl.constexpr,
     IDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A stable sort by counting: a position's rank is the number of those that come before it."""
+    """A stable sort by counting: a position's rank is the number of those that come before it.
+
+    An entry is an id, times 2**32, and its position; the last block is filled up with entries of
+    id -1.
+    """
+    if EARLY:  # the next kernel may start, and waits where it reads
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     b = (pid // blocks).to(tl.int64)
     block = (pid % blocks) * ROWS
@@ -50,32 +69,101 @@ def _rank_kernel(
     t = block + tl.arange(0, ROWS)
     s = tl.arange(0, IDS)
     id_t = tl.load(ids + t.to(tl.int64) * ids_stride_t, mask=t < T, other=0).to(tl.int32)
-    rank = tl.zeros((ROWS,), tl.int32)
-    for first in range(0, T, IDS):
-        at = ids + (first + s).to(tl.int64) * ids_stride_t
-        id_s = tl.load(at, mask=first + s < T, other=_NO_ID).to(tl.int32)
-        # Of equal ids, those of an earlier position come before: whole tiles of them here.
-        bound = id_t + (first + IDS <= block).to(tl.int32)
-        rank += tl.sum((id_s[None, :] < bound[:, None]).to(tl.int32), 1)
-    s += block // IDS * IDS  # and here those of the tile that the positions are in
-    id_s = tl.load(ids + s.to(tl.int64) * ids_stride_t, mask=s < T, other=_NO_ID).to(tl.int32)
-    ties = (id_s[None, :] == id_t[:, None]) & (s[None, :] < t[:, None])
-    rank += tl.sum(ties.to(tl.int32), 1)
-    tl.store(sorted_ptr + b * T + rank, id_t, mask=t < T)
-    tl.store(order_ptr + b * T + rank, t, mask=t < T)
+    own = block + s
+    at = ids + own.to(tl.int64) * ids_stride_t
+    id_own = tl.load(at, mask=own < T, other=_NO_ID).to(tl.int32)
+    before = tl.zeros((ROWS, IDS), tl.int32)
+    for first in range(0, T, IDS * STEPS):
+        for step in tl.static_range(STEPS):
+            other = first + step * IDS + s
+            at = ids + other.to(tl.int64) * ids_stride_t
+            id_s = tl.load(at, mask=other < T, other=_NO_ID).to(tl.int32)
+            # Of equal ids, those of the blocks before come before.
+            id_s -= (other < block).to(tl.int32)
+            # The sign of a difference: an instruction less than a comparison.
+            before += ((id_s[None, :] - id_t[:, None]).to(tl.uint32) >> 31).to(tl.int32)
+    ties = (id_own[None, :] == id_t[:, None]) & (own[None, :] < t[:, None])
+    rank = tl.sum(before + ties.to(tl.int32), 1).to(tl.int32)
+    inside = t < T
+    entry = tl.where(inside, id_t, -1).to(tl.int64) * 4294967296 + t
+    tl.store(entries_ptr + b * (blocks * ROWS) + tl.where(inside, rank, t), entry)
 
 
 @triton.jit
 def _runs_kernel(
     G_ptr,
-    ids_ptr,
-    order_ptr,
-    partial_ptr,
-    heads_ptr,
-    tails_ptr,
-    T,
+    entries_ptr,
+    parts_ptr,
+    length,
     d,
     chunks,
+    slices,
+    G_stride_b,
+    G_stride_t,
+    padding_idx,
+    HAS_PADDING: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FOLLOW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Squared norms of a chunk's runs. ``length`` entries a sample, a multiple of ``CHUNK``."""
+    pid = tl.program_id(0)
+    columns = pid % slices * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < d
+    first = pid // slices % chunks * CHUNK
+    b = (pid // slices // chunks).to(tl.int64)
+    rows = G_ptr + b * G_stride_b + columns
+    entries_ptr += b * length
+    if EARLY:  # for the order
+        tl.extra.cuda.gdc_wait()
+    # The run that began before is another program's.
+    others = tl.load(entries_ptr + first - 1, mask=first > 0, other=-1) >> 32
+    current = others
+    squares = tl.zeros((BLOCK_D,), tl.float32)
+    run = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(first, first + CHUNK, UNROLL):
+        for u in tl.static_range(UNROLL):
+            entry = tl.load(entries_ptr + start + u)
+            id = entry >> 32
+            ours = (id != others) & (id >= 0)
+            if HAS_PADDING:
+                ours = ours & (id != padding_idx)
+            mask = ours if WHOLE else ours & inside
+            at = rows + (entry & 0xFFFFFFFF) * G_stride_t
+            G = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            begins = id != current
+            squares = tl.where(begins, squares + run * run, squares)
+            run = tl.where(begins, G, run + G)
+            current = id
+    goes_on = (current != others) & (current >= 0)
+    if HAS_PADDING:
+        goes_on = goes_on & (current != padding_idx)
+    if goes_on:
+        start = first + CHUNK
+        s = tl.arange(0, FOLLOW)
+        following = tl.load(entries_ptr + start, mask=start < length, other=-1)
+        entry = tl.load(entries_ptr + start + s, mask=start + s < length, other=-1)
+        while following >> 32 == current:
+            mask = ((entry >> 32) == current)[:, None] & inside[None, :]
+            at = rows[None, :] + ((entry & 0xFFFFFFFF) * G_stride_t)[:, None]
+            G = tl.load(at, mask=mask, other=0.0)
+            start += FOLLOW
+            following = tl.load(entries_ptr + start, mask=start < length, other=-1)
+            entry = tl.load(entries_ptr + start + s, mask=start + s < length, other=-1)
+            run += tl.sum(G.to(tl.float32), 0)
+    tl.store(parts_ptr + pid, tl.sum(squares + run * run, 0))
+
+
+@triton.jit
+def _pairs_kernel(
+    G_ptr,
+    ids_ptr,
+    parts_ptr,
+    T,
+    d,
     slices,
     ids_stride_b,
     ids_stride_t,
@@ -83,188 +171,134 @@ def _runs_kernel(
     G_stride_t,
     padding_idx,
     HAS_PADDING: tl.constexpr,
-    CHUNK: tl.constexpr,
+    POSITIONS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SLICE_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """A sample's Gram matrix under the mask ``id_t = id_t'``, of as many features as it loads."""
     pid = tl.program_id(0)
-    chunk_of_all = (pid // slices).to(tl.int64)  # b * chunks + chunk
-    b = chunk_of_all // chunks
-    first = (chunk_of_all % chunks).to(tl.int32) * CHUNK
-    last = min(first + CHUNK, T) - 1
-    positions = first + tl.arange(0, CHUNK)
-    valid = positions < T
-    at = ids_ptr + b * ids_stride_b
-    ids = tl.load(at + positions.to(tl.int64) * ids_stride_t, mask=valid, other=0)
-    if order_ptr is None:  # all in one chunk
-        rows = positions
-    else:  # sorted, and contiguous
-        rows = tl.load(order_ptr + b * T + positions, mask=valid, other=0)
-        head_id = tl.load(at + first)
-        tail_id = tl.load(at + last)
-        # Does the first run go on from the chunk before, or the last into the chunk after?
-        before = tl.load(at + first - 1, mask=first > 0, other=-1)
-        after = tl.load(at + last + 1, mask=last + 1 < T, other=-1)
+    b = (pid // slices).to(tl.int64)
+    t = tl.arange(0, POSITIONS)
+    valid = t < T
+    ids = tl.load(ids_ptr + b * ids_stride_b + t * ids_stride_t, mask=valid, other=0)
     if HAS_PADDING:
         valid = valid & (ids != padding_idx)
-    # Rows that are masked here are loaded as zero, so the mask need not name them.
-    same = (ids[:, None] == ids[None, :]).to(tl.float32)
-    gram = tl.zeros((CHUNK, CHUNK), tl.float32)
-    slice_start = (pid % slices) * SLICE_D
-    for offset in range(0, SLICE_D, BLOCK_D):
-        columns = slice_start + offset + tl.arange(0, BLOCK_D)
-        G = tl.load(
-            G_ptr + b * G_stride_b + rows.to(tl.int64)[:, None] * G_stride_t + columns[None, :],
-            mask=valid[:, None] & (columns < d)[None, :],
-            other=0.0,
-        )
-        # See gram_triton: the accumulator of the tensor cores truncates, so it starts afresh.
-        product = tl.dot(G, tl.trans(G), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
-        gram += product
-        if order_ptr is not None:
-            if before == head_id:
-                head = tl.sum(tl.where((ids == head_id)[:, None], G.to(tl.float32), 0.0), 0)
-                tl.store(heads_ptr + chunk_of_all * d + columns, head, mask=columns < d)
-            if after == tail_id:
-                tail = tl.sum(tl.where((ids == tail_id)[:, None], G.to(tl.float32), 0.0), 0)
-                tl.store(tails_ptr + chunk_of_all * d + columns, tail, mask=columns < d)
-    # A select, not a product: rows of another run may be infinite.
-    kept = tl.where(same > 0, gram, 0.0)
-    part = (b * (2 * chunks - 1) + chunk_of_all % chunks) * slices + pid % slices
-    tl.store(partial_ptr + part, tl.sum(tl.sum(kept, 1), 0))
+    columns = pid % slices * BLOCK_D + tl.arange(0, BLOCK_D)
+    at = G_ptr + b * G_stride_b + t.to(tl.int64)[:, None] * G_stride_t + columns[None, :]
+    G = tl.load(at, mask=valid[:, None] & (columns < d)[None, :], other=0.0)
+    gram = tl.dot(G, tl.trans(G), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
+    # A select, not a product: rows of another run may be infinite. What is masked is zero.
+    kept = tl.where(ids[:, None] == ids[None, :], gram, 0.0)
+    total = tl.sum(tl.sum(kept, 1), 0)
+    # A sum of squares; rounding can leave one that cancels just below zero.
+    tl.store(parts_ptr + pid, tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
-@triton.jit
-def _boundaries_kernel(
-    ids_ptr,
-    heads_ptr,
-    tails_ptr,
-    partial_ptr,
-    T,
-    d,
-    chunks,
-    blocks,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """What runs that cross boundaries add: ``2 ⟨rows before a boundary, rows of the chunk after⟩``.
-
-    A program belongs to one boundary and has work if a run crosses it there for the first time: it
-    then follows that run over all boundaries that it crosses.
-    """
-    pid = tl.program_id(0)
-    b = (pid // (blocks * (chunks - 1))).to(tl.int64)
-    rest = pid % (blocks * (chunks - 1))
-    first = rest // blocks + 1
-    boundary = first
-    columns = (rest % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
-    ids = ids_ptr + b * T
-    run = tl.load(ids + boundary * CHUNK - 1)
-    right = tl.load(ids + boundary * CHUNK)
-    before = tl.load(ids + (boundary - 1) * CHUNK - 1, mask=boundary > 1, other=-1)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    if (run == right) & (run != before):
-        inside = columns < d
-        row = b * chunks + boundary
-        carried = tl.load(tails_ptr + (row - 1) * d + columns, mask=inside, other=0.0)
-        end = tl.cdiv(T, CHUNK)
-        while boundary < end:
-            head = tl.load(heads_ptr + row * d + columns, mask=inside, other=0.0)
-            total += 2.0 * carried * head
-            carried += head
-            boundary += 1
-            row += 1
-            following = tl.load(ids + boundary * CHUNK, mask=boundary < end, other=-1)
-            end = tl.where(following == run, end, 0)
-    part = (b * (2 * chunks - 1) + chunks - 1 + first) * blocks + rest % blocks
-    tl.store(partial_ptr + part, tl.sum(total, 0))
-
-
-def embedding_sqnorms(ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None) -> Tensor:
-    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`."""
+def embedding_sqnorms(
+    ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None, num_embeddings: int | None = None
+) -> Tensor:
+    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`: parts ``[B, n]``."""
     G_BTd = tiles.with_unit_stride(G_BTd)
     B, T, d = G_BTd.shape
-    order_BT, heads, tails = None, None, None
-    chunk = CHUNK if T > UNSORTED else max(16, tiles.next_power_of_2(T))
-    chunks, block_d = tiles.cdiv(T, chunk), BLOCK_BYTES // G_BTd.element_size()
-    slice_d = SLICE_D if chunks > 1 else block_d
-    slices = tiles.cdiv(d, slice_d)
-    if chunks > 1:
-        ids_BT, order_BT = _sorted(ids_BT)
-        # Written, and read, only where a run crosses a boundary.
-        heads, tails = G_BTd.new_empty((2, B * chunks, d), dtype=torch.float32).unbind(0)
-    # One part for each slice of a chunk, and one for each slice of a boundary between two.
-    partial = G_BTd.new_empty((B, 2 * chunks - 1, slices), dtype=torch.float32)
+    rows = T if num_embeddings is None else num_embeddings
+    # The vectors are to be small beside G; and a row of padding may hold anything: times a zero it
+    # would not always be one.
+    if rows * LONG_RUN <= min(T, 4 * d) and T > UNSORTED and padding_idx is None:
+        return outer_triton.outer_sqnorms(_one_hot(ids_BT, rows, G_BTd), G_BTd, False)[0]
+    padding = {"HAS_PADDING": padding_idx is not None}
+    if T <= UNSORTED:
+        block_d = BLOCK_BYTES // G_BTd.element_size()
+        slices = tiles.cdiv(d, block_d)
+        parts = G_BTd.new_empty((B, slices), dtype=torch.float32)
+        launch(
+            _pairs_kernel,
+            B * slices,
+            G_BTd,
+            ids_BT,
+            parts,
+            T,
+            d,
+            slices,
+            *ids_BT.stride(),
+            *G_BTd.stride()[:2],
+            padding_idx or 0,
+            **padding,
+            POSITIONS=max(16, tiles.next_power_of_2(T)),
+            BLOCK_D=block_d,
+            PRECISION=tiles.dot_precision(G_BTd.dtype),
+            num_warps=4,
+        )
+        return parts
+    early = tiles.starts_early(G_BTd.device)
+    entries = _in_order(ids_BT, early)
+    length = entries.shape[1]
+    of_warp = 32 * 16 // G_BTd.element_size()
+    warps = min(WARPS, tiles.next_power_of_2(tiles.cdiv(d, of_warp)))
+    slices, chunks = tiles.cdiv(d, warps * of_warp), length // CHUNK
+    parts = G_BTd.new_empty((B, chunks * slices), dtype=torch.float32)
     launch(
         _runs_kernel,
-        B * chunks * slices,
+        parts.numel(),
         G_BTd,
-        ids_BT,
-        order_BT,
-        partial,
-        heads,
-        tails,
-        T,
+        entries,
+        parts,
+        length,
         d,
         chunks,
         slices,
-        *ids_BT.stride(),
         *G_BTd.stride()[:2],
-        0 if padding_idx is None else padding_idx,
-        HAS_PADDING=padding_idx is not None,
-        CHUNK=chunk,
-        BLOCK_D=block_d,
-        SLICE_D=slice_d,
-        PRECISION=tiles.dot_precision(G_BTd.dtype),
-        num_warps=4,
+        padding_idx or 0,
+        **padding,
+        WHOLE=d % (warps * of_warp) == 0,
+        CHUNK=CHUNK,
+        UNROLL=UNROLL,
+        FOLLOW=FOLLOW,
+        BLOCK_D=warps * of_warp,
+        EARLY=early,
+        num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
     )
-    if chunks > 1:
-        launch(
-            _boundaries_kernel,
-            B * (chunks - 1) * slices,
-            ids_BT,
-            heads,
-            tails,
-            partial,
-            T,
-            d,
-            chunks,
-            slices,
-            CHUNK=CHUNK,
-            BLOCK_D=slice_d,
-            num_warps=4,
-        )
-    return partial.sum((1, 2)).clamp_(min=0)
+    return parts
 
 
-def _sorted(ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids of each sample in order, and their positions.
+def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
+    """What the table is a linear map of: a way that does not mind long runs."""
+    # Rows of a multiple of 16 bytes, which tensor descriptors want; no id is as high.
+    width = tiles.cdiv(num_embeddings, 8) * 8
+    return (ids_BT.unsqueeze(-1) == torch.arange(width, device=ids_BT.device)).to(G_BTd.dtype)
+
+
+def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
+    """Ids times 2**32 plus their positions, in order, and entries of id -1 to a multiple of
+    ``CHUNK``; with ``early``, by a kernel that lets the next one start before it ends.
 
     Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
-    the several of ``torch.sort``; ids have 32 bits there.
+    the several of ``torch.sort``; ids have 31 bits.
     """
     B, T = ids_BT.shape
+    length = tiles.cdiv(T, CHUNK) * CHUNK
     if T > MAX_RANKED:
-        return torch.sort(ids_BT.contiguous(), dim=1, stable=True)
-    sorted_BT = torch.empty((B, T), dtype=torch.int32, device=ids_BT.device)
-    order_BT = torch.empty_like(sorted_BT)
-    rows, ids = RANKED
-    blocks = tiles.cdiv(T, rows)
+        positions = torch.arange(T, device=ids_BT.device)
+        entries = (ids_BT.long() * 2**32 + positions).sort(dim=1).values
+        return torch.nn.functional.pad(entries, (0, length - T), value=-1)
+    entries = torch.empty((B, length), dtype=torch.int64, device=ids_BT.device)
+    rows, ids, steps = RANKED
+    blocks = length // rows
     launch(
-        _rank_kernel,
+        _order_kernel,
         B * blocks,
         ids_BT,
-        sorted_BT,
-        order_BT,
+        entries,
         T,
         blocks,
         *ids_BT.stride(),
         ROWS=rows,
         IDS=ids,
-        num_warps=4,
+        STEPS=steps,
+        EARLY=early,
+        num_warps=RANK_WARPS,
     )
-    return sorted_BT, order_BT
+    return entries
 
 
 @triton.jit

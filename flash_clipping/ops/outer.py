@@ -72,9 +72,11 @@ def sum_parts(parts: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
     for i, parts_Bn in enumerate(parts):
         kind = (parts_Bn.shape, parts_Bn.dtype, parts_Bn.get_device())
         alike.setdefault(kind, []).append(i)
-    return [
-        (members, torch.stack([parts[i] for i in members]).sum(-1)) for members in alike.values()
-    ]
+    return [(members, _stacked([parts[i] for i in members]).sum(-1)) for members in alike.values()]
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops.launch_triton import VERSION
+
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
@@ -63,6 +65,14 @@ def is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return _capability(device.index if device.index is not None else 0)[0] == 9
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one it depends on has ended (programmatic
+    dependent launch), and wait for it where it reads."""
+    if device.type != "cuda" or torch.version.hip is not None or VERSION < (3, 6):
+        return False
+    return _capability(device.index if device.index is not None else 0)[0] >= 9
 
 
 def fits_tma(*tensors: Tensor) -> bool:

@@ -42,6 +42,7 @@ from flash_clipping.ops import (
 from flash_clipping.ops.shapes import Normalized
 
 tiles_triton.has_tma = tiles_triton.is_hopper = lambda device: tma
+tiles_triton.starts_early = lambda device: tma
 tiles_triton.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
 noise_triton._approximates = lambda device: backend == "cuda"
 if backend == "hip":
@@ -78,7 +79,6 @@ print(" ".join(sorted(compiled)))
 """
 
 KERNELS = {
-    "_boundaries_kernel",
     "_contiguous_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
@@ -87,7 +87,8 @@ KERNELS = {
     "_noisy_means_kernel",
     "_norm_kernel",
     "_outer_kernel",
-    "_rank_kernel",
+    "_pairs_kernel",
+    "_order_kernel",
     "_row_sums_kernel",
     "_runs_kernel",
     "_strided_kernel",

@@ -72,7 +72,9 @@ def test_runs_of_any_length(case: Case, ids_of: str, positions: int) -> None:
 @every_case
 @pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize(
-    "lengths", [(200,), (63, 1, 136), (10, 54, 64, 64, 8), (1, 198, 1)], ids=str
+    "lengths",
+    [(200,), (31, 1, 168), (32, 32, 136), (10, 22, 33, 31, 96, 8), (1, 198, 1), (130, 35, 35)],
+    ids=str,
 )
 def test_runs_that_cross_many_chunks(
     case: Case, lengths: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +90,93 @@ def test_runs_that_cross_many_chunks(
         sq = embedding_sqnorms(ids, G, padding_idx=padding_idx, backend=case.backend)
         oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
         assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("width", [8, 300, 1030])
+def test_features_that_one_program_does_not_cover(case: Case, width: int) -> None:
+    ids, G = random_ids(case, 2, 140), case.randn(2, 140, width)
+    sq = embedding_sqnorms(ids, G, padding_idx=2, backend=case.backend)
+    oracle = per_sample_tables(ids, G, 2).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("num_embeddings", [1, 2, 3])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_tables_of_a_few_rows(case: Case, num_embeddings: int, padding_idx: int | None) -> None:
+    """Token types: runs are so long that programs which follow them would be alone."""
+    ids, G = random_ids(case, 2, 200) % num_embeddings, case.randn(2, 200, 48)
+    sq = embedding_sqnorms(
+        ids, G, padding_idx=padding_idx, num_embeddings=num_embeddings, backend=case.backend
+    )
+    oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_triton_available():
+        pytest.skip("no kernels here")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    taken = []
+    outer = kernels().outer_triton.outer_sqnorms
+
+    def watched(onehot: torch.Tensor, G: torch.Tensor, store: bool) -> object:
+        taken.append(onehot)
+        return outer(onehot, G, store)
+
+    monkeypatch.setattr(kernels().outer_triton, "outer_sqnorms", watched)
+    ids = torch.ones(2, 192, dtype=torch.long, device=device)
+    G = torch.randn(2, 192, 48).to(device)
+    ids[0, ::3] = 2
+    for num_embeddings, padding_idx, width in (
+        (None, None, 48),
+        (4, None, 48),  # too many rows for so few positions
+        (3, 1, 48),
+        (3, None, 47),  # and for so few features
+    ):
+        embedding_sqnorms(
+            ids,
+            G[..., :width],
+            num_embeddings=num_embeddings,
+            padding_idx=padding_idx,
+            backend="triton",
+        )
+    assert not taken
+    embedding_sqnorms(ids, G, num_embeddings=3, backend="triton")
+    (onehot,) = taken
+    assert onehot.shape == (2, 192, 8) and onehot.dtype == G.dtype
+    assert torch.equal(onehot.argmax(-1), ids) and (onehot.sum(-1) == 1).all()
+
+
+@every_case
+@pytest.mark.parametrize("positions", [20, 150])
+def test_norms_in_parts(case: Case, positions: int) -> None:
+    ids, G = random_ids(case, 3, positions), case.randn(3, positions, 40)
+    parts = embedding_sqnorms(ids, G, in_parts=True, backend=case.backend)
+    assert parts.dim() == 2 and len(parts) == 3 and (parts >= 0).all()
+    whole = embedding_sqnorms(ids, G, backend=case.backend)
+    assert torch.equal(parts.sum(1), whole)
+
+
+@every_case
+@pytest.mark.parametrize("positions", [20, 150])
+def test_rows_that_are_not_finite_stay_with_their_sample_and_run(
+    case: Case, positions: int
+) -> None:
+    """They make the norm of their sample so, and where they are padding they are not there."""
+    ids, G = random_ids(case, 3, positions), case.randn(3, positions, 8)
+    ids[1], ids[1, 0] = 4, 3
+    G[1, 0] = float("inf")
+    sq = embedding_sqnorms(ids, G, backend=case.backend)
+    assert not sq[1].isfinite() and sq[[0, 2]].isfinite().all()
+    G[1, 1] = float("nan")
+    assert embedding_sqnorms(ids, G, backend=case.backend)[1].isnan()
+    G[1, 1] = 1.0
+    sq = embedding_sqnorms(ids, G, padding_idx=3, backend=case.backend)
+    G[1, 0] = 0.0
+    oracle = per_sample_tables(ids, G, 3).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
 
 
 @every_case
@@ -109,10 +198,14 @@ def test_ranks_are_a_stable_sort() -> None:
     for shape in ((3, 1), (2, 16), (2, 531)):
         ids = torch.randint(97, shape, generator=generator).to(device)
         for laid_out in (ids, ids.mT.contiguous().mT, ids[:1].expand(4, -1)):
-            for found, wanted in zip(
-                kernels()._sorted(laid_out), torch.sort(laid_out, dim=1, stable=True), strict=True
-            ):
-                assert torch.equal(found, wanted)
+            T = shape[1]
+            entries = kernels()._in_order(laid_out)
+            wanted, order = torch.sort(laid_out, dim=1, stable=True)
+            assert torch.equal(entries[:, :T] >> 32, wanted)
+            assert torch.equal(entries[:, :T] & 0xFFFFFFFF, order)
+            # Filled up to whole chunks with entries that no position has.
+            assert entries.shape[1] % kernels().CHUNK == 0
+            assert ((entries[:, T:] >> 32) == -1).all()
 
 
 @every_case
