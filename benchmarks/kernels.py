@@ -59,6 +59,7 @@ SHAPES = {
 }
 ROWS = {"cuda": [(8, 1024, 2048), (32, 1024, 2048), (4, 2048, 4096)], "cpu": [(8, 256, 256)]}
 VOCABULARY = 32000
+MOST_STANDARD_ERRORS = 5.0
 
 
 @dataclass
@@ -112,6 +113,11 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"worst relative error of a norm against float64: {worst:.1e}")
     if not worst <= 1e-5:
         console.print("[bold red]a norm is wrong: nothing is timed[/]")
+        return 1
+    off = noise_is_off(device, dtype)
+    console.print(f"noise's variance is off by {off:.1f} standard errors")
+    if not off <= MOST_STANDARD_ERRORS:
+        console.print("[bold red]noise is wrong: nothing is timed[/]")
         return 1
     shapes = options.shape or SHAPES[device.type]
     results: list[Result] = []
@@ -195,6 +201,14 @@ def check(device: torch.device, dtype: torch.dtype) -> float:
     return max(float((ours / oracle - 1).abs().max()) for ours, oracle in pairs)
 
 
+def noise_is_off(device: torch.device, dtype: torch.dtype) -> float:
+    """How far the mean square of normals is from 1, in its own standard errors."""
+    elements = 1 << 19
+    zeros = [torch.zeros(elements, device=device, dtype=dtype) for _ in range(2)]
+    noise = torch.cat(noisy_means(zeros, 1.0, 1.0)).double()
+    return float((noise.square().mean() - 1).abs() / (2 / noise.numel()) ** 0.5)
+
+
 def linear_candidates(
     shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> list[Candidate]:
@@ -254,7 +268,11 @@ def row_candidates(
         (Result(group, "row_scale", "copy", 2 * once), lambda: ops.row_scale(x, coef)),
         (Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
         (Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
-        (Result(group, "embedding", "copy", once), lambda: ops.embedding_sqnorms(ids, G)),
+        # In parts, as a step takes them: what comes in parts it adds up by itself.
+        (
+            Result(group, "embedding", "copy", once),
+            lambda: ops.embedding_sqnorms(ids, G, in_parts=True),
+        ),
         # As many parameters as samples, with the default generator.
         (Result(group, "noise", "copy", 2 * once), lambda: noisy_means(list(x), 1.0, 2.0)),
         (

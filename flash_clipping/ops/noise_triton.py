@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -16,13 +17,14 @@ from flash_clipping.ops.launch_triton import launch
 from flash_clipping.ops.upload import to_device
 
 _KEY = 0x9E3779B97F4A7C15
-BLOCK = 2048
-"""Elements for which a program draws at a time; every Philox call gives four normals."""
-BLOCKS = 4
-"""How many such blocks a program walks over."""
 WARPS = 4
+BLOCK_BYTES = 2 * 16 * 32 * WARPS
+"""Of the elements for which a program draws at a time: two moves of 16 bytes for a thread."""
+BLOCKS = {2: 4, 4: 2}
+"""How many such blocks a program walks over, by the size of an element: a power of 2."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
+_SQRT_2_LN_2 = math.sqrt(2 * math.log(2))
 
 
 @triton.jit
@@ -41,23 +43,42 @@ def _multiply(x, FACTOR: tl.constexpr):
 @triton.jit
 def _words(seed, c0, c1, c2, c3, FAST: tl.constexpr):
     """Four random words of a counter, by Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
-    random numbers: as easy as 1, 2, 3", 2011). ``tl.philox`` multiplies twice for a product."""
+    random numbers: as easy as 1, 2, 3", 2011). Only ``c0`` differs between threads.
+
+    ``tl.philox`` multiplies twice for a product, and in every thread what is the same for all: of
+    the four products of the first two rounds two, and the other two are the same for all counters
+    with one ``c0`` (the compiler sees that).
+    """
     if not FAST:
-        return tl.philox(seed, c0, c1, c2, c3)
+        zeros = tl.zeros_like(c0)
+        return tl.philox(seed, c0, zeros + c1, zeros + c2, zeros + c3)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
+    low0, high0 = _multiply(c0, 0xD2511F53)
+    product = c2.to(tl.uint64) * 0xCD9E8D57
+    s0 = (product >> 32).to(tl.uint32) ^ c1 ^ k0
+    s1 = product.to(tl.uint32)
+    s2 = high0 ^ c3 ^ k1
+    k0 += 0x9E3779B9
+    k1 += 0xBB67AE85
+    product = s0.to(tl.uint64) * 0xD2511F53
+    low1, high1 = _multiply(s2, 0xCD9E8D57)
+    c0, c1 = high1 ^ s1 ^ k0, low1
+    c2 = (product >> 32).to(tl.uint32) ^ low0 ^ k1
+    c3 = tl.zeros_like(c0) + product.to(tl.uint32)
+    for _ in tl.static_range(8):
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
         low0, high0 = _multiply(c0, 0xD2511F53)
         low1, high1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @triton.jit
 def _pair(u, v, scale, FAST: tl.constexpr):
-    """Two independent normals times ``scale`` from two random words, by Box and Muller's method.
+    """Two independent normals times ``scale / sqrt(2 ln 2)`` from two random words, by Box and
+    Muller's method.
 
     All 32 bits of one decide the radius, so that it reaches 6.7 standard deviations; 23 of the
     other the angle. With ``FAST`` by the device's own functions: errors of 2^-22 or so, which the
@@ -67,14 +88,12 @@ def _pair(u, v, scale, FAST: tl.constexpr):
     turn = ((v >> 9) | 0x3F800000).to(tl.float32, bitcast=True)  # from 1 to 2
     angle = turn * 6.283185307179586 - 9.42477796076938
     if FAST:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [uniform], tl.float32, is_pure=True, pack=1
-        )
-        # An approximate logarithm may be above 0 near 1.
-        radius = tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;",
+        # An approximate logarithm may be above 0 near 1. In one piece, so that the absolute value
+        # is part of the root's instruction.
+        root = tl.inline_asm_elementwise(
+            "{.reg .f32 x; lg2.approx.ftz.f32 x, $1; abs.f32 x, x; sqrt.approx.ftz.f32 $0, x;}",
             "=f,f",
-            [tl.abs(log2 * -1.3862943611198906)],
+            [uniform],
             tl.float32,
             is_pure=True,
             pack=1,
@@ -86,10 +105,25 @@ def _pair(u, v, scale, FAST: tl.constexpr):
             "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1
         )
     else:
-        radius = tl.sqrt(tl.abs(tl.log2(uniform) * -1.3862943611198906))  # -2 ln 2
+        root = tl.sqrt(tl.abs(tl.log2(uniform)))
         cos, sin = tl.cos(angle), tl.sin(angle)
-    radius *= scale
+    radius = root * scale
     return radius * cos, radius * sin
+
+
+@triton.jit
+def _normals(seed, c0, c1, c2, c3, scale, CALLS: tl.constexpr, FAST: tl.constexpr):
+    """Four normals for each ``c0``, side by side, or eight, of ``c2`` and ``c2 + 1``."""
+    u0, u1, u2, u3 = _words(seed, c0, c1, c2, c3, FAST)
+    n0, n1 = _pair(u0, u1, scale, FAST)
+    n2, n3 = _pair(u2, u3, scale, FAST)
+    if CALLS == 2:
+        u0, u1, u2, u3 = _words(seed, c0, c1, c2 + 1, c3, FAST)
+        n4, n5 = _pair(u0, u1, scale, FAST)
+        n6, n7 = _pair(u2, u3, scale, FAST)
+        n0, n1 = tl.interleave(n0, n4), tl.interleave(n1, n5)
+        n2, n3 = tl.interleave(n2, n6), tl.interleave(n3, n7)
+    return tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
 
 
 @triton.jit
@@ -101,34 +135,51 @@ def _noisy_block(
     inverse,
     seed,
     offset,
-    block,
+    high,
+    low,
     DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.arange(0, BLOCK)
+    """A block whose number has these high and low parts; see :func:`_number_of`."""
+    # The counter: a thread of a block, the generator's offset, which keeps calls apart, and which
+    # of a thread's counters it is: one for four elements.
+    THREADS: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 256
+    HALF: tl.constexpr = BLOCK // 2
+    CALLS: tl.constexpr = HALF // THREADS // 4
+    c0 = low * THREADS + tl.arange(0, THREADS).to(tl.uint32)
+    c1 = (offset & 0xFFFFFFFF).to(tl.uint32)
+    c3 = (offset >> 32).to(tl.uint32)
+    c2 = high * (2 * CALLS)
+    index = tl.arange(0, HALF)
+    # Both loads first: neither is moved before a store, which might write what it reads.
     if WHOLE:  # without a mask, many elements are moved at a time
-        value = tl.load(summed_ptr + index)
+        first = tl.load(summed_ptr + index)
+        second = tl.load(summed_ptr + HALF + index)
     else:
-        value = tl.load(summed_ptr + index, mask=index < left, other=0.0)
-    # One counter for four elements, of all tensors; the generator's offset keeps calls apart.
-    EACH: tl.constexpr = BLOCK // 4
-    BLOCKS: tl.constexpr = (1 << 32) // EACH
-    c0 = (block % BLOCKS).to(tl.uint32) * EACH + tl.arange(0, EACH).to(tl.uint32)
-    c1 = tl.zeros_like(c0) + (block // BLOCKS).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + (offset & 0xFFFFFFFF).to(tl.uint32)
-    c3 = tl.zeros_like(c0) + (offset >> 32).to(tl.uint32)
-    u0, u1, u2, u3 = _words(seed, c0, c1, c2, c3, FAST)
-    n0, n1 = _pair(u0, u1, scale, FAST)
-    n2, n3 = _pair(u2, u3, scale, FAST)
-    # Interleaved so that a thread's four elements lie side by side in memory.
-    noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
-    noisy = (value.to(tl.float32) * inverse + noise).to(DTYPE)
+        first = tl.load(summed_ptr + index, mask=index < left, other=0.0)
+        second = tl.load(summed_ptr + HALF + index, mask=HALF + index < left, other=0.0)
+    noise = _normals(seed, c0, c1, c2, c3, scale, CALLS, FAST)
+    noisy = (first.to(tl.float32) * inverse + noise).to(DTYPE)
     if WHOLE:
         tl.store(out_ptr + index, noisy)
     else:
         tl.store(out_ptr + index, noisy, mask=index < left)
+    noise = _normals(seed, c0, c1, c2 + CALLS, c3, scale, CALLS, FAST)
+    noisy = (second.to(tl.float32) * inverse + noise).to(DTYPE)
+    if WHOLE:
+        tl.store(out_ptr + HALF + index, noisy)
+    else:
+        tl.store(out_ptr + HALF + index, noisy, mask=HALF + index < left)
+
+
+@triton.jit
+def _number_of(block, THREADS: tl.constexpr):
+    """The upper and lower part of a block's number: the numbers of a launch's threads have the same
+    upper 32 bits in as many blocks as the lower part can count."""
+    OF_LOW: tl.constexpr = (1 << 32) // THREADS
+    return (block // OF_LOW).to(tl.uint32), (block % OF_LOW).to(tl.uint32)
 
 
 @triton.jit
@@ -141,7 +192,8 @@ def _noisy_means_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The table: four numbers, then four columns with an entry for every tensor: its first program,
+    """The table: noise's standard deviation times ``sqrt(2 ln 2)``, one over the divisor, seed and
+    offset, then four columns with an entry for every tensor: its first program,
     addresses of its sum and its result, its elements."""
     pid = tl.program_id(0)
     scale = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
@@ -157,7 +209,8 @@ def _noisy_means_kernel(
     if ALIGNED:
         summed_ptr = tl.multiple_of(summed_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
-    block = pid.to(tl.int64) * BLOCKS
+    THREADS: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 256
+    high, low = _number_of(pid.to(tl.int64) * BLOCKS, THREADS)
     while left >= BLOCK:
         _noisy_block(
             summed_ptr,
@@ -167,7 +220,8 @@ def _noisy_means_kernel(
             inverse,
             seed,
             offset,
-            block,
+            high,
+            low,
             DTYPE,
             True,
             FAST,
@@ -176,7 +230,7 @@ def _noisy_means_kernel(
         summed_ptr += BLOCK
         out_ptr += BLOCK
         left -= BLOCK
-        block += 1
+        low += 1
     if left > 0:
         _noisy_block(
             summed_ptr,
@@ -186,7 +240,8 @@ def _noisy_means_kernel(
             inverse,
             seed,
             offset,
-            block,
+            high,
+            low,
             DTYPE,
             False,
             FAST,
@@ -232,13 +287,16 @@ def draw(
     table = array("q", bytes(8 * (4 + 4 * width)))
     # A key of its own: PyTorch's kernels use the seed with counters that ours could meet.
     key = (seed ^ _KEY) & 0x7FFFFFFFFFFFFFFF
-    numbers = struct.unpack("2q", struct.pack("2d", std / divisor, 1.0 / divisor))
+    scale = std / divisor * _SQRT_2_LN_2
+    numbers = struct.unpack("2q", struct.pack("2d", scale, 1.0 / divisor))
     table[:4] = array("q", [*numbers, key, offset])
     sizes = [summed.numel() for summed in sums]
+    itemsize = sums[0].element_size()
+    block, blocks = BLOCK_BYTES // itemsize, BLOCKS[itemsize]
     firsts, programs = [], 0
     for size in sizes:
         firsts.append(programs)
-        programs += tiles.cdiv(size, BLOCKS * BLOCK)
+        programs += tiles.cdiv(size, blocks * block)
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
     for column, values in enumerate((firsts + none, *addresses, sizes)):
@@ -253,8 +311,8 @@ def draw(
         TENSORS=width,
         ALIGNED=all([address % 16 == 0 for both in addresses for address in both]),
         FAST=_approximates(device),
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
+        BLOCK=block,
+        BLOCKS=blocks,
         num_warps=WARPS,
     )
     return outs

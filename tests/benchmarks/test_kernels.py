@@ -34,6 +34,17 @@ def test_a_wrong_norm_stops_it(
     assert "a norm is wrong" in capsys.readouterr().out
 
 
+def test_wrong_noise_stops_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def uniform(sums: list[torch.Tensor], std: float, divisor: float) -> list[torch.Tensor]:
+        return [torch.rand_like(summed) for summed in sums]
+
+    monkeypatch.setattr(kernels, "noisy_means", uniform)
+    assert kernels.main(SMALL) == 1
+    assert "noise is wrong" in capsys.readouterr().out
+
+
 def test_a_shape_has_four_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         kernels.main(["--shape", "8,1024"])

@@ -18,7 +18,7 @@ try:
     import triton.language as tl
 
     from flash_clipping.ops import noise_triton
-    from flash_clipping.ops.noise_triton import _noisy_block, _pair
+    from flash_clipping.ops.noise_triton import _noisy_block, _number_of, _pair
 except ImportError:
     pass
 else:
@@ -27,15 +27,15 @@ else:
     def _block_kernel(summed_ptr, out_ptr, numbers_ptr, BLOCK: tl.constexpr):
         seed = tl.load(numbers_ptr)
         offset = tl.load(numbers_ptr + 1)
-        block = tl.load(numbers_ptr + 2)
-        args = (summed_ptr, out_ptr, BLOCK, 1.0, 1.0, seed, offset, block)
+        high, low = _number_of(tl.load(numbers_ptr + 2), BLOCK // 8)
+        args = (summed_ptr, out_ptr, BLOCK, 1.1774100225154747, 1.0, seed, offset, high, low)
         _noisy_block(*args, tl.float32, True, False, BLOCK)
 
     @triton.jit
     def _radius_kernel(words_ptr, out_ptr):
         at = tl.arange(0, 4)
         words = tl.load(words_ptr + at).to(tl.uint32)
-        radius, _ = _pair(words, tl.zeros_like(words), -1.0, False)
+        radius, _ = _pair(words, tl.zeros_like(words), -1.1774100225154747, False)
         tl.store(out_ptr + at, radius)
 
 
@@ -99,44 +99,53 @@ def words_of(seed: int, counters: list[np.ndarray]) -> list[np.ndarray]:
     return [c0, c1, c2, c3]
 
 
-def normals_of(seed: int, offset: int, block: int, size: int) -> np.ndarray:
-    """What a block of a launch draws: four normals for each counter, whose number goes on from
-    block to block."""
-    counter = np.uint64(block * size // 4) + np.arange(size // 4, dtype=np.uint64)
-    low, high = counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32)
-    call = np.full_like(counter, offset & 0xFFFFFFFF), np.full_like(counter, offset >> 32)
-    words = words_of(seed, [low, high, *call])
-    normals = []
-    for u, v in (words[:2], words[2:]):
-        radius = np.sqrt(-2 * np.log((u.astype(float) + 0.5) / 2**32))
-        angle = 2 * np.pi * (v >> np.uint64(9)).astype(float) / 2**23 - np.pi
-        normals += [radius * np.cos(angle), radius * np.sin(angle)]
-    return np.stack(normals, 1).reshape(-1)
+def normals_of(seed: int, offset: int, block: int, itemsize: int = 4) -> np.ndarray:
+    """What a block of a launch draws: 32 bytes for each of 128 threads, whose number goes on from
+    block to block, by a counter for every four elements; 16 bytes of a thread lie together, the
+    other 16 in the second half of the block."""
+    thread = np.uint64(block * 128) + np.arange(128, dtype=np.uint64)
+    low, high = thread & np.uint64(0xFFFFFFFF), thread >> np.uint64(32)
+    c1, c3 = np.full_like(thread, offset & 0xFFFFFFFF), np.full_like(thread, offset >> 32)
+    halves, calls = [], 4 // itemsize
+    for half in (0, 1):
+        normals = []
+        for call in range(calls * half, calls * (half + 1)):
+            words = words_of(seed, [low, c1, high * np.uint64(2 * calls) + np.uint64(call), c3])
+            for u, v in (words[:2], words[2:]):
+                radius = np.sqrt(-2 * np.log((u.astype(float) + 0.5) / 2**32))
+                angle = 2 * np.pi * (v >> np.uint64(9)).astype(float) / 2**23 - np.pi
+                normals += [radius * np.cos(angle), radius * np.sin(angle)]
+        halves.append(np.stack(normals, 1).reshape(-1))
+    return np.concatenate(halves)
 
 
 @interpreted
-def test_every_element_has_a_counter_of_its_own() -> None:
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_element_has_a_counter_of_its_own(itemsize: int) -> None:
     """In a launch over many tensors, against Philox and Box and Muller in float64."""
     sizes = (1, 4, 2047, 2048, 2049, 8191, 8192, 8193, 20000)
-    found = noise_triton.draw([torch.zeros(n) for n in sizes], 1.0, 1.0, seed=11, offset=12)
-    size, blocks, block = noise_triton.BLOCK, noise_triton.BLOCKS, 0
+    dtype = torch.float32 if itemsize == 4 else torch.float16
+    sums = [torch.zeros(n, dtype=dtype) for n in sizes]
+    found = noise_triton.draw(sums, 1.0, 1.0, seed=11, offset=12)
+    size, blocks, block = 128 * 32 // itemsize, noise_triton.BLOCKS[itemsize], 0
     key = (11 ^ noise_triton._KEY) & 0x7FFFFFFFFFFFFFFF
     for noise in found:
         parts = -(-noise.numel() // size)
-        normals = [normals_of(key, 12, block + part, size) for part in range(parts)]
+        normals = [normals_of(key, 12, block + part, itemsize) for part in range(parts)]
         expected = torch.from_numpy(np.concatenate(normals)[: noise.numel()]).float()
-        torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-5)
+        rounding = 1e-5 if itemsize == 4 else 1e-3
+        torch.testing.assert_close(noise.float(), expected, rtol=rounding, atol=1e-5)
         block += -(-parts // blocks) * blocks  # whole programs
-    other = noise_triton.draw([torch.zeros(4)], 1.0, 1.0, seed=11 ^ noise_triton._KEY, offset=12)
+    other = noise_triton.draw(sums[1:2], 1.0, 1.0, seed=11 ^ noise_triton._KEY, offset=12)
     assert not torch.equal(other[0], found[1])
 
 
 @interpreted
-@pytest.mark.parametrize("block", [0, 2**23 - 1, 2**23, 5 * 2**23 + 3, 2**33 + 1])
+@pytest.mark.parametrize("block", [0, 2**25 - 1, 2**25, 5 * 2**25 + 3, 2**33 + 1])
 def test_counters_go_on_beyond_32_bits(block: int) -> None:
-    seed, offset, out = 2**63 - 3, 2**62 + 4, torch.empty(2048)
-    _block_kernel[(1,)](torch.zeros(2048), out, torch.tensor([seed, offset, block]), BLOCK=2048)
-    expected = torch.from_numpy(normals_of(seed, offset, block, 2048)).float()
+    seed, offset, out = 2**63 - 3, 2**62 + 4, torch.empty(1024)
+    _block_kernel[(1,)](torch.zeros(1024), out, torch.tensor([seed, offset, block]), BLOCK=1024)
+    expected = torch.from_numpy(normals_of(seed, offset, block)).float()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -198,6 +207,18 @@ def test_kernel_in_the_interpreter() -> None:
     for seed, offset in ((7, 4), (8, 0), (7, 1 << 32)):
         other = draw(sums, STD, DIVISOR, seed=seed, offset=offset)
         assert_normal(first[0] - other[0], STD / DIVISOR * math.sqrt(2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_sum_is_divided_in_its_place(dtype: torch.dtype, device: str) -> None:
+    """With noise of no size; of every element, in whole blocks and in those that are not."""
+    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    if device == "cpu" and not is_interpreting():
+        pytest.skip("kernels are compiled for the GPU in this run")
+    sums = [torch.randn(n, device=device).to(dtype) for n in (3, 2047, 8191, 20_000)]
+    for found, summed in zip(kernels.draw(sums, 0.0, 4.0, seed=1, offset=0), sums, strict=True):
+        assert torch.equal(found, summed / 4)
 
 
 @interpreted
