@@ -60,8 +60,9 @@ def _order_kernel(
     An entry is an id, times 2**32, and its position; the last block is filled up with entries of
     id -1.
     """
-    if EARLY:  # the next kernel may start, and waits where it reads
+    if EARLY:  # the next kernel may start, and waits as this one does before it reads
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     b = (pid // blocks).to(tl.int64)
     block = (pid % blocks) * ROWS
@@ -256,9 +257,14 @@ def embedding_sqnorms(
         BLOCK_D=warps * of_warp,
         EARLY=early,
         num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        **_started(early),
     )
     return parts
+
+
+def _started(early: bool) -> dict[str, bool]:
+    """The option of a launch, by whether it may start before what it depends on has ended."""
+    return {"launch_pdl": True} if early else {}
 
 
 def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
@@ -270,7 +276,7 @@ def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
 
 def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
     """Ids times 2**32 plus their positions, in order, and entries of id -1 to a multiple of
-    ``CHUNK``; with ``early``, by a kernel that lets the next one start before it ends.
+    ``CHUNK``; with ``early`` by a kernel that starts early, and lets the next one do so.
 
     Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
     the several of ``torch.sort``; ids have 31 bits.
@@ -297,6 +303,7 @@ def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
         STEPS=steps,
         EARLY=early,
         num_warps=RANK_WARPS,
+        **_started(early),
     )
     return entries
 
