@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_clipping.ops.gram_triton import RING, _sample, _tile
+from flash_clipping.ops.gram_tiles import RING, sample_of, tile_of
 from flash_clipping.ops.tiles_triton import sum_by_warp
 
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
@@ -51,7 +51,7 @@ def _item(item, inputs_ptr, B, rows):
     slot = item % slots
     b = (item // slots % B).to(gl.int64)
     row = inputs_ptr + (item // slots // B).to(gl.int64) * 6
-    i, j = _tile(slot, rows, GROUP)
+    i, j = tile_of(slot, rows, GROUP)
     return row, gl.load(row + 4), gl.load(row + 5), b, slot, i, j
 
 
@@ -59,7 +59,7 @@ def _item(item, inputs_ptr, B, rows):
 def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr):
     """All features of a tile's rows and columns, as steps from ``step`` on; how many they are."""
     tiles, full, empty = ring
-    X_ptr, stride_t, F = _sample(row, b, DTYPE, True)
+    X_ptr, stride_t, F = sample_of(row, b, DTYPE, True)
     # The descriptor is made where the one of two operands ago was: no load may still read that. Of
     # its steps, those whose stage was loaded anew have ended: a stage is emptied after its load.
     for at in range(gl.maximum(step - STAGES, 0), step - steps_before):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.gram_table import Launch, launches_of
+from flash_clipping.ops.gram_tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.launch_triton import VERSION, launch
 from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock
 from flash_clipping.ops.tiles_triton import sum_by_warp
@@ -85,49 +85,6 @@ def _operand_tile(
 
 
 @triton.jit
-def _sample(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address of one sample, stride of its rows and their width, from a row of the table."""
-    X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
-    stride_b = tl.load(row + 1)
-    stride_t = tl.load(row + 2)
-    F = tl.load(row + 3).to(tl.int32)
-    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
-        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        X_ptr = tl.multiple_of(X_ptr, 16)
-        stride_b = tl.multiple_of(stride_b, EACH)
-        stride_t = tl.multiple_of(stride_t, EACH)
-        F = tl.multiple_of(F, EACH)
-    return X_ptr + b * stride_b, stride_t, F
-
-
-@triton.jit
-def _triangle(index):
-    """Row and column of an entry of a triangle whose rows have 1, 2, 3, ... entries."""
-    row = ((tl.sqrt(1.0 + 8.0 * index.to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
-    row -= (row * (row + 1) // 2 > index).to(tl.int32)  # the root is rounded
-    row += ((row + 1) * (row + 2) // 2 <= index).to(tl.int32)
-    return row, index - row * (row + 1) // 2
-
-
-@triton.jit
-def _tile(slot, rows, GROUP: tl.constexpr):
-    """Row and column of a tile. ``GROUP`` rows are walked together, column by column, so that
-    the programs at work at one time share what they read."""
-    row, _ = _triangle(slot)
-    first = row // GROUP * GROUP
-    height = min(GROUP, rows - first)
-    within = slot - first * (first + 1) // 2
-    if within < first * height:  # left of the group's own triangle
-        i = first + within % height
-        j = within // height
-    else:
-        i, j = _triangle(within - first * height)
-        i += first
-        j += first
-    return i, j
-
-
-@triton.jit
 def _group_tile(
     inputs_ptr,
     layers_ptr,
@@ -158,7 +115,7 @@ def _group_tile(
     row = inputs_ptr + group * 6
     first = tl.load(row + 4)
     layers = tl.load(row + 5)
-    A_ptr, A_stride, d = _sample(row, b, A_DTYPE, ALIGNED)
+    A_ptr, A_stride, d = sample_of(row, b, A_DTYPE, ALIGNED)
     AA = _operand_tile(
         A_ptr,
         A_stride,
@@ -176,7 +133,7 @@ def _group_tile(
     if not DIAGONAL:
         AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
-        G_ptr, G_stride, p = _sample(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
+        G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
         GG = _operand_tile(
             G_ptr,
             G_stride,
@@ -227,7 +184,7 @@ def _gram_kernel(
         slot = item % slots
         b = (item // slots % B).to(tl.int64)
         group = (item // slots // B).to(tl.int64)
-        i, j = _tile(slot, rows, GROUP)
+        i, j = tile_of(slot, rows, GROUP)
         if i == j:
             _group_tile(
                 inputs_ptr,
@@ -284,23 +241,6 @@ def _gram_kernel(
             )
 
 
-@dataclass(frozen=True)
-class Config:
-    """A launch's parameters, open to benchmarks."""
-
-    block: int = 128
-    block_f: int = 64
-    promote: int = 16
-    num_warps: int = 8
-    num_stages: int = 4
-    tma: bool = True
-
-
-RING = Config(num_stages=6)
-"""That of :mod:`flash_clipping.ops.gram_hopper`, of whose warps these multiply. Six stages are what
-shared memory holds; 4 and 5 lose up to 0.05 of cuBLAS' rate at eight of nine shapes."""
-
-
 @functools.cache
 def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
@@ -318,7 +258,7 @@ def has_gluon() -> bool:
 
 @functools.cache
 def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted: it takes what it shares from here.
+    # Not by every Triton, and not before it is wanted.
     from flash_clipping.ops.gram_hopper import _gram_ring_kernel
 
     return _gram_ring_kernel
