@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print("[bold red]a norm is wrong: nothing is timed[/]")
         return 1
     off = noise_is_off(device, dtype)
-    console.print(f"noise's variance is off by {off:.1f} standard errors")
+    console.print(f"noise is off by {off:.1f} standard errors")
     if not off <= MOST_STANDARD_ERRORS:
         console.print("[bold red]noise is wrong: nothing is timed[/]")
         return 1
@@ -202,11 +202,14 @@ def check(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def noise_is_off(device: torch.device, dtype: torch.dtype) -> float:
-    """How far the mean square of normals is from 1, in its own standard errors."""
+    """How far two tensors' mean squares are from 1, and the mean of their products from 0, in
+    standard errors of each."""
     elements = 1 << 19
     zeros = [torch.zeros(elements, device=device, dtype=dtype) for _ in range(2)]
-    noise = torch.cat(noisy_means(zeros, 1.0, 1.0)).double()
-    return float((noise.square().mean() - 1).abs() / (2 / noise.numel()) ** 0.5)
+    x, y = (noise.double() for noise in noisy_means(zeros, 1.0, 1.0))
+    squares = torch.stack([x.square().mean(), y.square().mean()]) - 1
+    product = (x * y).mean()
+    return float(torch.cat([squares / 2**0.5, product[None]]).abs().max() * elements**0.5)
 
 
 def linear_candidates(

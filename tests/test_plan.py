@@ -396,6 +396,19 @@ def test_a_bias_frozen_and_thawed_beside_its_weight() -> None:
         assert (bias.grad is not None) == trainable
 
 
+def test_an_heir_of_kept_gradients_keeps_its_own_way_with_norms() -> None:
+    class Doubled(Dense):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    grads = torch.randn(3, 5)
+    for parts in (None, grads.square()):
+        factor = Doubled(grads, parts)
+        for _ in range(2):  # the second time their parts are known
+            found = factor.sqnorm_parts("torch").sum(1)
+            assert_close(found, 4 * grads.square().sum(1), 1e-6)
+
+
 def test_an_heir_of_an_embeddings_factor_keeps_its_own_way_with_norms() -> None:
     """Even where its norms come in parts, which are taken in another way."""
 

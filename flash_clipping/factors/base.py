@@ -122,7 +122,7 @@ class Dense(Factor):
         return self.sq_parts_Bn.sum(1)
 
     def sqnorm_parts(self, backend: str) -> Tensor:
-        if self.sq_parts_Bn is None:
+        if self.sq_parts_Bn is None or type(self).sqnorms is not Dense.sqnorms:  # an heir's own
             return super().sqnorm_parts(backend)
         return self.sq_parts_Bn
 

@@ -40,7 +40,15 @@ def embedding_sqnorms(
 
     Returns:
         ``[B]``, fp32 (float64 for float64).
+
+    Raises:
+        ValueError: ``ids`` and ``G`` that do not belong together, or a table of 2**31 rows.
     """
+    if num_embeddings is not None and num_embeddings >= 2**31:
+        raise ValueError(
+            f"num_embeddings is {num_embeddings}; norms are for tables of fewer than 2**31 rows. "
+            "Split the table."
+        )
     ids_BT, G_BTd = _as_positions(ids, G)
     parts_Bn = backends.run(
         embedding_torch.embedding_sqnorms,

@@ -3,7 +3,7 @@
 The positions of a sample, if they are many, are put in the order of their ids and cut into chunks.
 A program walks through a chunk row by row, adds up the rows of a run of equal ids, and squares the
 sum where the run ends. A run belongs to the chunk that it begins in, whose program follows it to
-its end: every row of ``G`` is read once, by one program, and nothing is passed from one to another.
+its end: every number of ``G`` is read once, and nothing is passed from one program to another.
 Few positions are taken in any order, by a Gram matrix under the mask ``id_t = id_t'``; a table of
 a few rows, whose runs are long, as a linear map of one-hot vectors.
 """
@@ -57,8 +57,8 @@ def _order_kernel(
 ):
     """A stable sort by counting: a position's rank is the number of those that come before it.
 
-    An entry is an id, times 2**32, and its position; the last block is filled up with entries of
-    id -1.
+    An entry is an id, times 2**32, and its position; what a sample has no positions for is
+    filled up with entries of id -1.
     """
     if EARLY:  # the next kernel may start, and waits as this one does before it reads
         tl.extra.cuda.gdc_launch_dependents()
@@ -181,7 +181,7 @@ def _pairs_kernel(
     b = (pid // slices).to(tl.int64)
     t = tl.arange(0, POSITIONS)
     valid = t < T
-    ids = tl.load(ids_ptr + b * ids_stride_b + t * ids_stride_t, mask=valid, other=0)
+    ids = tl.load(ids_ptr + b * ids_stride_b + t.to(tl.int64) * ids_stride_t, mask=valid, other=0)
     if HAS_PADDING:
         valid = valid & (ids != padding_idx)
     columns = pid % slices * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -285,8 +285,11 @@ def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
     length = tiles.cdiv(T, CHUNK) * CHUNK
     if T > MAX_RANKED:
         positions = torch.arange(T, device=ids_BT.device)
-        entries = (ids_BT.long() * 2**32 + positions).sort(dim=1).values
-        return torch.nn.functional.pad(entries, (0, length - T), value=-1)
+        in_order = (ids_BT.long() * 2**32 + positions).sort(dim=1).values
+        # Into memory of their own: sorting keeps the strides of transposed ids.
+        entries = torch.full((B, length), -1, dtype=torch.int64, device=ids_BT.device)
+        entries[:, :T] = in_order
+        return entries
     entries = torch.empty((B, length), dtype=torch.int64, device=ids_BT.device)
     rows, ids, steps = RANKED
     blocks = length // rows

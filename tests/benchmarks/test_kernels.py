@@ -34,13 +34,16 @@ def test_a_wrong_norm_stops_it(
     assert "a norm is wrong" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", ["uniform", "repeated"])
 def test_wrong_noise_stops_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def uniform(sums: list[torch.Tensor], std: float, divisor: float) -> list[torch.Tensor]:
-        return [torch.rand_like(summed) for summed in sums]
+    def wrong(sums: list[torch.Tensor], std: float, divisor: float) -> list[torch.Tensor]:
+        if how == "uniform":
+            return [torch.rand_like(summed) for summed in sums]
+        return [torch.randn_like(sums[0])] * len(sums)
 
-    monkeypatch.setattr(kernels, "noisy_means", uniform)
+    monkeypatch.setattr(kernels, "noisy_means", wrong)
     assert kernels.main(SMALL) == 1
     assert "noise is wrong" in capsys.readouterr().out
 

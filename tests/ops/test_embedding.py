@@ -93,6 +93,22 @@ def test_runs_that_cross_many_chunks(
 
 
 @every_case
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ranked", [True, False])
+def test_the_largest_ids(
+    case: Case, ranked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.backend == "triton" and not ranked:
+        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
+    small, G = random_ids(case, 2, 139), case.randn(2, 139, 8)
+    largest = torch.tensor([0, 1, 2**16, 2**20, 2**24, 2**31 - 2], device=case.device)
+    ids = largest[small % 6].to(dtype)
+    sq = embedding_sqnorms(ids, G, backend=case.backend)
+    oracle = per_sample_tables(small % 6, G, None).square().sum((1, 2))
+    assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
 @pytest.mark.parametrize("width", [8, 300, 1030])
 def test_features_that_one_program_does_not_cover(case: Case, width: int) -> None:
     ids, G = random_ids(case, 2, 140), case.randn(2, 140, width)
@@ -221,9 +237,15 @@ def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("positions", [20, 150])
-def test_ids_that_lie_apart(case: Case, positions: int) -> None:
+@pytest.mark.parametrize(
+    ("positions", "ranked"), [(20, True), (150, True), (160, True), (150, False), (160, False)]
+)
+def test_ids_that_lie_apart(
+    case: Case, positions: int, ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positions that all samples share, and ids of a transposed batch."""
+    if case.backend == "triton" and not ranked:  # as samples with more positions are
+        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
     G = case.randn(3, positions, 8)
     shared = random_ids(case, 1, positions).expand(3, -1)
     transposed = random_ids(case, positions, 3).T
@@ -265,5 +287,8 @@ def test_tied_cross_term(case: Case, shape: tuple, padding_idx: int | None) -> N
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewer than 2\\*\\*31 rows"):
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        embedding_sqnorms(ids, torch.randn(2, 3, 8), num_embeddings=2**31)
     with pytest.raises(ValueError, match="ids has shape"):
         embedding_sqnorms(torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 4, 8))

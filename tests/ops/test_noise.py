@@ -18,7 +18,7 @@ try:
     import triton.language as tl
 
     from flash_clipping.ops import noise_triton
-    from flash_clipping.ops.noise_triton import _noisy_block, _number_of, _pair
+    from flash_clipping.ops.noise_triton import _noisy_block, _number_of, _pair, _words
 except ImportError:
     pass
 else:
@@ -30,6 +30,20 @@ else:
         high, low = _number_of(tl.load(numbers_ptr + 2), BLOCK // 8)
         args = (summed_ptr, out_ptr, BLOCK, 1.1774100225154747, 1.0, seed, offset, high, low)
         _noisy_block(*args, tl.float32, True, False, BLOCK)
+
+    @triton.jit
+    def _words_kernel(numbers_ptr, out_ptr, FAST: tl.constexpr):
+        seed = tl.load(numbers_ptr)
+        c1 = tl.load(numbers_ptr + 1).to(tl.uint32)
+        c2 = tl.load(numbers_ptr + 2).to(tl.uint32)
+        c3 = tl.load(numbers_ptr + 3).to(tl.uint32)
+        at = tl.arange(0, 128)
+        c0 = (at.to(tl.int64) + 4294967168).to(tl.uint32)  # up to 2^32 - 1
+        w0, w1, w2, w3 = _words(seed, c0, c1, c2, c3, FAST)
+        tl.store(out_ptr + at, w0.to(tl.int64))
+        tl.store(out_ptr + 128 + at, w1.to(tl.int64))
+        tl.store(out_ptr + 256 + at, w2.to(tl.int64))
+        tl.store(out_ptr + 384 + at, w3.to(tl.int64))
 
     @triton.jit
     def _radius_kernel(words_ptr, out_ptr):
@@ -260,15 +274,36 @@ def test_kernel_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_s_own_functions_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_device_s_own_functions_say_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
     if not kernels._approximates(torch.device("cuda")):
         pytest.skip("needs a GPU by NVIDIA")
-    sums = [torch.zeros(100_003, device="cuda"), torch.zeros(5000, device="cuda")]
+    sums = [torch.zeros(n, device="cuda", dtype=dtype) for n in (100_003, 5000)]
     fast = kernels.draw(sums, 1.0, 1.0, seed=1 << 40, offset=(1 << 33) + 8)
     monkeypatch.setattr(kernels, "_approximates", lambda device: False)
     exact = kernels.draw(sums, 1.0, 1.0, seed=1 << 40, offset=(1 << 33) + 8)
-    torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-4)
+    rounding = max(1e-4, torch.finfo(dtype).eps)  # neighbours, where they round differently
+    torch.testing.assert_close(fast, exact, rtol=rounding, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("c2", [0, 1, 3, 7, 2**31 + 5, 2**32 - 1])
+def test_words_are_those_of_philox(c2: int, device: str) -> None:
+    """On a GPU what all threads share is computed apart, and by other instructions."""
+    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    if device == "cpu" and not is_interpreting():
+        pytest.skip("kernels are compiled for the GPU in this run")
+    seed, c1, c3 = 2**62 + 12345, 2**32 - 3, 2**31 + 9
+    out = torch.empty(4, 128, dtype=torch.int64, device=device)
+    numbers = torch.tensor([seed, c1, c2, c3], device=device)
+    _words_kernel[(1,)](numbers, out, FAST=kernels._approximates(out.device))
+    first = np.arange(128, dtype=np.uint64) + np.uint64(2**32 - 128)
+    others = [np.full_like(first, c) for c in (c1, c2, c3)]
+    words = np.stack(words_of(seed, [first, *others])).astype(np.int64)
+    assert torch.equal(out.cpu(), torch.from_numpy(words))
 
 
 @pytest.mark.gpu
