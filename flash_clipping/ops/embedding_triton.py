@@ -28,9 +28,10 @@ RANK_WARPS = 2
 CHUNK = 32
 """Positions of which a program owns the runs that begin there."""
 UNROLL = 16
-"""Rows in flight at a time."""
+"""Rows taken without a branch between them: registers bound how many are in flight."""
 FOLLOW = 4
-"""The same where a run is followed beyond its chunk: more would take registers from all."""
+"""Rows taken at a time where a run is followed beyond its chunk: more would take registers from all
+programs."""
 WARPS = 4
 """At most: each warp has 16 bytes of a row for a thread."""
 UNSORTED = 128
@@ -230,8 +231,7 @@ def embedding_sqnorms(
             num_warps=4,
         )
         return parts
-    early = tiles.starts_early(G_BTd.device)
-    entries = _in_order(ids_BT, early)
+    entries = _in_order(ids_BT)
     length = entries.shape[1]
     of_warp = 32 * 16 // G_BTd.element_size()
     warps = min(WARPS, tiles.next_power_of_2(tiles.cdiv(d, of_warp)))
@@ -255,16 +255,16 @@ def embedding_sqnorms(
         UNROLL=UNROLL,
         FOLLOW=FOLLOW,
         BLOCK_D=warps * of_warp,
-        EARLY=early,
         num_warps=warps,
-        **_started(early),
+        **_start(G_BTd.device),
     )
     return parts
 
 
-def _started(early: bool) -> dict[str, bool]:
-    """The option of a launch, by whether it may start before what it depends on has ended."""
-    return {"launch_pdl": True} if early else {}
+def _start(device: torch.device) -> dict[str, bool]:
+    """Options of a launch, which starts before what it depends on has ended where it can."""
+    early = tiles.starts_early(device)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
@@ -274,9 +274,9 @@ def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
     return (ids_BT.unsqueeze(-1) == torch.arange(width, device=ids_BT.device)).to(G_BTd.dtype)
 
 
-def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
+def _in_order(ids_BT: Tensor) -> Tensor:
     """Ids times 2**32 plus their positions, in order, and entries of id -1 to a multiple of
-    ``CHUNK``; with ``early`` by a kernel that starts early, and lets the next one do so.
+    ``CHUNK``.
 
     Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
     the several of ``torch.sort``; ids have 31 bits.
@@ -304,9 +304,8 @@ def _in_order(ids_BT: Tensor, early: bool = False) -> Tensor:
         ROWS=rows,
         IDS=ids,
         STEPS=steps,
-        EARLY=early,
         num_warps=RANK_WARPS,
-        **_started(early),
+        **_start(ids_BT.device),
     )
     return entries
 

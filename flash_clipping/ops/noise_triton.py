@@ -21,7 +21,8 @@ WARPS = 4
 BLOCK_BYTES = 2 * 16 * 32 * WARPS
 """Of the elements for which a program draws at a time: two moves of 16 bytes for a thread."""
 BLOCKS = {2: 4, 4: 2}
-"""How many such blocks a program walks over, by the size of an element: a power of 2."""
+"""How many such blocks a program walks over, by the size of an element: a power of 2, so that
+their numbers have one upper part (:func:`_number_of`)."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
 _SQRT_2_LN_2 = math.sqrt(2 * math.log(2))
@@ -127,6 +128,21 @@ def _normals(seed, c0, c1, c2, c3, scale, CALLS: tl.constexpr, FAST: tl.constexp
 
 
 @triton.jit
+def _load(ptr, index, left, WHOLE: tl.constexpr):
+    if WHOLE:  # without a mask, many elements are moved at a time
+        return tl.load(ptr + index)
+    return tl.load(ptr + index, mask=index < left, other=0.0)
+
+
+@triton.jit
+def _store(ptr, index, left, value, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(ptr + index, value)
+    else:
+        tl.store(ptr + index, value, mask=index < left)
+
+
+@triton.jit
 def _noisy_block(
     summed_ptr,
     out_ptr,
@@ -154,24 +170,12 @@ def _noisy_block(
     c2 = high * (2 * CALLS)
     index = tl.arange(0, HALF)
     # Both loads first: neither is moved before a store, which might write what it reads.
-    if WHOLE:  # without a mask, many elements are moved at a time
-        first = tl.load(summed_ptr + index)
-        second = tl.load(summed_ptr + HALF + index)
-    else:
-        first = tl.load(summed_ptr + index, mask=index < left, other=0.0)
-        second = tl.load(summed_ptr + HALF + index, mask=HALF + index < left, other=0.0)
+    first = _load(summed_ptr, index, left, WHOLE)
+    second = _load(summed_ptr, HALF + index, left, WHOLE)
     noise = _normals(seed, c0, c1, c2, c3, scale, CALLS, FAST)
-    noisy = (first.to(tl.float32) * inverse + noise).to(DTYPE)
-    if WHOLE:
-        tl.store(out_ptr + index, noisy)
-    else:
-        tl.store(out_ptr + index, noisy, mask=index < left)
+    _store(out_ptr, index, left, (first.to(tl.float32) * inverse + noise).to(DTYPE), WHOLE)
     noise = _normals(seed, c0, c1, c2 + CALLS, c3, scale, CALLS, FAST)
-    noisy = (second.to(tl.float32) * inverse + noise).to(DTYPE)
-    if WHOLE:
-        tl.store(out_ptr + HALF + index, noisy)
-    else:
-        tl.store(out_ptr + HALF + index, noisy, mask=HALF + index < left)
+    _store(out_ptr, HALF + index, left, (second.to(tl.float32) * inverse + noise).to(DTYPE), WHOLE)
 
 
 @triton.jit
