@@ -128,10 +128,17 @@ def _normals(seed, c0, c1, c2, c3, scale, CALLS: tl.constexpr, FAST: tl.constexp
 
 
 @triton.jit
-def _load(ptr, index, left, WHOLE: tl.constexpr):
+def _load(ptr, index, left, WHOLE: tl.constexpr, WORDS: tl.constexpr):
+    """In fp32."""
+    if WORDS:  # of two bfloat16, each the upper half of its fp32: 2 instructions, not 3
+        WORDS_OF_ALL: tl.constexpr = index.shape[0] // 2
+        words = tl.load(ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, WORDS_OF_ALL))
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.interleave(even, odd)
     if WHOLE:  # without a mask, many elements are moved at a time
-        return tl.load(ptr + index)
-    return tl.load(ptr + index, mask=index < left, other=0.0)
+        return tl.load(ptr + index).to(tl.float32)
+    return tl.load(ptr + index, mask=index < left, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -147,14 +154,15 @@ def _noisy_block(
     summed_ptr,
     out_ptr,
     left,
+    low,
     scale,
     inverse,
     seed,
     offset,
     high,
-    low,
     DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -168,14 +176,15 @@ def _noisy_block(
     c1 = (offset & 0xFFFFFFFF).to(tl.uint32)
     c3 = (offset >> 32).to(tl.uint32)
     c2 = high * (2 * CALLS)
+    WORDS: tl.constexpr = WHOLE and ALIGNED and DTYPE == tl.bfloat16
     index = tl.arange(0, HALF)
     # Both loads first: neither is moved before a store, which might write what it reads.
-    first = _load(summed_ptr, index, left, WHOLE)
-    second = _load(summed_ptr, HALF + index, left, WHOLE)
+    first = _load(summed_ptr, index, left, WHOLE, WORDS)
+    second = _load(summed_ptr + HALF, index, left - HALF, WHOLE, WORDS)
     noise = _normals(seed, c0, c1, c2, c3, scale, CALLS, FAST)
-    _store(out_ptr, index, left, (first.to(tl.float32) * inverse + noise).to(DTYPE), WHOLE)
+    _store(out_ptr, index, left, (first * inverse + noise).to(DTYPE), WHOLE)
     noise = _normals(seed, c0, c1, c2 + CALLS, c3, scale, CALLS, FAST)
-    _store(out_ptr, HALF + index, left, (second.to(tl.float32) * inverse + noise).to(DTYPE), WHOLE)
+    _store(out_ptr, HALF + index, left, (second * inverse + noise).to(DTYPE), WHOLE)
 
 
 @triton.jit
@@ -215,42 +224,15 @@ def _noisy_means_kernel(
         out_ptr = tl.multiple_of(out_ptr, 16)
     THREADS: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 256
     high, low = _number_of(pid.to(tl.int64) * BLOCKS, THREADS)
-    while left >= BLOCK:
-        _noisy_block(
-            summed_ptr,
-            out_ptr,
-            left,
-            scale,
-            inverse,
-            seed,
-            offset,
-            high,
-            low,
-            DTYPE,
-            True,
-            FAST,
-            BLOCK,
-        )
-        summed_ptr += BLOCK
-        out_ptr += BLOCK
-        left -= BLOCK
-        low += 1
-    if left > 0:
-        _noisy_block(
-            summed_ptr,
-            out_ptr,
-            left,
-            scale,
-            inverse,
-            seed,
-            offset,
-            high,
-            low,
-            DTYPE,
-            False,
-            FAST,
-            BLOCK,
-        )
+    noise = (scale, inverse, seed, offset, high)
+    if left == BLOCKS * BLOCK:
+        for i in tl.static_range(BLOCKS):
+            block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, BLOCK, low + i)
+            _noisy_block(*block, *noise, DTYPE, True, ALIGNED, FAST, BLOCK)
+    else:
+        for i in range(tl.cdiv(left, BLOCK)):
+            block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, left - i * BLOCK, low + i)
+            _noisy_block(*block, *noise, DTYPE, False, ALIGNED, FAST, BLOCK)
 
 
 def noisy_means(
