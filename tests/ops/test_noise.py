@@ -224,13 +224,15 @@ def test_kernel_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_sum_is_divided_in_its_place(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_sum_is_divided_in_its_place(dtype: torch.dtype, first: int, device: str) -> None:
     """With noise of no size; of every element, in whole blocks and in those that are not."""
     kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
     if device == "cpu" and not is_interpreting():
         pytest.skip("kernels are compiled for the GPU in this run")
-    sums = [torch.randn(n, device=device).to(dtype) for n in (3, 2047, 8191, 20_000)]
+    sizes = (3, 2047, 8191, 8192, 20_000)
+    sums = [torch.randn(first + n, device=device).to(dtype)[first:] for n in sizes]
     for found, summed in zip(kernels.draw(sums, 0.0, 4.0, seed=1, offset=0), sums, strict=True):
         assert torch.equal(found, summed / 4)
 
