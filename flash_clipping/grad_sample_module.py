@@ -264,9 +264,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())
 
-    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, one_device: bool) -> Tensor:
         """Publish the norms of one backward; return its coefficients."""
-        total_B = self._publish(params, norms_PB)
+        total_B = self._publish(params, norms_PB, one_device)
         if (captured := self._recorder.captured) is not None:
             if self.before_clipping is not None:
                 raise FlashClippingError(
@@ -304,11 +304,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         for coef in captured.coefs:
             self._recorder.note_non_finite(coef)
 
-    def _publish(self, params: list[nn.Parameter], norms_PB: Tensor) -> Tensor:
+    def _publish(
+        self, params: list[nn.Parameter], norms_PB: Tensor, one_device: bool = False
+    ) -> Tensor:
         """Leave the norms where they are looked for; ``[B]``, those over all."""
         index = norms_PB.get_device()
+        near = one_device and bool(params) and params[0].get_device() == index
         for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
-            if param.get_device() != index:
+            if not near and param.get_device() != index:
                 norm_B = norm_B.to(param.device)
             # Where Opacus' users look for the norm of one parameter's gradients.
             setattr(param, "_norm_sample", norm_B)  # noqa: B010

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
+from operator import not_
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class Plan:
         order: row of each trainable parameter's norms among these.
         small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
         batches: those of the others, by which of them are let go of together.
+        fitting: parameters whose clipped sums came in their dtype and shape; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -53,6 +55,7 @@ class Plan:
     order: Tensor | None = None
     small: list[int] | None = None
     batches: list[list[int]] = field(default_factory=list)
+    fitting: set[int] = field(default_factory=set)
     memos: dict[Hashable, Memo] = field(default_factory=dict)
 
     def memo(self, name: Hashable) -> Memo:
@@ -108,6 +111,10 @@ def layout_of_step(
     are_tensors = [isinstance(operand, Tensor) for operand in different]
     tensors = [*compress(different, are_tensors)]
     addresses = [tensor.data_ptr() for tensor in tensors]
+    # What is contiguous needs no strides told: they follow from its shape, except along axes of one
+    # element, where nothing takes a stride.
+    contiguous = [*map(Tensor.is_contiguous, tensors)]
+    scattered = [*compress(tensors, map(not_, contiguous))]
     return (
         *keys,
         *map(type, factors),
@@ -119,7 +126,8 @@ def layout_of_step(
         *[tensor.get_device() for tensor in tensors],
         *map(Tensor.dim, tensors),
         *chain.from_iterable(map(Tensor.size, tensors)),
-        *chain.from_iterable(map(Tensor.stride, tensors)),
+        *contiguous,
+        *chain.from_iterable(map(Tensor.stride, scattered)),
         *[address % ALIGNMENT for address in addresses],
         *_places(addresses, dict.fromkeys(addresses)),
         *map(id, params),

@@ -25,8 +25,9 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.plan import Plans
 
-#: Norms ``[P, B]`` of the parameters, in their order, -> coefficients ``[B]`` or ``[P, B]``.
-ClipFunction = Callable[[list[nn.Parameter], Tensor], Tensor]
+#: Norms ``[P, B]`` of the parameters, in their order, and whether these are all on one device ->
+#: coefficients ``[B]`` or ``[P, B]``.
+ClipFunction = Callable[[list[nn.Parameter], Tensor, bool], Tensor]
 
 
 class RunningTape(Protocol):

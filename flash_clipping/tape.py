@@ -74,6 +74,8 @@ class Tape:
         #: Coefficients by parameter; while the second pass of ``mode="two_pass"`` runs they are
         #: known before the factors.
         self.coef: dict[int, Tensor] | None = None
+        #: Whether one tensor holds the coefficients of all parameters.
+        self.coef_is_one = False
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
 
@@ -239,7 +241,8 @@ class Tape:
         del groups
         blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
         blocks += self._sqnorms_one_by_one()
-        coef = self.recorder.clip(params, self._norms(params, blocks, plan))
+        norms_PB = self._norms(params, blocks, plan)
+        coef = self.recorder.clip(params, norms_PB, plan.one_device)
         self.recorder.note_non_finite(coef)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         self._hand_out(params, coef * self._own_gradient_scale(), plan)
@@ -276,6 +279,7 @@ class Tape:
         by_param = coef.dim() == 2
         if not by_param and plan.one_device and coef.get_device() == params[0].get_device():
             self.coef = dict.fromkeys(plan.trainable, coef)
+            self.coef_is_one = True
             return
         rows = coef.unbind(0) if by_param else [coef] * len(params)
         on_device: dict[tuple[int, int], Tensor] = {}
@@ -365,12 +369,23 @@ class Tape:
                 param.grad = torch.zeros_like(param)
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        assert self.plan is not None
+        params, fitting = self.params, self.plan.fitting
         for key, grad in zip(keys, grads, strict=True):
-            add_into_grad(self.params[key], grad)
+            param = params[key]
+            if key in fitting and param.grad is None:
+                param.grad = grad  # PyTorch itself refuses what does not fit after all
+                continue
+            if grad.dtype == param.dtype and grad.shape == param.shape:
+                fitting.add(key)
+            add_into_grad(param, grad)
 
     def _alike(self, keys: Iterable[int]) -> list[list[int]]:
         """Those of these parameters together that are clipped by the same coefficients."""
         assert self.coef is not None
+        if self.coef_is_one:
+            found = [*keys]
+            return [found] if found else []
         by_coef: dict[int, list[int]] = {}  # by id of the coefficients
         for key in keys:
             by_coef.setdefault(id(self.coef[key]), []).append(key)

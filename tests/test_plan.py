@@ -236,6 +236,20 @@ def test_layouts_tell_apart() -> None:
     assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
 
 
+def test_strides_along_axes_of_one_element_say_nothing() -> None:
+    x = torch.zeros(40)
+    one_sample = [x.as_strided((1, 3, 4), (stride, 4, 1)) for stride in (12, 7)]
+    one_position = [x.as_strided((3, 1, 4), (4, stride, 1)) for stride in (4, 5)]
+    for first, second in (one_sample, one_position):
+        layouts = {layout_of_step([0], [RowSum(each)], [], ()) for each in (first, second)}
+        assert len(layouts) == 1
+    apart = x.as_strided((3, 2, 4), (9, 4, 1))  # not contiguous: here they do
+    further = x.as_strided((3, 2, 4), (10, 4, 1))
+    assert layout_of_step([0], [RowSum(apart)], [], ()) != layout_of_step(
+        [0], [RowSum(further)], [], ()
+    )
+
+
 def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

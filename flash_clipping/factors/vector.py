@@ -43,7 +43,8 @@ class RowSum(Factor):
     def operands(self) -> tuple[Any, ...]:
         if self.normalized is None:
             return (self.rows_BTn,)
-        return self.rows_BTn, *self.normalized
+        # Not its statistics: `row_sums` looks at these itself.
+        return self.rows_BTn, self.normalized.x_BTn
 
     def sqnorms(self, backend: str) -> Tensor:
         return Dense(self._grads(backend)).sqnorms(backend)

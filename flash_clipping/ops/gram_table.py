@@ -5,6 +5,7 @@ B samples, T positions, d input features, p output features, L layers that read 
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -98,9 +99,9 @@ class Launch:
         "kind",
         "layers",
         "members",
+        "of_each",
         "order",
-        "rows",
-        "shared_out",
+        "runs",
         "table",
     )
 
@@ -109,10 +110,15 @@ class Launch:
         self.kind = groups[0].kind
         self.copied = any([group.copied for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
-        #: How many of the table's rows for layers every group has.
-        self.rows = [len(group.places) for group in groups]
-        #: Of groups that are shared out, how many slices every layer has.
-        self.shared_out = {i: group.slices for i, group in enumerate(groups) if group.shared_out}
+        #: How many layers every group has.
+        self.of_each = [len(group.slices) for group in groups]
+        #: The table's rows for layers, in runs: how many, and whether they are slices of one layer.
+        self.runs: list[tuple[int, bool]] = []
+        for slices in itertools.chain.from_iterable(group.slices for group in groups):
+            if slices == 1 and self.runs and not self.runs[-1][1]:
+                self.runs[-1] = self.runs[-1][0] + 1, False
+            else:
+                self.runs.append((slices, slices > 1))
         #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
         self.inputs: list[int] = []
         self.layers: list[tuple[int, int, int]] = []
@@ -142,9 +148,13 @@ class Launch:
         addresses = [groups[i][1][layer].data_ptr() + offset for i, layer, offset in self.layers]
         self.table[6 * len(self.inputs) :: 4] = array("q", addresses)
 
-    def of_groups(self, sq_RB: Tensor) -> list[Tensor]:
-        """Squared norms of the table's rows for layers -> of every group's layers, ``[L, B]``."""
-        of_groups = list(sq_RB.split(self.rows))
-        for i, slices in self.shared_out.items():
-            of_groups[i] = torch.stack([part.sum(0) for part in of_groups[i].split(slices)])
-        return of_groups
+    def of_layers(self, sq_RB: Tensor) -> Tensor:
+        """Squared norms of the table's rows for layers -> of the layers, in their order."""
+        if not any(sliced for _, sliced in self.runs):
+            return sq_RB
+        parts = zip(sq_RB.split([rows for rows, _ in self.runs]), self.runs, strict=True)
+        return torch.cat([part.sum(0, keepdim=True) if run[1] else part for part, run in parts])
+
+    def of_groups(self, sq_RB: Tensor) -> Sequence[Tensor]:
+        """The same, of every group's layers ``[L, B]``."""
+        return self.of_layers(sq_RB).split(self.of_each)

@@ -281,10 +281,7 @@ def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
-    return [
-        (work.order, torch.cat(work.of_groups(sums[0])) if work.shared_out else sums[0])
-        for work, sums in _launched(groups, False, memo)
-    ]
+    return [(work.order, work.of_layers(sums[0])) for work, sums in _launched(groups, False, memo)]
 
 
 def _launched(

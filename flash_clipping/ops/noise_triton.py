@@ -176,7 +176,7 @@ def _noisy_block(
     c1 = (offset & 0xFFFFFFFF).to(tl.uint32)
     c3 = (offset >> 32).to(tl.uint32)
     c2 = high * (2 * CALLS)
-    WORDS: tl.constexpr = WHOLE and ALIGNED and DTYPE == tl.bfloat16
+    WORDS: tl.constexpr = WHOLE and ALIGNED and DTYPE.is_bf16()
     index = tl.arange(0, HALF)
     # Both loads first: neither is moved before a store, which might write what it reads.
     first = _load(summed_ptr, index, left, WHOLE, WORDS)

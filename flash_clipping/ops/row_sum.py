@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flash_clipping.ops import backend as backends
@@ -30,7 +31,7 @@ def row_sums(
     Args:
         rows: tensors ``[B, T, n]`` of one B, T and dtype; each has an n of its own.
         normalized: for each an ``x̂`` of the same shape, or None; those that are of one dtype.
-        memo: what was kept for operands of the same layout; they need no checks.
+        memo: what was kept for operands of the same layout, statistics aside; they need no checks.
 
     Returns:
         The sums side by side, ``[B, N]``, and the squared norms of each, ``[P, B]``; both in fp32
@@ -38,9 +39,27 @@ def row_sums(
     """
     if normalized is None:
         normalized = [None] * len(rows)
+    if memo and not _have_plain_statistics(rows[0], normalized):
+        memo.clear()
     if not memo:
         _check(rows, normalized)
     return backends.run(row_sum_torch.row_sums, backend, rows[0], rows, normalized, memo)
+
+
+def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
+    """Whether all means and rstds are as layers leave them: one of each for every row, in fp32, one
+    after the other. Then a layout need not tell of them, of which there are two for each layer."""
+    rows = rows_BTn.shape[:2].numel()
+    return all(
+        [
+            statistic.numel() == rows
+            and statistic.dtype == torch.float32
+            and statistic.is_contiguous()
+            for x_hat in normalized
+            if x_hat is not None
+            for statistic in x_hat[1:]
+        ]
+    )
 
 
 def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:

@@ -254,6 +254,25 @@ def test_unequal_rows_are_refused() -> None:
 
 
 @every_case
+@pytest.mark.parametrize("shape", [(1, 140, 64), (3, 1, 64)], ids=str)
+def test_what_was_kept_serves_any_stride_of_one_element(
+    case: Case, shape: tuple[int, int, int]
+) -> None:
+    """A stride that is never taken may be odd, in the first step or in those after it."""
+    B, T, d = shape
+    odd = (7, d, 1) if B == 1 else (d, 5, 1)
+    for ways in ((False, True), (True, False)):
+        memo: dict = {}
+        for seed, is_odd in enumerate(ways):
+            A, G = case.randn(B, T, d, seed=seed), case.randn(B, T, d, seed=seed + 5)
+            if is_odd:
+                A, G = A.as_strided(shape, odd), G.as_strided(shape, odd)
+            ((_, sq_LB),) = gram_blocks([(A, [G])], backend=case.backend, memo=memo)
+            oracle = per_sample_gradients(A, G).square().sum((1, 2))
+            assert worst_relative_error(sq_LB[0], oracle) <= case.tolerance
+
+
+@every_case
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_of_many_features_are_shared_out(
     case: Case, bias: bool, monkeypatch: pytest.MonkeyPatch
