@@ -31,7 +31,7 @@ class Plan:
         one_device: whether they are all on one device.
         linear: linear maps that read one input.
         sums: sums over positions that one launch adds up.
-        vectors: small gradients of one size that are stacked.
+        vectors: small gradients of one shape that are stacked.
         stored: other gradients that are kept as they are.
         others: everything else, one by one.
         unreached: trainable parameters that backward did not reach; known once norms are.
@@ -175,8 +175,7 @@ def plan_of(
             plan.others.append(key)
         elif factor.sq_parts_Bn is None and factor.is_small:
             grads = factor.grads
-            size = grads.shape[1:].numel()
-            kind = (grads.dtype, grads.device, trainable[key].dtype, size)
+            kind = (grads.dtype, grads.device, trainable[key].dtype, grads.shape)
             vectors.setdefault(kind, []).append(key)
         else:
             plan.stored.append(key)

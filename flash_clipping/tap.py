@@ -495,16 +495,18 @@ def _is_asked_for(node: Any, params: int) -> bool:
     """Whether the running backward would come by without the chain of readers: for what is before
     the input that they read, or for the layer's parameters, the last of its own inputs. One that is
     for another reader (``backward(inputs=...)``) comes by on its way to that."""
-    producer, output = node.next_functions[0]
+    edges = node.next_functions
+    producer, output = edges[0]
     while output == 1 and getattr(producer, "hands_on", False):
         producer, output = producer.next_functions[0]
-    for needed in (producer, *[last for last, _ in node.next_functions[-params:]]):
-        try:
-            if will_engine_execute_node(needed):
-                return True
-        except RuntimeError:  # autograd.grad was asked for this very parameter
-            return True
-    return False
+    return _will_run(producer) or any(_will_run(last) for last, _ in edges[-params:])
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad was asked for this very parameter
+        return True
 
 
 def _is_shared(tensor: Tensor) -> bool:

@@ -52,6 +52,7 @@ class Tape:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
+        self.backend = recorder.backend
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -159,10 +160,6 @@ class Tape:
             factor.stored(self.backend) if is_worth or type(factor) is RowSum else factor
             for factor, is_worth in zip(factors, worth, strict=True)
         ]
-
-    @property
-    def backend(self) -> str:
-        return self.recorder.backend
 
     def _check_batch_size(self, path: str, found: int) -> None:
         expected = self.recorder.expected_batch_sizes()

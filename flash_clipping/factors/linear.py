@@ -62,15 +62,16 @@ class Outer(Factor):
         return cost.may_hold_gradients(shape[1], shape[2], self.G_BTp.shape[-1])
 
     def is_worth_storing(self, readers: int) -> bool:
-        if not self.may_be_stored():
+        A, G = self.A_BTd, self.G_BTp
+        if type(self) is not Outer or A.dim() != 3:
             return False
-        G = self.G_BTp
-        B, T, d = self.A_BTd.shape
+        B, T, d = A.shape
         p = G.shape[-1]
         if not cost.may_hold_gradients(T, d, p, readers):
             return False
+        device_type = "cuda" if G.is_cuda else G.device.type  # to ask for a type takes a while
         algorithm = cost.choose_on(
-            G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
+            device_type, B, T, d, p, G.element_size(), may_store=True, shared=readers
         )
         return algorithm == "outer_store"
 

@@ -86,22 +86,30 @@ class VectorStack:
     ``N`` of all.
     """
 
-    def __init__(self, keys: list[int], sizes: list[int], grads_BN: Tensor, sq_PB: Tensor):
+    def __init__(
+        self,
+        keys: list[int],
+        sizes: list[int],
+        grads_BN: Tensor,
+        sq_PB: Tensor,
+        shape: Sequence[int] | None = None,
+    ):
         self.keys = keys
         self.sizes = sizes
         self.grads_BN = grads_BN
         self.sq_PB = sq_PB
+        #: Of every parameter, where that is one.
+        self.shape = shape
 
     @classmethod
     def of_dense(cls, keys: list[int], factors: Sequence[Dense]) -> VectorStack:
-        """Of gradients of one size and dtype."""
-        # Not flatten(1): a scalar parameter's gradients have no second axis.
-        flat = [f.grads.reshape(f.batch_size, f.grads.shape[1:].numel()) for f in factors]
-        grads_BPn = torch.stack(flat, dim=1)
-        B, P, n = grads_BPn.shape
-        dtype = accumulation_dtype(grads_BPn.dtype)
-        norms_BP = torch.linalg.vector_norm(grads_BPn, dim=2, dtype=dtype)
-        return cls(keys, [n] * P, grads_BPn.view(B, P * n), norms_BP.square_().T)
+        """Of gradients of one shape and dtype."""
+        grads = torch.stack([factor.grads for factor in factors], dim=1)
+        B, P, *shape = grads.shape
+        n = grads.shape[2:].numel()  # a scalar's is 1
+        dtype = accumulation_dtype(grads.dtype)
+        norms_BP = torch.linalg.vector_norm(grads.view(B, P, n), dim=2, dtype=dtype)
+        return cls(keys, [n] * P, grads.view(B, P * n), norms_BP.square_().T, shape)
 
     @classmethod
     def of_sums(
@@ -116,9 +124,12 @@ class VectorStack:
     def clipped_sums(
         self, coefs: Sequence[Tensor], dtype: torch.dtype, backend: str
     ) -> Sequence[Tensor]:
-        """One clipped sum ``[n]`` per parameter, in order and in the parameters' dtype."""
+        """One clipped sum per parameter, ``[n]`` or in its shape where all have one, in order and
+        in the parameters' dtype."""
         if all(coef is coefs[0] for coef in coefs):
-            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
-            return sums_N.to(dtype).split(self.sizes)
+            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend).to(dtype)
+            if self.shape is None:
+                return sums_N.split(self.sizes)
+            return sums_N.view(len(self.keys), *self.shape).unbind(0)
         columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
         return [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as is_autocasting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,6 +164,12 @@ def _warn_once(name: str, reason: str, error: Exception | None) -> None:
     except TritonFallbackWarning as raised:  # warnings turned into errors: keep the cause
         raise raised from error
     _warned.add(name)
+
+
+def is_always_precise(dtype: torch.dtype) -> bool:
+    """Whether products of operands of this dtype need no :func:`full_precision` now: those of 16
+    bits are exact in fp32, and nothing casts them."""
+    return dtype in (torch.bfloat16, torch.float16) and not is_autocasting()
 
 
 @contextlib.contextmanager
