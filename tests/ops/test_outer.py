@@ -171,16 +171,20 @@ def test_weighted_sum_leaves_out_what_has_coefficient_zero(case: Case) -> None:
 
 
 @every_case
-def test_gradients_alone(case: Case) -> None:
+@pytest.mark.parametrize("casts", [None, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_alone(case: Case, casts: torch.dtype | None) -> None:
     """Whatever the caller allows for its own products."""
     A, G = case.randn(3, 200, 24), case.randn(3, 200, 5, seed=1)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("medium")
     try:
-        with torch.autocast(case.device, torch.bfloat16):
+        with torch.no_grad(), torch.autocast(case.device, casts, enabled=casts is not None):
             grads = outer_grads(A, G)
+        found = outer_grads(A.requires_grad_(), G)
     finally:
         torch.set_float32_matmul_precision(before)
+        A = A.detach()
+    assert torch.equal(grads, found) and not found.requires_grad
     assert grads.dtype == case.dtype
     assert relative_error(grads, per_sample_gradients(A, G)) <= max(2 * case.rounding, 1e-5)
     wide = outer_grads(A, G.double())
