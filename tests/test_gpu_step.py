@@ -48,8 +48,9 @@ def test_rule_matches_oracle_on_the_gpu(name: str, mode: str) -> None:
 )
 def test_adapters(dtype: torch.dtype, of_norms: float, of_sums: float) -> None:
     """Narrow layers at many positions: their gradients are kept, and taken together at the end."""
+    shapes = [(64, 8), (8, 64), (64, 8), (8, 96), (96, 8), (8, 64)]
     case = Case(
-        lambda: Wrapped(*(nn.Linear(*s, bias=False) for s in [(64, 8), (8, 96), (96, 8), (8, 64)])),
+        lambda: Wrapped(*(nn.Linear(*shape, bias=False) for shape in shapes)),
         lambda: (torch.randn(4, 300, 64),),
     )
     model, batch = on_gpu(case, dtype)
@@ -60,7 +61,8 @@ def test_adapters(dtype: torch.dtype, of_norms: float, of_sums: float) -> None:
         module.zero_grad(set_to_none=True)
         case.loss(module, batch).mean().backward()
     (plan,) = [plan for _, plan in module._recorder.plans._plans.values()]
-    assert plan.vectors and not plan.linear
+    assert [len(keys) for keys in plan.vectors] == [2, 2]  # those that have a shape in common
+    assert len(plan.stored) == 2 and not plan.linear
     assert_close(module.get_norm_sample(), truth.norms, of_norms, "norms")
     clipped = truth.clipped(bound)
     for name, param in model.named_parameters():
