@@ -260,7 +260,7 @@ def seed_of(source: torch.Generator, index: int) -> int:
 
 def _approximates(device: torch.device) -> bool:
     """Whether the device has instructions for logarithm, sine and cosine."""
-    return device.type == "cuda" and torch.version.hip is None
+    return tiles.generation(device) > 0
 
 
 def draw(

@@ -38,41 +38,42 @@ def _sm_count(index: int) -> int:
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _generation(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def _index_of(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 def sm_count(device: torch.device) -> int:
     """How many programs a persistent grid has: one for each multiprocessor."""
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return _sm_count(device.index if device.index is not None else torch.cuda.current_device())
+    return _sm_count(_index_of(device)) if device.type == "cuda" else INTERPRETED_PROGRAMS
+
+
+def generation(device: torch.device) -> int:
+    """Major compute capability of a GPU by NVIDIA (8: Ampere and Ada, 9: Hopper); 0 of all else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return _generation(_index_of(device))
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later)."""
-    if not hasattr(tl, "make_tensor_descriptor"):
-        return False
-    if device.type != "cuda":
-        return True  # the interpreter
-    if torch.version.hip is not None:
-        return False
-    return _capability(device.index if device.index is not None else 0)[0] >= 9
+    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later; the
+    interpreter plays it)."""
+    with_descriptors = hasattr(tl, "make_tensor_descriptor")
+    return with_descriptors and (device.type != "cuda" or generation(device) >= 9)
 
 
 def is_hopper(device: torch.device) -> bool:
     """Whether warps multiply in groups of four, asynchronously, from shared memory."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return _capability(device.index if device.index is not None else 0)[0] == 9
+    return generation(device) == 9
 
 
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel can be started before the one it depends on has ended (programmatic
     dependent launch), and wait for it where it reads."""
-    if device.type != "cuda" or torch.version.hip is not None or VERSION < (3, 6):
-        return False
-    return _capability(device.index if device.index is not None else 0)[0] >= 9
+    return generation(device) >= 9 and VERSION >= (3, 6)
 
 
 def fits_tma(*tensors: Tensor) -> bool:
@@ -87,9 +88,7 @@ def fits_tma(*tensors: Tensor) -> bool:
 
 def rounds_in_pairs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one instruction rounds two fp32 numbers to this dtype; see :func:`rounded`."""
-    if dtype == torch.float32 or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return _capability(device.index if device.index is not None else 0)[0] >= 9
+    return dtype != torch.float32 and generation(device) >= 9
 
 
 def dot_precision(dtype: torch.dtype) -> str:
