@@ -1,8 +1,8 @@
 """How the factors of a step are handled together: worked out once for every layout.
 
-Which layers share launches, and what those launches must be told, follows from shapes, strides and
-dtypes. Only addresses differ from step to step, and small models wait for the host, so a recorder
-remembers its plans. A plan holds no tensor of a step.
+Which layers share launches, and what those launches must be told, follows from shapes, dtypes and
+strides that are taken. Only addresses differ from step to step, and small models wait for the host,
+so a recorder remembers its plans. A plan holds no tensor of a step.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ class Tape:
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
             if key in fitting and param.grad is None:
-                param.grad = grad  # PyTorch itself refuses what does not fit after all
+                param.grad = grad
                 continue
             if grad.dtype == param.dtype and grad.shape == param.shape:
                 fitting.add(key)

@@ -181,6 +181,61 @@ def test_per_layer_bounds_after_a_flat_one(wrapped: GradSampleModuleFlashClippin
         assert_close(param.grad, expected, 1e-5, name)
 
 
+class Shifted(nn.Module):
+    """Parameters of one shape, whose gradients are stacked."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight, self.shift = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight) + self.shift
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (3, 5)], ids=str)
+def test_stacks_of_any_shape_however_they_are_clipped(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Shifted(*shape), Shifted(*shape)), torch.randn(4, 3, 5)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).square().sum((1, 2))
+
+    truth = per_sample_truth(model, (x,), loss)
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    bounds = [0.1 * (n + 1) for n in range(4)]
+    for clipping in ("flat", "per_layer", "flat"):
+        flat = clipping == "flat"
+        wrapped.clipping, wrapped.max_grad_norm = clipping, 1.0 if flat else bounds
+        wrapped.zero_grad()
+        loss(wrapped, (x,)).mean().backward()
+        for (name, param), bound in zip(model.named_parameters(), bounds, strict=True):
+            norm_B = truth.norms if flat else truth.param_norms[name]
+            coef_B = ((1.0 if flat else bound) / (norm_B + 1e-6)).clamp(max=1)
+            expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
+            assert param.grad is not None and param.grad.shape == param.shape
+            assert_close(param.grad, expected, 1e-5, name)
+    (plan,) = [plan for _, plan in wrapped._recorder.plans._plans.values()]
+    assert [len(keys) for keys in plan.vectors] == [4]
+
+
+def test_stacks_of_gradients_in_a_memory_format() -> None:
+    x = torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1))
+    model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).square().mean((1, 2, 3))
+
+    truth = per_sample_truth(model, (x,), loss)
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=0.1)
+    loss(wrapped, (x,)).mean().backward()
+    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+    for name, expected in truth.clipped(0.1).items():
+        assert_close(model.get_parameter(name).grad, expected, 1e-5, name)
+
+
 @pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
 def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping) -> None:
     seen: list[weakref.ref[Tensor]] = []
@@ -243,11 +298,15 @@ def test_strides_along_axes_of_one_element_say_nothing() -> None:
     for first, second in (one_sample, one_position):
         layouts = {layout_of_step([0], [RowSum(each)], [], ()) for each in (first, second)}
         assert len(layouts) == 1
-    apart = x.as_strided((3, 2, 4), (9, 4, 1))  # not contiguous: here they do
-    further = x.as_strided((3, 2, 4), (10, 4, 1))
-    assert layout_of_step([0], [RowSum(apart)], [], ()) != layout_of_step(
-        [0], [RowSum(further)], [], ()
-    )
+
+
+def test_which_operands_are_contiguous_counts() -> None:
+    x = torch.zeros(60)
+    whole = x.as_strided((3, 2, 4), (8, 4, 1))
+    apart, further = [x.as_strided((3, 2, 4), (stride, 4, 1)) for stride in (12, 16)]
+    ways = [(whole, apart), (apart, whole), (whole, further), (apart, further), (further, apart)]
+    layouts = {layout_of_step([0, 1], [*map(RowSum, rows)], [], ()) for rows in ways}
+    assert len(layouts) == len(ways)
 
 
 def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(

@@ -104,7 +104,8 @@ class VectorStack:
     @classmethod
     def of_dense(cls, keys: list[int], factors: Sequence[Dense]) -> VectorStack:
         """Of gradients of one shape and dtype."""
-        grads = torch.stack([factor.grads for factor in factors], dim=1)
+        # A stack takes over a memory format (channels_last) that all have in common.
+        grads = torch.stack([factor.grads for factor in factors], dim=1).contiguous()
         B, P, *shape = grads.shape
         n = grads.shape[2:].numel()  # a scalar's is 1
         dtype = accumulation_dtype(grads.dtype)
@@ -132,4 +133,5 @@ class VectorStack:
                 return sums_N.split(self.sizes)
             return sums_N.view(len(self.keys), *self.shape).unbind(0)
         columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
-        return [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]
+        sums = [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]
+        return sums if self.shape is None else [sum_n.view(self.shape) for sum_n in sums]

@@ -166,10 +166,11 @@ def _warn_once(name: str, reason: str, error: Exception | None) -> None:
     _warned.add(name)
 
 
-def is_always_precise(dtype: torch.dtype) -> bool:
-    """Whether products of operands of this dtype need no :func:`full_precision` now: those of 16
-    bits are exact in fp32, and nothing casts them."""
-    return dtype in (torch.bfloat16, torch.float16) and not is_autocasting()
+def is_always_precise(tensor: Tensor) -> bool:
+    """Whether products of operands of this dtype, there, need no :func:`full_precision` now: no
+    setting of fp32 is for those of 16 bits, and no autocast is on that would cast them."""
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return is_half and (tensor.is_cuda or tensor.is_cpu) and not is_autocasting()
 
 
 @contextlib.contextmanager

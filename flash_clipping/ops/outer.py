@@ -58,7 +58,7 @@ def outer_grads(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
     if A_BTd.dtype != G_BTp.dtype:
         common = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
         A_BTd, G_BTp = A_BTd.to(common), G_BTp.to(common)
-    if not torch.is_grad_enabled() and backends.is_always_precise(A_BTd.dtype):
+    if not torch.is_grad_enabled() and backends.is_always_precise(A_BTd):
         return torch.bmm(G_BTp.mT, A_BTd)  # as in every step: context managers take a while
     with torch.no_grad(), backends.full_precision(A_BTd.device):
         return torch.bmm(G_BTp.mT, A_BTd)

@@ -49,10 +49,11 @@ def row_sums(
 def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
     """Whether all means and rstds are as layers leave them: one of each for every row, in fp32, one
     after the other. Then a layout need not tell of them, of which there are two for each layer."""
-    rows = rows_BTn.shape[:2].numel()
+    B, T, _ = rows_BTn.shape
     return all(
         [
-            statistic.numel() == rows
+            statistic.numel() == B * T
+            and statistic.size(0) == B
             and statistic.dtype == torch.float32
             and statistic.is_contiguous()
             for x_hat in normalized

@@ -19,8 +19,9 @@ Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 Memo: TypeAlias = dict[Any, Any]
 """What an operation keeps for operands of one layout: tables without their addresses, and what is
 launched together. Whoever hands the same memo again answers for it that all operands agree with
-those before in dtype, shape, strides, device and :data:`ALIGNMENT`, in their order, and in which of
-them lie in the same memory."""
+those before in dtype, shape, device and :data:`ALIGNMENT`, in strides along axes of more than one
+element, in their order, and in which of them lie in the same memory; not for statistics
+(:class:`Normalized`)."""
 
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16

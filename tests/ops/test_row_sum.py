@@ -98,8 +98,11 @@ def test_statistics_are_looked_at_whatever_was_kept(case: Case) -> None:
         found = row_sums([rows], [x_hat], backend=case.backend, memo=memo)
         assert_sums(found, [oracle_of(rows, x_hat)])
     short = plain._replace(mean=plain.mean[:, 1:].contiguous())
-    with pytest.raises(ValueError, match="means and rstds of every row"):
-        row_sums([rows], [short], backend=case.backend, memo=memo)
+    turned = plain._replace(rstd=plain.rstd.mT.contiguous())
+    for wrong in (short, turned):
+        row_sums([rows], [plain], backend=case.backend, memo=memo)
+        with pytest.raises(ValueError, match="means and rstds of every row"):
+            row_sums([rows], [wrong], backend=case.backend, memo=memo)
 
 
 @every_case
