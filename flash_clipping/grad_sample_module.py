@@ -309,7 +309,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> Tensor:
         """Leave the norms where they are looked for; ``[B]``, those over all."""
         index = norms_PB.get_device()
-        near = one_device and bool(params) and params[0].get_device() == index
+        near = one_device and params[0].get_device() == index
         for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
             if not near and param.get_device() != index:
                 norm_B = norm_B.to(param.device)

@@ -370,7 +370,7 @@ class Tape:
         params, fitting = self.params, self.plan.fitting
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
-            if key in fitting and param.grad is None:
+            if key in fitting and param.grad is None:  # as in every step but the first of a plan
                 param.grad = grad
                 continue
             if grad.dtype == param.dtype and grad.shape == param.shape:

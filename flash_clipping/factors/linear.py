@@ -69,9 +69,8 @@ class Outer(Factor):
         p = G.shape[-1]
         if not cost.may_hold_gradients(T, d, p, readers):
             return False
-        device_type = "cuda" if G.is_cuda else G.device.type  # to ask for a type takes a while
         algorithm = cost.choose_on(
-            device_type, B, T, d, p, G.element_size(), may_store=True, shared=readers
+            G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
         )
         return algorithm == "outer_store"
 

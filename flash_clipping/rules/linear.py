@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
+from flash_clipping.ops.backend import is_autocasting
 from flash_clipping.rules.registry import (
     AccumulatingRule,
     Needs,
     as_BTd,
     autocast_operands,
-    is_autocasting,
     own,
     product_onto,
     register_rule,

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_any_autocast_enabled as is_autocasting
 
 from flash_clipping.factors import Factor
+from flash_clipping.ops.backend import is_autocasting
 
 
 class UnsupportedLayer(ValueError):
