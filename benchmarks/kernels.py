@@ -30,7 +30,7 @@ from benchmarks.measure import milliseconds, settle
 from benchmarks.options import DTYPES
 from flash_clipping import ops
 from flash_clipping.ops import cost
-from flash_clipping.ops.gram import gram_sqnorms_many
+from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
 
 LAYERS = 8
@@ -225,12 +225,12 @@ def linear_candidates(
     assert grads is not None
     group = f"B {B}, T {T}, d {d}, p {p}"
     matmul = 2.0 * B * T * d * p
-    moved = float((B + 1) * d * p * A.element_size())
+    moved = float(d * p * (B * A.element_size() + 4))  # the sum is in fp32
     return [
         (Result(group, "matmul", "", matmul), lambda: G.flatten(0, 1).mT @ A.flatten(0, 1)),
         (
             Result(group, "gram", "matmul", LAYERS * float(B) * T * T * (d + p)),
-            lambda: gram_sqnorms_many(groups),
+            lambda: gram_blocks(groups),
         ),
         # In parts, as a step takes them: it adds up those of all layers in one go.
         (
@@ -268,7 +268,7 @@ def row_candidates(
 
     return [
         copy_candidate(group, x.numel(), device, dtype),
-        (Result(group, "row_scale", "copy", 2 * once), lambda: ops.row_scale(x, coef)),
+        (Result(group, "row_scale", "copy", once + 4 * x.numel()), lambda: ops.row_scale(x, coef)),
         (Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
         (Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
         # In parts, as a step takes them: what comes in parts it adds up by itself.

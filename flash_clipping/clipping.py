@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.ops.upload import to_device
 
 Clipping = Literal["flat", "per_layer", "automatic"]
@@ -36,6 +38,41 @@ def total_norm(norms_PB: Tensor) -> Tensor:
     return torch.linalg.vector_norm(norms_PB, dim=0)
 
 
+@dataclass(frozen=True)
+class Doubts:
+    """What rounding may hide of squared norms (:mod:`flash_clipping.ops.certificate`).
+
+    Attributes:
+        blocks: ids of parameters, and for each of them a row ``[B]``, in gradients as they arrived;
+            parameters that are in none are measured as they are released.
+        scale: from gradients as they arrived to samples' own.
+    """
+
+    blocks: Sequence[tuple[Sequence[int], Tensor]]
+    scale: float
+
+    def bound_total(self, total_B: Tensor) -> Tensor:
+        """Norms over all parameters -> what is at least the norm of what is released, ``[B]``."""
+        if not self.blocks:
+            return total_B
+        rows = [doubt.to(total_B, non_blocking=True) for _, doubt in self.blocks]
+        doubt_B = (rows[0] if len(rows) == 1 else torch.cat(rows)).sum(0)
+        return upper_bound(total_B, doubt_B.mul_(self.scale**2))
+
+    def bound_each(self, keys: Sequence[int], norms_PB: Tensor) -> Tensor:
+        """The same parameter by parameter, ``[P, B]``; ``keys`` are their ids."""
+        if not self.blocks:
+            return norms_PB
+        found = {
+            key: row
+            for members, doubt in self.blocks
+            for key, row in zip(members, doubt.to(norms_PB, non_blocking=True), strict=True)
+        }
+        none_B = torch.zeros_like(norms_PB[0])
+        doubt_PB = torch.stack([found.get(key, none_B) for key in keys])
+        return upper_bound(norms_PB, doubt_PB.mul_(self.scale**2))
+
+
 def clipping_coefficients(
     norms_PB: Tensor,
     max_grad_norm: float | Tensor | Sequence[float],
@@ -49,7 +86,8 @@ def clipping_coefficients(
     * ``automatic``: ``C / (norm + gamma)``, AUTO-S of Bu et al. 2023.
 
     A sample whose norm is not finite gets 0. A coefficient is never NaN. ``total_B`` are the norms
-    over all parameters, where they are known already.
+    over all parameters, where they are known already. A step gives upper bounds for norms
+    (:class:`Doubts`).
 
     Guarantees:
         ``coefficient * norm <= C`` for every sample (and parameter, when per layer), up to the

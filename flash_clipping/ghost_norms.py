@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from opacus.grad_sample import register_norm_sampler
 from torch import Tensor, nn
 
-from flash_clipping.factors import accumulation_dtype
-from flash_clipping.ops.embedding import embedding_sqnorms
-from flash_clipping.ops.gram import gram_sqnorms
+from flash_clipping.factors import Factor, Lookup, Outer, accumulation_dtype
+from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.rules.registry import as_BTd
 
 
@@ -38,13 +38,9 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
         norms: dict[nn.Parameter, Tensor] = {}
         has_bias = layer.bias is not None and layer.bias.requires_grad
         if layer.weight.requires_grad:
-            sq_LB, bias_sq_LB = gram_sqnorms(
-                A_BTd.to(G_BTp.dtype), [G_BTp], bias=has_bias, backend=backend
-            )
-            norms[layer.weight] = sq_LB[0].sqrt()
-            if bias_sq_LB is not None:
-                norms[layer.bias] = bias_sq_LB[0].clamp(min=0).sqrt()
-        elif has_bias:
+            factor = Outer(A_BTd.to(G_BTp.dtype), G_BTp)
+            norms[layer.weight] = _bound(factor, backend)
+        if has_bias:
             sums = G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype))
             norms[layer.bias] = torch.linalg.vector_norm(sums, dim=1)
         return norms
@@ -57,7 +53,12 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
             return {}
         ids = activations[0]
         ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
-        sq_B = embedding_sqnorms(
-            ids_BT, as_BTd(backprops), padding_idx=layer.padding_idx, backend=backend
-        )
-        return {layer.weight: sq_B.sqrt()}
+        factor = Lookup(ids_BT, as_BTd(backprops), layer.num_embeddings, layer.padding_idx)
+        return {layer.weight: _bound(factor, backend)}
+
+
+def _bound(factor: Factor, backend: str) -> Tensor:
+    """Norms ``[B]``; of samples whose positions nearly cancel, what is at least their norm."""
+    sq_B = factor.sqnorms(backend)
+    finite_B = sq_B.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan)
+    return upper_bound(finite_B.clamp_(min=0).sqrt_(), factor.doubt(backend))

@@ -16,7 +16,7 @@ from opacus.grad_sample import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
+from flash_clipping.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
 from flash_clipping.ops.backend import BACKENDS
@@ -28,6 +28,9 @@ from flash_clipping.tape import Tape
 from flash_clipping.two_pass import TwoPassForward
 
 Mode = Literal["one_pass", "two_pass"]
+
+#: What clipped sums are left in: fp32, or the parameter's own dtype.
+SUM_DTYPES = ("float32", "parameter")
 
 #: Layers whose output for one sample depends on the others.
 _MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -64,6 +67,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             several rows per sample along the batch axis: windows folded into the batch, say. All
             rows of one sample must lie together, and every sample must have as many. Modules
             below a named one are meant too.
+        sum_dtype: of clipped sums in ``p.grad``. ``"float32"`` (float64 for float64 parameters)
+            rounds once, after the noise. ``"parameter"`` rounds every sum to the parameter's dtype
+            before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
+            of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
+            ``max_grad_norm``, where the noise is for one.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -91,6 +99,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
+        sum_dtype: str = "float32",
     ):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(
@@ -104,16 +113,24 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             raise ValueError(
                 f"backend={backend!r} is unknown; expected one of {', '.join(BACKENDS)}."
             )
+        if sum_dtype not in SUM_DTYPES:
+            raise ValueError(
+                f"sum_dtype={sum_dtype!r} is unknown; expected one of {', '.join(SUM_DTYPES)}."
+            )
         check_clipping(clipping)
         _refuse(m)  # before Opacus says that the layer has buffers
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
+        self.sum_dtype = sum_dtype
         self.folded_modules = tuple(folded_modules)
         #: Backward passes whose clipped sums nobody has taken yet.
         self._backwards = 0
         #: Whether norms were taken since the optimizer last took gradients.
         self._clipped = False
+        #: What the samples of the last backward were clipped by: at least the norms of what is
+        #: released of them, ``[B]``, or ``[P, B]`` when per layer.
+        self._bounds: Tensor | None = None
         #: Called with the norms [B] before coefficients are taken: adaptive clipping.
         self.before_clipping: Callable[[Tensor], None] | None = None
         self._taps: list[Tap] = []
@@ -127,6 +144,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
             backend=backend,
+            sum_dtype=sum_dtype,
         )
         GradSampleHooksFastGradientClipping.__init__(
             self,
@@ -166,6 +184,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         self._guarded: dict[int, nn.Parameter] = {}
+        #: Parameters whose gradients had to have a dtype before, and which.
+        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
         self._guard_parameters()
         self.enable_hooks()
 
@@ -174,6 +194,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         while self._taps:
             self._taps.pop().remove()
         self._guarded = {}
+        while self._grad_dtypes:
+            param, dtype = self._grad_dtypes.pop()
+            if param.grad is None or dtype in (None, param.grad.dtype):
+                param.grad_dtype = dtype
         super().remove_hooks()
 
     def enable_hooks(self) -> None:
@@ -200,8 +224,24 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         names = {id(param): name for name, param in self._module.named_parameters()}
         for key, param in new.items():
             guarded[key] = param
+            self._allow_sums(names[key], param)
             handle = param.register_hook(_Guard(names[key], self._recorder))
             self.autograd_grad_sample_hooks.append(handle)
+
+    def _allow_sums(self, name: str, param: nn.Parameter) -> None:
+        """Let ``param.grad`` hold sums in fp32."""
+        if param.dtype not in (torch.bfloat16, torch.float16) or self.sum_dtype == "parameter":
+            return
+        if not hasattr(param, "grad_dtype"):
+            raise NotImplementedError(
+                f"{name}: is in {param.dtype}, and this PyTorch ({torch.__version__}) allows no "
+                "gradient in another dtype: its clipped sums would be rounded before noise is "
+                "added. Use a PyTorch whose tensors have grad_dtype (2.10 or newer), keep the "
+                "parameters in float32 (with autocast), or pass sum_dtype='parameter', which "
+                "weakens privacy."
+            )
+        self._grad_dtypes.append((param, param.grad_dtype))
+        param.grad_dtype = None  # any
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -264,9 +304,17 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())
 
-    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, one_device: bool) -> Tensor:
-        """Publish the norms of one backward; return its coefficients."""
+    def _clip(
+        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
+    ) -> Tensor:
+        """Publish the norms of one backward; return its coefficients, which are by upper bounds of
+        what is released (:mod:`flash_clipping.ops.certificate`)."""
         total_B = self._publish(params, norms_PB, one_device)
+        if self.clipping == "per_layer":
+            bounds = doubts.bound_each([id(param) for param in params], norms_PB)
+        else:
+            bounds = doubts.bound_total(total_B)
+        self._bounds = bounds
         if (captured := self._recorder.captured) is not None:
             if self.before_clipping is not None:
                 raise FlashClippingError(
@@ -274,11 +322,18 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                     "captured as a CUDA graph, whose replays would all clip by today's. Run it "
                     "without flash_clipping.GraphedStep."
                 )
-            captured.norms.append((params, norms_PB))  # every replay counts, and publishes its own
-            return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+            # Every replay counts, and publishes its own.
+            captured.norms.append((params, norms_PB, bounds))
+            return self._coefficients(bounds)
         self._count_backward()
         if self.before_clipping is not None:
             self.before_clipping(total_B)
+        return self._coefficients(bounds)
+
+    def _coefficients(self, bounds: Tensor) -> Tensor:
+        """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
+        norms_PB = bounds if self.clipping == "per_layer" else bounds.unsqueeze(0)
+        total_B = None if self.clipping == "per_layer" else bounds
         return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
 
     @contextmanager
@@ -288,6 +343,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         params = self.trainable_parameters
         before = [getattr(param, "_norm_sample", None) for param in params]
         total_B: Any = getattr(self, "per_sample_gradient_norms", None)
+        bounds = self._bounds
         try:
             with self._recorder.captures() as captured:
                 yield captured
@@ -295,11 +351,13 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             for param, norm_B in zip(params, before, strict=True):
                 setattr(param, "_norm_sample", norm_B)  # noqa: B010
             self.per_sample_gradient_norms = total_B
+            self._bounds = bounds
 
     def take_over(self, captured: Captured) -> None:
         """Leave what the backward passes of a replayed CUDA graph would have left."""
-        for params, norms_PB in captured.norms:
+        for params, norms_PB, bounds in captured.norms:
             self._publish(params, norms_PB.clone())
+            self._bounds = bounds.clone()
             self._count_backward()
         for coef in captured.coefs:
             self._recorder.note_non_finite(coef)
@@ -358,12 +416,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def get_clipping_coef(self) -> Tensor:
         """Clipping coefficient of every sample: fp32 ``[B]`` (``[P, B]`` when per layer).
 
-        Follows ``max_grad_norm`` as it is now. Never NaN; 0 for a sample that is not finite.
+        Follows ``max_grad_norm`` as it is now. Never NaN; 0 for a sample that is not finite. May
+        be below ``max_grad_norm / norm`` for a sample whose positions nearly cancel
+        (:mod:`flash_clipping.ops.certificate`).
 
         Raises:
             FlashClippingError: no backward pass has been recorded yet.
         """
-        return clipping_coefficients(self._norms(), self.max_grad_norm, self.clipping)
+        self._norms()
+        assert self._bounds is not None
+        return self._coefficients(self._bounds)
 
     def _norms(self) -> Tensor:
         rows = [getattr(param, "_norm_sample", None) for param in self.trainable_parameters]

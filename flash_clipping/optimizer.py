@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from opacus.optimizers import (
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizerFastGradientClipping,
@@ -123,13 +124,21 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         for p in self.params:
             _check_processed_flag(p.summed_grad)
         sums = [p.summed_grad for p in self.params]
+        dtypes = [self._noisy_dtype(p) for p in self.params]
         if self.secure_mode:
-            noisy = [self._with_secure_noise(summed, std) / divisor for summed in sums]
+            noisy = [
+                (self._with_secure_noise(summed, std) / divisor).to(dtype)
+                for summed, dtype in zip(sums, dtypes, strict=True)
+            ]
         else:
-            noisy = noisy_means(sums, std, divisor, generator=self.generator)
+            noisy = noisy_means(sums, std, divisor, dtypes=dtypes, generator=self.generator)
         for p, grad in zip(self.params, noisy, strict=True):
             p.grad = grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        """Of noisy gradients: the parameter's, as optimizers want them."""
+        return p.dtype
 
     def _with_secure_noise(self, summed: Tensor, std: float) -> Tensor:
         return summed + _generate_noise(
@@ -147,7 +156,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
-    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed."""
+    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed, and
+    the noisy sum is rounded to the parameter's dtype."""
 
     def add_noise(self) -> None:
         if self.rank == 0:
@@ -158,3 +168,14 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
             _check_processed_flag(p.summed_grad)
             p.grad = (p.summed_grad / divisor).view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        # The other workers' part has no noise of its own: it is not rounded by itself.
+        dtype: torch.dtype = p.summed_grad.dtype  # type: ignore[attr-defined]
+        return dtype
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for p in self.params:
+            if p.grad.dtype != p.dtype:
+                p.grad = p.grad.to(p.dtype)

@@ -38,8 +38,6 @@ class Plan:
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
         small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
-        batches: those of the others, by which of them are let go of together.
-        fitting: parameters whose clipped sums came in their dtype and shape; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -54,8 +52,6 @@ class Plan:
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
     small: list[int] | None = None
-    batches: list[list[int]] = field(default_factory=list)
-    fitting: set[int] = field(default_factory=set)
     memos: dict[Hashable, Memo] = field(default_factory=dict)
 
     def memo(self, name: Hashable) -> Memo:

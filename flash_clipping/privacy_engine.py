@@ -48,6 +48,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         backend: str = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
+        sum_dtype: str = "float32",
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -64,7 +65,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 arguments.
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
-            folded_modules: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
+                flash only.
             **kwargs: as in Opacus.
 
         Raises:
@@ -80,6 +82,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             "backend": backend,
             "mode": mode,
             "folded_modules": folded_modules,
+            "sum_dtype": sum_dtype,
             "clipping": "flat" if clipping == "adaptive" else clipping,
         }
         try:
@@ -98,13 +101,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         backend: str = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
+        sum_dtype: str = "float32",
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
         """
         if grad_sample_mode == "flash":
-            kwargs.update(backend=backend, mode=mode, folded_modules=folded_modules)
+            kwargs.update(
+                backend=backend, mode=mode, folded_modules=folded_modules, sum_dtype=sum_dtype
+            )
         return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:

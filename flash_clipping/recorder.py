@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
+from flash_clipping.clipping import Doubts
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.plan import Plans
 
-#: Norms ``[P, B]`` of the parameters, in their order, and whether these are all on one device ->
-#: coefficients ``[B]`` or ``[P, B]``.
-ClipFunction = Callable[[list[nn.Parameter], Tensor, bool], Tensor]
+#: Norms ``[P, B]`` of the parameters, in their order, what rounding may hide of them, and whether
+#: the parameters are all on one device -> coefficients ``[B]`` or ``[P, B]``.
+ClipFunction = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
 
 
 class RunningTape(Protocol):
@@ -203,12 +204,13 @@ class Captured:
 
     Attributes:
         plans: those that were made meanwhile: their tables are in the graph's memory.
-        norms: the trainable parameters and their norms ``[P, B]``, backward by backward.
+        norms: the trainable parameters, their norms ``[P, B]`` and what these were clipped by,
+            backward by backward.
         coefs: coefficients, likewise.
     """
 
     plans: Plans
-    norms: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)
+    norms: list[tuple[list[nn.Parameter], Tensor, Tensor]] = field(default_factory=list)
     coefs: list[Tensor] = field(default_factory=list)
 
 
@@ -223,6 +225,7 @@ class Recorder:
             ``"sum"``.
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
         tape_class: makes the tape of a backward pass (:class:`~flash_clipping.tape.Tape`).
     """
 
@@ -236,6 +239,7 @@ class Recorder:
         loss_reduction: str,
         batch_first: bool,
         backend: str,
+        sum_dtype: str,
     ):
         self.clip = clip
         self.trainable = trainable
@@ -245,6 +249,7 @@ class Recorder:
         #: Axis of every tapped layer's input that holds the samples.
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
+        self.sum_dtype = sum_dtype
         self.tape_class = tape_class
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.

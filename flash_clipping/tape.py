@@ -8,25 +8,28 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.clipping import Doubts
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
     Dense,
     Factor,
     RowSum,
     VectorStack,
+    accumulation_dtype,
     merge,
 )
 from flash_clipping.ops.backend import asked_for
-from flash_clipping.ops.clipped_sum import clipped_sums_many, clipped_sums_of, is_small
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.shapes import Group
@@ -38,10 +41,8 @@ from flash_clipping.recorder import Readers, Recorder
 #: little beside what letting go of the stored gradients frees.
 STORED_AT_ONCE = 1 << 26
 
-#: Bytes of operands of clipped sums that are let go of together, or this share of all if that is
-#: more: few launches, and little beside what backward has let go of by then.
-HELD_AT_ONCE = 1 << 28
-SHARE_HELD_AT_ONCE = 1 / 8
+#: Rows ``[n, B]`` of several parameters, and the ids of these.
+Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
 
 
 class Tape:
@@ -58,8 +59,10 @@ class Tape:
         self.calls: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[Factor] = []
-        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came.
+        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and what
+        #: rounding may hide of them.
         self.sqnorms_B: dict[int, Tensor] = {}
+        self.doubts_B: dict[int, Tensor] = {}
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         # Once norms are asked for: the trainable parameters, and the factors by how they are
@@ -134,7 +137,7 @@ class Tape:
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
             if self.coef is not None:
-                add_into_grad(param, factor.clipped_sum(self.coef[key], self.backend))
+                self._put(param, factor.clipped_sum(self.coef[key], self.backend))
                 continue
             if key in self.sqnorms_B:
                 raise FlashClippingError(
@@ -144,6 +147,8 @@ class Tape:
                 )
             if self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
+                if (doubt_B := factor.doubt(self.backend)) is not None:
+                    self.doubts_B[key] = doubt_B
                 self.paths[key] = path
             else:
                 self.calls.append(path)
@@ -223,26 +228,31 @@ class Tape:
         self.plan = plan
         self._sort(factors, plan)
         del factors
-        # Squared norms [n, B] of several parameters at a time, and whose they are.
-        blocks: list[tuple[Sequence[int], Tensor]] = [
-            ([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()
-        ]
+        # Squared norms [n, B] of several parameters at a time, and whose they are; and what
+        # rounding may hide of those that are released by another product.
+        blocks: Blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
+        doubts: Blocks = [([key], doubt_B.unsqueeze(0)) for key, doubt_B in self.doubts_B.items()]
         self.sqnorms_B.clear()
+        self.doubts_B.clear()
         memo = plan.memo("linear_sqnorms")
         groups = list(self.linear.values())
-        of_groups = plan.linear
-        blocks += [
-            ([of_groups[group][layer] for group, layer in order], sq_RB)
-            for order, sq_RB in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo)
-        ]
+        for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
+            keys = [plan.linear[group][layer] for group, layer in block.order]
+            blocks.append((keys, block.sq_RB))
+            if block.doubt_RB is not None:
+                doubts.append((keys, block.doubt_RB))
         del groups
         blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
         blocks += self._sqnorms_one_by_one()
+        for key, factor in self.others.items():
+            if (doubt_B := factor.doubt(self.backend)) is not None:
+                doubts.append(([key], doubt_B.unsqueeze(0)))
         norms_PB = self._norms(params, blocks, plan)
-        coef = self.recorder.clip(params, norms_PB, plan.one_device)
-        self.recorder.note_non_finite(coef)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
-        self._hand_out(params, coef * self._own_gradient_scale(), plan)
+        scale = self._own_gradient_scale()
+        coef = self.recorder.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
+        self.recorder.note_non_finite(coef)
+        self._hand_out(params, coef * scale, plan)
 
     def _check_uses(self, first_only: bool) -> None:
         """Look at the batch size of every use of a parameter; of a layout that has been met before
@@ -301,10 +311,10 @@ class Tape:
         self.stored = {key: factors[key] for key in plan.stored}
         self.others = {key: factors[key] for key in plan.others}
 
-    def _sqnorms_one_by_one(self) -> list[tuple[Sequence[int], Tensor]]:
+    def _sqnorms_one_by_one(self) -> Blocks:
         """Norms of stored gradients and all others; those that come in parts are added up together
         where their shapes are one."""
-        of_one_part: list[tuple[Sequence[int], Tensor]] = []
+        of_one_part: Blocks = []
         keys: list[int] = []
         parts: list[Tensor] = []
         for key, factor in (*self.stored.items(), *self.others.items()):
@@ -320,9 +330,7 @@ class Tape:
         mean = self.recorder.loss_reduction == "mean"
         return float(self.batch_size or 0) if mean else 1.0
 
-    def _norms(
-        self, params: Sequence[nn.Parameter], blocks: list[tuple[Sequence[int], Tensor]], plan: Plan
-    ) -> Tensor:
+    def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
         device = blocks[0][1].device if blocks else params[0].device
         kinds = {(sq.dtype, sq.device) for _, sq in blocks}
@@ -342,6 +350,8 @@ class Tape:
         if plan.unreached:
             found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
         sq_PB = torch.cat(found).index_select(0, plan.order)
+        # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
+        sq_PB = sq_PB.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp_(min=0)
         return sq_PB.sqrt_().mul_(self._own_gradient_scale())
 
     def add_clipped_sums(self) -> None:
@@ -352,8 +362,7 @@ class Tape:
         while self.stacks:
             stack = self.stacks.pop()
             coefs = [self.coef[key] for key in stack.keys]
-            dtype = self.params[stack.keys[0]].dtype
-            self._add(stack.keys, stack.clipped_sums(coefs, dtype, self.backend))
+            self._add(stack.keys, stack.clipped_sums(coefs, self.backend))
         self._add_stored()
         while self.others:
             key, factor = self.others.popitem()
@@ -363,19 +372,28 @@ class Tape:
         for key in self.plan.unreached:
             param = self.params[key]
             if param.grad is None:
-                param.grad = torch.zeros_like(param)
+                self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
-        assert self.plan is not None
-        params, fitting = self.params, self.plan.fitting
         for key, grad in zip(keys, grads, strict=True):
-            param = params[key]
-            if key in fitting and param.grad is None:  # as in every step but the first of a plan
-                param.grad = grad
-                continue
-            if grad.dtype == param.dtype and grad.shape == param.shape:
-                fitting.add(key)
-            add_into_grad(param, grad)
+            self._put(self.params[key], grad)
+
+    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Where gradients go: add to ``p.grad`` as autograd would, but in the sum's own dtype.
+
+        Rounding a sum to 16 bits depends on all samples of the batch, so it waits until noise has
+        been added (:class:`~flash_clipping.FlashDPOptimizer`).
+        """
+        if self.recorder.sum_dtype == "parameter" and grad.dtype != param.dtype:
+            grad = grad.to(param.dtype)
+        if grad.shape != param.shape:
+            grad = grad.view_as(param)
+        if param.grad is None:
+            param.grad = grad
+        elif param.grad.dtype == grad.dtype:
+            param.grad.add_(grad)
+        else:  # of a backward with recording off, say
+            param.grad = param.grad + grad
 
     def _alike(self, keys: Iterable[int]) -> list[list[int]]:
         """Those of these parameters together that are clipped by the same coefficients."""
@@ -406,52 +424,31 @@ class Tape:
             self._add(keys, sums)
 
     def _add_products(self) -> None:
-        """Linear maps that are worth a launch each; a shared input is scaled once."""
+        """Linear maps that are worth a launch each."""
         plan = self._divided()
         assert self.coef is not None
-        for batch in plan.batches:
-            held = [self.linear.pop(number) for number in batch]
-            # Per-layer clipping scales a shared input differently for every reader.
-            keys = [plan.linear[number] for number in batch]
-            for alike in self._alike([key for of_group in keys for key in of_group]):
-                chosen = set(alike)
-                groups = [
-                    (A_BTd, [G for key, G in zip(of_group, Gs, strict=True) if key in chosen])
-                    for of_group, (A_BTd, Gs) in zip(keys, held, strict=True)
-                ]
-                groups = [(A_BTd, Gs) for A_BTd, Gs in groups if Gs]
-                coef_B = self.coef[alike[0]]
-                memo = plan.memo(("clipped_sums_of", *alike))
-                sums = clipped_sums_of(
-                    groups, coef_B, backend=self.backend, checked=True, memo=memo
-                )
-                self._add(alike, [grad for grads in sums for grad in grads])
-                del groups, sums
-            del held
+        while self.linear:
+            number, (A_BTd, Gs) = self.linear.popitem()
+            of_group = dict(zip(plan.linear[number], Gs, strict=True))
+            del Gs
+            # Per-layer clipping weights a shared input differently for every reader.
+            for keys in self._alike(of_group):
+                Gs = [of_group.pop(key) for key in keys]
+                coef_B = self.coef[keys[0]]
+                self._add(keys, clipped_sums(A_BTd, Gs, coef_B, backend=self.backend))
+                del Gs
+            del A_BTd
 
     def _divided(self) -> Plan:
-        """The plan, which knows how groups of linear maps are divided between launches."""
+        """The plan, which knows which linear maps are handled many in one launch."""
         plan = self.plan
         assert plan is not None
-        if plan.small is not None:
-            return plan
-        small: list[int] = []
-        large: list[int] = []
-        for number, (A_BTd, Gs) in self.linear.items():
-            which = small if is_small(A_BTd, Gs, backend=self.backend) else large
-            which.append(number)
-        nbytes = {n: A.nbytes + sum([G.nbytes for G in Gs]) for n, (A, Gs) in self.linear.items()}
-        at_once = max(HELD_AT_ONCE, int(SHARE_HELD_AT_ONCE * sum([nbytes[n] for n in large])))
-        batches: list[list[int]] = []
-        while large:
-            # On a GPU a few at a time: their operands live until the launch that all share.
-            batch = [large.pop()]
-            room = at_once - nbytes[batch[0]] if self.linear[batch[0]][0].is_cuda else 0
-            while large and nbytes[large[-1]] <= room:
-                batch.append(large.pop())
-                room -= nbytes[batch[-1]]
-            batches.append(batch)
-        plan.batches, plan.small = batches, small  # at once: an interrupt may come at any line
+        if plan.small is None:
+            plan.small = [
+                number
+                for number, (A_BTd, Gs) in self.linear.items()
+                if is_small(A_BTd, Gs, backend=self.backend)
+            ]
         return plan
 
     def _add_stored(self) -> None:
@@ -469,15 +466,3 @@ class Tape:
                 grads = [self.stored.pop(key).dense() for key in batch]
                 coef_B = self.coef[batch[0]]
                 self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
-
-
-def add_into_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Where gradients go: add to ``p.grad`` as autograd would."""
-    if grad.dtype != param.dtype:
-        grad = grad.to(param.dtype)
-    if grad.shape != param.shape:
-        grad = grad.view_as(param)
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)

@@ -362,8 +362,8 @@ def test_small_coefficients_in_fp16(loss_scale: float) -> None:
     A = torch.randn(8, 8, 32).half()
     G = (torch.randn(8, 8, 64) * loss_scale).clamp(-6e4, 6e4).half()
     C = 0.05
-    (sq,) = linear_sqnorms([(A, [G])])[0]
+    (sq,), _ = linear_sqnorms([(A, [G])])[0]
     coef = (C / sq.sqrt()).clamp(max=1)
     for b in range(len(A)):
         (alone,) = clipped_sums(A[b : b + 1], [G[b : b + 1]], coef[b : b + 1])
-        assert abs(alone.double().norm().item() / C - 1) <= 2**-9, f"sample {b}"
+        assert abs(alone.double().norm().item() / C - 1) <= 1e-5, f"sample {b}"

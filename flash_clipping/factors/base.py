@@ -46,9 +46,19 @@ class Factor(ABC):
         """The same in parts ``[B, n]`` that are still to be added up."""
         return self.sqnorms(backend).unsqueeze(1)
 
+    def doubt(self, backend: str) -> Tensor | None:
+        """What rounding may hide of the squared norms, ``[B]``: with it they are at least those of
+        what :meth:`clipped_sum` releases (:mod:`flash_clipping.ops.certificate`).
+
+        None where the very numbers that are released were measured. An heir that measures anything
+        else overrides this as well.
+        """
+        return None
+
     @abstractmethod
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        """``sum_b coef_b g_b``, shaped like the parameter; ``None`` means all ones.
+        """``sum_b coef_b g_b`` in fp32 (float64 for float64), shaped like the parameter; ``None``
+        means all ones, in whatever dtype autograd would have.
 
         A sample whose coefficient is 0 adds exactly nothing, whatever its gradient holds.
         """

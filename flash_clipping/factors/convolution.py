@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
 from flash_clipping.factors.linear import Outer
-from flash_clipping.ops import cost
+from flash_clipping.ops import certificate, cost
 from flash_clipping.ops.backend import full_precision
 from flash_clipping.ops.row_scale import row_scale
 
@@ -100,6 +100,32 @@ class Convolution(Factor):
         parts = [self._outer(rows).sqnorms(backend) for rows in self._chunks()]
         return torch.cat(parts).view(self.batch_size, self.groups).sum(1)
 
+    def doubt(self, backend: str) -> Tensor | None:
+        if self.batch_size == 0:
+            return None
+        dtype = accumulation_dtype(self.G.dtype)
+        # ‖patch‖² of every position and group: a convolution of squares with ones.
+        spatial = self.weight_shape[2:]
+        x_sq = self.x.to(dtype).square().unflatten(1, (self.groups, -1)).sum(2)
+        ones = x_sq.new_ones((self.groups, 1, *spatial))
+        with torch.no_grad(), full_precision(self.x.device):
+            patch_sq = torch.convolution(
+                x_sq,
+                ones,
+                None,
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                [0] * len(spatial),
+                self.groups,
+            )
+        G = self.G.unflatten(1, (self.groups, -1))
+        norms = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
+        patch_sq += certificate.FLOOR * self.weight_shape[1:].numel()
+        norms_sq = norms.square_().add_(certificate.FLOOR * G.shape[2])
+        return certificate.doubt(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
+
     def may_be_stored(self) -> bool:
         return type(self) is Convolution  # another may have its own way with norms and sums
 
@@ -166,15 +192,24 @@ class Convolution(Factor):
         return grads
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        x, G = self.x, self.G
-        if coef_B is not None:
-            G = row_scale(G.contiguous(), coef_B, backend=backend)
-            # The input is not scaled, so 0 * inf must be kept out of it as well. Only the CPU may
-            # look whether there is such a sample; on a GPU looking would wait for the device.
-            if coef_B.device.type != "cpu" or bool((coef_B == 0).any()):
-                keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
-                x = torch.where(keep, x, x.new_zeros(()))
-        return self._weight_grad(x, G, x.new_empty(self.weight_shape), self.groups)
+        x, G, groups = self.x, self.G, self.groups
+        if coef_B is None:
+            return self._weight_grad(x, G, x.new_empty(self.weight_shape), groups)
+        if x.is_cuda and groups == 1 and G.element_size() == 2:
+            # Products of 16-bit operands are exact in fp32; a convolution would round their sum.
+            parts = [
+                self._outer(rows).clipped_sum(coef_B[rows], backend) for rows in self._chunks()
+            ]
+            return torch.stack(parts).sum(0).view(self.weight_shape)
+        G = row_scale(G.contiguous(), coef_B, backend=backend)
+        x = x.to(G.dtype)
+        # The input is not scaled, so 0 * inf must be kept out of it as well. Only the CPU may
+        # look whether there is such a sample; on a GPU looking would wait for the device.
+        if coef_B.device.type != "cpu" or bool((coef_B == 0).any()):
+            keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
+            x = torch.where(keep, x, x.new_zeros(()))
+        with torch.no_grad(), full_precision(G.device):
+            return self._weight_grad(x, G, x.new_empty(self.weight_shape), groups)
 
     def _weight_grad(self, x: Tensor, G: Tensor, like: Tensor, groups: int) -> Tensor:
         """What PyTorch's own backward gives for a weight of this shape; its values are not read."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_clipping.factors.base import Factor, accumulation_dtype
 from flash_clipping.factors.linear import Outer
+from flash_clipping.ops import certificate
 from flash_clipping.ops.embedding import (
     embedding_clipped_sum,
     embedding_sqnorms,
@@ -54,6 +55,17 @@ class Lookup(Factor):
             in_parts=True,
             backend=backend,
         )
+
+    def doubt(self, backend: str) -> Tensor | None:
+        return None if self.ids_BT.shape[1] == 1 else certificate.doubt(self.spread())
+
+    def spread(self) -> Tensor:
+        """``Σ_t ‖G_t‖``, ``[B]``, over the ids that receive a gradient."""
+        dtype = accumulation_dtype(self.G_BTd.dtype)
+        norms_BT = torch.linalg.vector_norm(self.G_BTd, dim=2, dtype=dtype)
+        if self.padding_idx is not None:
+            norms_BT = norms_BT.masked_fill(self.ids_BT == self.padding_idx, 0)
+        return norms_BT.sum(1)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
@@ -127,6 +139,13 @@ class Bag(Factor):
         norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
         return norm_B.square() * multiplicity_B
 
+    def doubt(self, backend: str) -> Tensor | None:
+        dtype = accumulation_dtype(self.G_Bd.dtype)
+        weights_N1 = self.weights_N.to(dtype).abs().unsqueeze(1)
+        weight_B = sums_by_index(weights_N1, self.bags_N, self.batch_size).squeeze(1)
+        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
+        return certificate.doubt(norm_B * weight_B)
+
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         G_Bd = self.G_Bd
         if coef_B is not None:
@@ -162,9 +181,12 @@ class TiedEmbedding(Factor):
             padding_idx=self.lookup.padding_idx,
             backend=backend,
         )
-        # The sum of a square cannot be negative; its three rounded terms can.
-        total_B = self.lookup.sqnorms(backend) + self.head.sqnorms(backend) + 2 * cross_B
-        return total_B.clamp(min=0)  # clamp keeps NaN: a poisoned sample stays visible
+        # The three rounded terms of a sum that cancels may come out below zero.
+        return self.lookup.sqnorms(backend) + self.head.sqnorms(backend) + 2 * cross_B
+
+    def doubt(self, backend: str) -> Tensor | None:
+        spread_B = certificate.spread(self.head.A_BTd, self.head.G_BTp)
+        return certificate.doubt(spread_B.add_(self.lookup.spread()))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         return self.head.clipped_sum(coef_B, backend) + self.lookup.clipped_sum(coef_B, backend)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors.base import Dense, Factor, parts_of_sample
-from flash_clipping.ops import cost
+from flash_clipping.ops import certificate, cost
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms
@@ -38,7 +38,13 @@ class Outer(Factor):
         return (A.data_ptr(), A.shape, A.stride(), A.dtype, A.device)
 
     def sqnorms(self, backend: str) -> Tensor:
-        return linear_sqnorms([(self.A_BTd, [self.G_BTp])], backend=backend)[0][0]
+        ((sq_1B, _),) = linear_sqnorms([(self.A_BTd, [self.G_BTp])], backend=backend)
+        return sq_1B[0]
+
+    def doubt(self, backend: str) -> Tensor | None:
+        if self.A_BTd.shape[1] == 1:
+            return None  # nothing cancels
+        return certificate.doubt(certificate.spread(self.A_BTd, self.G_BTp))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:

@@ -28,6 +28,11 @@ class Stacked(Factor):
     def sqnorms(self, backend: str) -> Tensor:
         return torch.stack([part.sqnorms(backend) for part in self.parts]).sum(0)
 
+    def doubt(self, backend: str) -> Tensor | None:
+        found = [part.doubt(backend) for part in self.parts]
+        doubts = [doubt_B for doubt_B in found if doubt_B is not None]
+        return torch.stack(doubts).sum(0) if doubts else None
+
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         return torch.cat([part.clipped_sum(coef_B, backend) for part in self.parts])
 

@@ -122,16 +122,14 @@ class VectorStack:
         grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
         return cls(keys, [x.shape[2] for x in rows], grads_BN, sq_PB)
 
-    def clipped_sums(
-        self, coefs: Sequence[Tensor], dtype: torch.dtype, backend: str
-    ) -> Sequence[Tensor]:
+    def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> Sequence[Tensor]:
         """One clipped sum per parameter, ``[n]`` or in its shape where all have one, in order and
-        in the parameters' dtype."""
+        in fp32 (float64 for float64)."""
         if all(coef is coefs[0] for coef in coefs):
-            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend).to(dtype)
+            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
             if self.shape is None:
                 return sums_N.split(self.sizes)
             return sums_N.view(len(self.keys), *self.shape).unbind(0)
         columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
-        sums = [weighted_sum(column, coef, backend=backend).to(dtype) for column, coef in columns]
+        sums = [weighted_sum(column, coef, backend=backend) for column, coef in columns]
         return sums if self.shape is None else [sum_n.view(self.shape) for sum_n in sums]

@@ -175,7 +175,7 @@ def is_always_precise(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products of fp32 operands in fp32, whatever the caller allows for its own matmuls.
+    """Products and convolutions of fp32 operands in fp32, whatever the caller allows for its own.
 
     Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
     to TF32: norms would be off by 1e-3, and with them the guarantee.
@@ -197,14 +197,24 @@ def full_precision(device: torch.device) -> Iterator[None]:
             if before != "highest":
                 torch.set_float32_matmul_precision("highest")
                 stack.callback(torch.set_float32_matmul_precision, before)
+            cudnn = torch.backends.cudnn
+            stack.enter_context(
+                cudnn.flags(
+                    enabled=cudnn.enabled,
+                    benchmark=cudnn.benchmark,
+                    deterministic=cudnn.deterministic,
+                    allow_tf32=False,
+                )
+            )
         yield
 
 
 @functools.cache
 def matmul_settings() -> list[Any]:
-    """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
-    ``fp32_precision``. Older versions have none."""
-    places: list[Any] = [getattr(torch.backends.cuda, "matmul", None)]
-    places.append(getattr(torch.backends.mkldnn, "matmul", None))
+    """PyTorch's newer settings of how fp32 matmuls and convolutions are computed, on a GPU and on a
+    CPU: what has an ``fp32_precision``. Older versions have none."""
+    backends = torch.backends
+    names = (("cuda", "matmul"), ("cudnn", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+    places: list[Any] = [getattr(getattr(backends, of), name, None) for of, name in names]
     found = [place for place in places if hasattr(place, "fp32_precision")]
     return found if len(found) == len(places) else []

@@ -1,70 +1,166 @@
-"""Clipped sums on a GPU: scale one operand, one library matmul, and care for dropped samples.
+"""Kernel for the clipped sum of one large layer: per-sample products, weighted in registers.
 
-A dropped sample (coefficient 0) is zero in the scaled operand, but ``0 · inf`` is NaN where the
-other operand is not finite. The host does not look whether there is one: it would wait for the
-device. Small operands are copied with dropped samples set to zero, in the launch that scales. For
-the products of large ones one kernel looks at the coefficients and, only if one is 0, computes
-them again with those rows masked: slow, right, and hardly ever needed.
+B samples, T positions, d input features, p output features.
+
+A program owns a tile of the result and walks over all positions of all samples. What the tensor
+cores add up is one sample's product, or a part of it; its coefficient is applied to that in fp32.
+So nothing is scaled in memory, one sample's rounding does not depend on another's, and a dropped
+sample (coefficient 0) adds nothing even where its operands are not finite. Small layers go
+together: :mod:`flash_clipping.ops.grouped_product_triton`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.clipped_sum_torch import rows_for_matmul, scales_input
-from flash_clipping.ops.grouped_product_triton import grouped_products, repair_products
-from flash_clipping.ops.row_scale_triton import row_scale_many, scale_and_clean
-from flash_clipping.ops.shapes import Group, Memo, part_of, remembered
+from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.grouped_product_triton import grouped_products
+from flash_clipping.ops.launch_triton import launch
+from flash_clipping.ops.shapes import Memo, part_of, remembered
+from flash_clipping.ops.tiles_triton import load_tile
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.dtype]
 
-SMALL_BYTES = 4 * 2**20
-"""Copying this much costs about what launching the repair kernel does (3 µs at 4.3 TB/s)."""
+
+@triton.jit
+def _clipped_sum_kernel(
+    A_ptr,
+    G_ptr,
+    coef_ptr,
+    out_ptr,
+    B,
+    T,
+    d,
+    p,
+    A_stride_b,
+    A_stride_t,
+    G_stride_b,
+    G_stride_t,
+    tiles_p,
+    tiles_d,
+    TMA: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if TMA:
+        A = tl.make_tensor_descriptor(
+            A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1], [1, BLOCK_T, BLOCK_D]
+        )
+        G = tl.make_tensor_descriptor(
+            G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1], [1, BLOCK_T, BLOCK_P]
+        )
+    else:
+        A, G = A_ptr, G_ptr
+    steps = tl.cdiv(T, BLOCK_T)
+    for tile in range(tl.program_id(0), tiles_p * tiles_d, tl.num_programs(0)):
+        first = (tile // (GROUP * tiles_d)) * GROUP
+        height = min(tiles_p - first, GROUP)
+        within = tile % (GROUP * tiles_d)
+        p0 = (first + within % height) * BLOCK_P
+        d0 = (within // height) * BLOCK_D
+        product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        for step in range(0, B * steps):
+            b = step // steps
+            part = step % steps
+            t = part * BLOCK_T
+            g = load_tile(G, b, t, p0, T, p, G_stride_b, G_stride_t, BLOCK_T, BLOCK_P, TMA)
+            a = load_tile(A, b, t, d0, T, d, A_stride_b, A_stride_t, BLOCK_T, BLOCK_D, TMA)
+            product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
+            # See gram_triton: the accumulator of the tensor cores truncates.
+            if (part % PROMOTE == PROMOTE - 1) | (part == steps - 1):
+                coef = tl.load(coef_ptr + b).to(tl.float32)
+                total += tl.where(coef == 0, 0.0, coef * product)
+                product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        rows = p0 + tl.arange(0, BLOCK_P)[:, None]
+        columns = d0 + tl.arange(0, BLOCK_D)[None, :]
+        place = out_ptr + rows.to(tl.int64) * d + columns
+        tl.store(place, total, mask=(rows < p) & (columns < d))
 
 
-def clipped_sums_of(
-    groups: Sequence[Group], coef_B: Tensor, memo: Memo | None = None
-) -> list[list[Tensor]]:
-    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_of`."""
-    whole: list[int] = []  # groups whose products are looked after together
-    to_scale: list[Tensor] = []
-    sums: list[list[Tensor]] = []
-    for A_BTd, Gs in groups:
-        scale_A = scales_input(A_BTd, Gs)
-        x, y = (A_BTd, Gs[0]) if scale_A else (Gs[0], A_BTd)
-        if len(Gs) == 1 and y.numel() * y.element_size() <= SMALL_BYTES:
-            x, y = scale_and_clean(x, y, coef_B)
-            sums.append(_products(x, [y], swap=not scale_A))
-        else:
-            whole.append(len(sums))
-            to_scale.append(x)
-            sums.append([])
-    if not whole:
-        return sums
-    # What may have to be computed again, by what one launch has in common.
-    doubtful: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
-    scaled_copies = row_scale_many(to_scale, coef_B)
-    for i in reversed(whole):
-        scaled = scaled_copies.pop()  # let go of after its products
-        A_BTd, Gs = groups[i]
-        if scales_input(A_BTd, Gs):
-            sums[i] = _products(scaled, Gs, swap=False)
-        else:
-            sums[i] = _products(scaled, [A_BTd], swap=True)
-        kind = (A_BTd.shape[:2], sums[i][0].dtype)
-        members = doubtful.setdefault(kind, [])
-        members += [(A_BTd, G, product) for G, product in zip(Gs, sums[i], strict=True)]
-    for kind, members in doubtful.items():
-        operands = [(A, G) for A, G, _ in members]
-        if any([A.dtype != kind[1] or G.dtype != kind[1] for A, G in operands]):
-            operands = [(A.to(kind[1]), G.to(kind[1])) for A, G in operands]
-        products = [product for _, _, product in members]
-        repair_products(operands, products, coef_B, part_of(memo, kind))
-    return sums
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks."""
+
+    block_p: int = 128
+    block_d: int = 128
+    block_t: int = 64
+    promote: int = 16
+    num_warps: int = 8
+    num_stages: int = 4
+    tma: bool = True
+
+
+@functools.lru_cache(maxsize=1024)
+def config_for(dtype: torch.dtype, T: int, d: int, p: int, tma: bool) -> Config:
+    """By rule, not by search: few kernels, quick to compile."""
+    block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
+    if dtype == torch.float32:
+        return Config(block_p, block_d, 32, promote=2, num_stages=3, tma=tma)
+    if not tma:
+        return Config(block_p, block_d, 32, promote=32, num_stages=3, tma=False)
+    return Config(block_p, block_d)
+
+
+def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums`."""
+    return [launch_clipped_sum(A_BTd, G, coef_B) for G in Gs]
+
+
+def launch_clipped_sum(
+    A_BTd: Tensor, G_BTp: Tensor, coef_B: Tensor, config: Config | None = None
+) -> Tensor:
+    """``[p, d]`` in fp32; with the launch's parameters open to benchmarks."""
+    if A_BTd.dtype != G_BTp.dtype:
+        common = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
+        A_BTd, G_BTp = A_BTd.to(common), G_BTp.to(common)
+    A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
+    B, T, d = A_BTd.shape
+    p = G_BTp.shape[2]
+    tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
+    config = config or config_for(A_BTd.dtype, T, d, p, tma)
+    tma = tma and config.tma
+    tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
+    out_pd = torch.empty((p, d), dtype=torch.float32, device=A_BTd.device)
+    launch(
+        _clipped_sum_kernel,
+        min(tiles_p * tiles_d, tiles.sm_count(A_BTd.device)),
+        A_BTd,
+        G_BTp,
+        coef_B.contiguous(),
+        out_pd,
+        B,
+        T,
+        d,
+        p,
+        *A_BTd.stride()[:2],
+        *G_BTp.stride()[:2],
+        tiles_p,
+        tiles_d,
+        TMA=tma,
+        BLOCK_P=config.block_p,
+        BLOCK_D=config.block_d,
+        BLOCK_T=config.block_t,
+        PROMOTE=config.promote,
+        GROUP=8,
+        PRECISION=tiles.dot_precision(A_BTd.dtype),
+        workspace=tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out_pd
 
 
 def clipped_sums_many(
@@ -91,16 +187,3 @@ def _launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[_Kind, list[int]]:
     for i, (A, G) in enumerate(pairs):
         kinds.setdefault((A.shape[:2], A.dtype, G.dtype), []).append(i)
     return kinds
-
-
-def _products(scaled: Tensor, others: Sequence[Tensor], *, swap: bool) -> list[Tensor]:
-    """``otherᵀ scaled``, or ``scaledᵀ other`` with ``swap`` (where G is the scaled operand)."""
-    if torch.is_autocast_enabled(scaled.device.type):
-        with torch.autocast(scaled.device.type, enabled=False):
-            return _products(scaled, others, swap=swap)
-    products = []
-    for other in others:
-        scaled_NF, other_NF = rows_for_matmul(scaled, other)
-        left, right = (scaled_NF, other_NF) if swap else (other_NF, scaled_NF)
-        products.append(torch.mm(left.mT, right))
-    return products

@@ -71,7 +71,7 @@ def embedding_clipped_sum(
     padding_idx: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``Σ_b coef_b g_b`` of an embedding table, ``[V, d]`` in G's dtype.
+    """``Σ_b coef_b g_b`` of an embedding table, ``[V, d]`` in fp32 (float64 for float64).
 
     The table's gradient is what the non-private step computes anyway, and PyTorch's kernel for it
     adds in a fixed order.

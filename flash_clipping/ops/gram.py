@@ -20,30 +20,27 @@ from flash_clipping.ops.shapes import (
     as_rows,
     by_kind,
     check_same_rows,
-    checked_groups,
     part_of,
     remembered,
 )
 
 
-def gram_sqnorms(
-    A_BTd: Tensor, Gs: Sequence[Tensor], *, bias: bool = False, backend: str = "auto"
-) -> GroupSqnorms:
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> GroupSqnorms:
     """Squared norms of ``G_l,bᵀ A_b`` for every sample ``b`` and layer ``l`` reading ``A``.
 
     ``‖G_bᵀ A_b‖² = Σ_{t,t'} (A_b A_bᵀ)_{tt'} (G_b G_bᵀ)_{tt'}``. The tiles of ``A Aᵀ`` are computed
     once for all layers, no tile leaves the chip, and only those on and below the diagonal are
-    computed.
+    computed. Those on it give the spread ``Σ_t ‖a_t‖ ‖g_t‖`` as well.
 
     Args:
         A_BTd: the layers' common input, ``[B, ..., d]``.
         Gs: output gradients ``[B, ..., p]``, one for each layer; ``p`` may differ.
-        bias: also return ``‖Σ_t G_b,t‖²``, the squared norm of the bias gradient.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
-        ``[L, B]`` squared weight norms, and the same for biases or None; fp32 (float64 for
-        float64).
+        ``[L, B]`` squared norms, and what rounding may hide of each
+        (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64). A sum that cancels may
+        come out below zero by up to the second; one that overflows is inf or NaN.
     """
     A_BTd = as_rows(A_BTd, "A")
     Gs = [as_rows(G, "G") for G in Gs]
@@ -51,35 +48,15 @@ def gram_sqnorms(
         check_same_rows(A_BTd, G, "A", "G")
     if not Gs:
         none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
-        return none_LB, none_LB if bias else None
-    return backends.run(gram_torch.gram_sqnorms, backend, A_BTd, A_BTd, Gs, bias)
-
-
-def gram_sqnorms_many(
-    groups: Sequence[Group], *, bias: bool = False, backend: str = "auto"
-) -> list[GroupSqnorms]:
-    """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch.
-
-    Groups whose B, T or dtypes differ take a launch for each kind.
-    """
-    ready = checked_groups(groups)
-    results: list[GroupSqnorms | None] = [None] * len(ready)
-    for busy in _busy_kinds(ready):
-        groups = [ready[i] for i in busy]
-        if groups:
-            norms = backends.run(gram_torch.gram_sqnorms_many, backend, groups[0][0], groups, bias)
-            for i, sqnorms in zip(busy, norms, strict=True):
-                results[i] = sqnorms
-    return [
-        gram_sqnorms(*group, bias=bias, backend=backend) if found is None else found
-        for group, found in zip(ready, results, strict=True)
-    ]
+        return none_LB, none_LB
+    return backends.run(gram_torch.gram_sqnorms, backend, A_BTd, A_BTd, Gs)
 
 
 def gram_blocks(
     ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
 ) -> list[SqnormBlock]:
-    """:func:`gram_sqnorms_many` without biases, in whatever blocks the norms come out.
+    """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch for each kind
+    (B, T and dtypes), in whatever blocks the norms come out.
 
     For a caller who has seen to shapes and devices, and puts norms into an order of his own anyway:
     cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
@@ -95,13 +72,16 @@ def gram_blocks(
             gram_torch.gram_blocks, backend, groups[0][0], groups, part_of(memo, number)
         )
         if len(busy) < len(ready):
-            found = [([(busy[i], layer) for i, layer in order], sq_RB) for order, sq_RB in found]
+            found = [
+                block._replace(order=[(busy[i], layer) for i, layer in block.order])
+                for block in found
+            ]
         blocks += found
     if sum(map(len, kinds)) < len(ready):
         for idle in {*range(len(ready))}.difference(*kinds):
             A_BTd, Gs = ready[idle]
             order = [(idle, layer) for layer in range(len(Gs))]
-            blocks.append((order, gram_sqnorms(A_BTd, Gs, backend=backend)[0]))
+            blocks.append(SqnormBlock(order, *gram_sqnorms(A_BTd, Gs, backend=backend)))
     return blocks
 
 

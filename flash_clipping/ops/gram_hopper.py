@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_clipping.ops.certificate import FLOOR
 from flash_clipping.ops.gram_tiles import RING, sample_of, tile_of
 from flash_clipping.ops.tiles_triton import sum_by_warp
 
@@ -41,6 +42,7 @@ HALF = gl.constexpr(RING.block // 2)
 PARTS = gl.constexpr(RING.num_warps)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING.block, 16]))
 ROW_SUMS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+ROW_FLOOR = gl.constexpr(FLOOR)
 
 
 @gluon.jit
@@ -124,15 +126,24 @@ def _release(at, ring):
 
 
 @gluon.jit
-def _add(AA, weight, bias, product, of_input, BIAS: gl.constexpr):
-    """A product of part of the features: of an input to its tile, of a layer to the sums."""
+def _add(AA, weight, rows_sq, product, of_input, on_diagonal, WHICH: gl.constexpr):
+    """A product of part of the features: of an input to its tile, of a layer to the sums, and on
+    the diagonal to the squared norms of its rows."""
     if of_input:
         AA += product
     else:
         weight += gl.sum(AA * product, 1)
-        if BIAS:
-            bias += gl.sum(product, 1)
-    return AA, weight, bias
+        if on_diagonal:
+            rows_sq += _diagonal(product, WHICH)
+    return AA, weight, rows_sq
+
+
+@gluon.jit
+def _diagonal(tile, WHICH: gl.constexpr):
+    """The entries of this half of a tile that lie on its diagonal."""
+    row = gl.arange(0, HALF, ROW_SUMS) + WHICH * HALF
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
+    return gl.sum(gl.where(row[:, None] == column[None, :], tile, 0.0), 1)
 
 
 @gluon.jit
@@ -145,17 +156,22 @@ def _store(out_ptr, sums, times, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(table, grid, results, ring, WHICH: gl.constexpr, BIAS: gl.constexpr):
+def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
     inputs_ptr, layers_ptr = table
     items, B, rows = grid
-    weight_ptr, bias_ptr = results
+    weight_ptr, spread_ptr = results
     AA = gl.zeros([HALF, BLOCK], gl.float32, MMA)
     before = gl.zeros([HALF, BLOCK], gl.float32, MMA)
     weight = gl.zeros([HALF], gl.float32, ROW_SUMS)
-    bias = gl.zeros([HALF], gl.float32, ROW_SUMS)
+    A_sq = gl.zeros([HALF], gl.float32, ROW_SUMS)
+    G_sq = gl.zeros([HALF], gl.float32, ROW_SUMS)
+    # Of the operand that `before` is a product of: what it is, and where its sums go.
     was_input = True
+    was_diagonal = True
+    was_width = gl.to_tensor(0.0)
     out = gl.to_tensor(0).to(gl.int64)
+    spread_out = gl.to_tensor(0).to(gl.int64)
     times = gl.to_tensor(0.0)
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -165,22 +181,29 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr, BIAS: gl.constexp
             is_input = layer < first
             if not is_input:
                 row = layers_ptr + layer * 4
+            width = gl.load(row + 3).to(gl.int32)
             begin = step
-            end = step + gl.cdiv(gl.load(row + 3).to(gl.int32), BLOCK_F)
+            end = step + gl.cdiv(width, BLOCK_F)
             while step < end:
                 product = _step(step, gl.zeros_like(before), ring, across, WHICH, False)
                 # The tensor cores are at work; now what they did before, up to `PROMOTE` steps.
-                AA, weight, bias = _add(AA, weight, bias, before, was_input, BIAS)
+                AA, weight, G_sq = _add(AA, weight, G_sq, before, was_input, was_diagonal, WHICH)
                 if step == begin:  # that was the end of an operand
-                    if not was_input:
+                    if was_input:
+                        if was_diagonal:
+                            A_sq = _diagonal(AA, WHICH) + was_width * ROW_FLOOR
+                    else:
                         _store(weight_ptr + out, weight, times, WHICH)
                         weight = gl.zeros_like(weight)
-                        if BIAS:
-                            _store(bias_ptr + out, bias, times, WHICH)
-                            bias = gl.zeros_like(bias)
+                        if was_diagonal:
+                            G_sq += was_width * ROW_FLOOR
+                            _store(spread_ptr + spread_out, gl.sqrt(A_sq * G_sq), 1.0, WHICH)
+                            G_sq = gl.zeros_like(G_sq)
                     if is_input:
                         AA = gl.zeros_like(AA)
                 was_input = is_input
+                was_diagonal = i == j
+                was_width = width.to(gl.float32)
                 last = gl.minimum(step + PROMOTE, end) - 1
                 while step < last:
                     step += 1
@@ -190,11 +213,13 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr, BIAS: gl.constexp
                 _release(step, ring)
                 step += 1
             out = ((layer * B + b) * (rows * (rows + 1) // 2) + slot) * PARTS
+            spread_out = ((layer * B + b) * rows + i) * PARTS
             times = gl.where(i == j, 1.0, 2.0)  # below the diagonal, for the tile above it as well
-    _, weight, bias = _add(AA, weight, bias, before, was_input, BIAS)
+    _, weight, G_sq = _add(AA, weight, G_sq, before, was_input, was_diagonal, WHICH)
     _store(weight_ptr + out, weight, times, WHICH)
-    if BIAS:
-        _store(bias_ptr + out, bias, times, WHICH)
+    if was_diagonal:
+        G_sq += was_width * ROW_FLOOR
+        _store(spread_ptr + spread_out, gl.sqrt(A_sq * G_sq), 1.0, WHICH)
 
 
 # Sizes are not compiled in: there is nothing to gain, and where it knows that all tiles lie on the
@@ -204,13 +229,12 @@ def _gram_ring_kernel(
     inputs_ptr,
     layers_ptr,
     weight_ptr,
-    bias_ptr,
+    spread_ptr,
     groups,
     B,
     T,
     rows,
     DTYPE: gl.constexpr,
-    BIAS: gl.constexpr,
 ):
     """What ``gram_triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that lie on 16
     bytes and have features; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
@@ -225,11 +249,11 @@ def _gram_ring_kernel(
     ring = (tiles, full, empty)
     table = (inputs_ptr, layers_ptr)
     grid = (groups * B * (rows * (rows + 1) // 2), B, rows)
-    results = (weight_ptr, bias_ptr)
+    results = (weight_ptr, spread_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (table, grid, results, ring, 0, BIAS)),
-            (_multiply, (table, grid, results, ring, 1, BIAS)),
+            (_multiply, (table, grid, results, ring, 0)),
+            (_multiply, (table, grid, results, ring, 1)),
             (_load, (table, grid, T, ring, DTYPE)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads

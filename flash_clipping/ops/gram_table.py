@@ -99,7 +99,6 @@ class Launch:
         "kind",
         "layers",
         "members",
-        "of_each",
         "order",
         "runs",
         "table",
@@ -110,8 +109,6 @@ class Launch:
         self.kind = groups[0].kind
         self.copied = any([group.copied for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
-        #: How many layers every group has.
-        self.of_each = [len(group.slices) for group in groups]
         #: The table's rows for layers, in runs: how many, and whether they are slices of one layer.
         self.runs: list[tuple[int, bool]] = []
         for slices in itertools.chain.from_iterable(group.slices for group in groups):
@@ -154,7 +151,3 @@ class Launch:
             return sq_RB
         parts = zip(sq_RB.split([rows for rows, _ in self.runs]), self.runs, strict=True)
         return torch.cat([part.sum(0, keepdim=True) if run[1] else part for part, run in parts])
-
-    def of_groups(self, sq_RB: Tensor) -> Sequence[Tensor]:
-        """The same, of every group's layers ``[L, B]``."""
-        return self.of_layers(sq_RB).split(self.of_each)

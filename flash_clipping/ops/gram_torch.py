@@ -7,20 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.certificate import FLOOR, doubt, squared_rows
 from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
 
 
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorms:
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
-    if len(Gs) == 1 and not bias and A_BTd.shape[2] > Gs[0].shape[2]:
+    if len(Gs) == 1 and A_BTd.shape[2] > Gs[0].shape[2]:
         A_BTd, Gs = Gs[0], [A_BTd]  # which is which changes no norm; the wider may save its Gram
-    B, T, _ = A_BTd.shape
+    B, T, d = A_BTd.shape
     dtype = accumulator(A_BTd, *Gs)
-    weight_sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)
-    bias_sq_LB = torch.zeros_like(weight_sq_LB) if bias else None
+    sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)
+    spread_LB = torch.zeros_like(sq_LB)
     samples = max(1, TILE * TILE // max(1, min(T, TILE) ** 2))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
@@ -28,16 +29,20 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorm
             for j in range(0, i + 1, TILE):
                 twice = 1 if i == j else 2  # the tile (j, i) above the diagonal is the transpose
                 AA = _gram_tile(A_BTd[chunk], i, j, dtype)
+                if i == j:
+                    A_sq_bt = AA.diagonal(dim1=1, dim2=2) + FLOOR * d
                 for layer, G_BTp in enumerate(Gs):
-                    if not bias and _is_wide(G_BTp, dtype):  # one tile is all of it
-                        weight_sq_LB[layer, chunk] = _quadratic_forms(AA, G_BTp[chunk])
-                        continue
-                    GG = _gram_tile(G_BTp[chunk], i, j, dtype)
-                    if bias_sq_LB is not None:
-                        bias_sq_LB[layer, chunk].add_(GG.sum((1, 2)), alpha=twice)
-                    weight_sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
-    # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
-    return weight_sq_LB.clamp_(min=0), None if bias_sq_LB is None else bias_sq_LB.clamp_(min=0)
+                    if _is_wide(G_BTp, dtype):  # one tile is all of it
+                        sq_LB[layer, chunk] = _quadratic_forms(AA, G_BTp[chunk])
+                        G_sq_bt = squared_rows(G_BTp[chunk], dtype)
+                    else:
+                        GG = _gram_tile(G_BTp[chunk], i, j, dtype)
+                        if i == j:
+                            G_sq_bt = GG.diagonal(dim1=1, dim2=2) + FLOOR * G_BTp.shape[2]
+                        sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
+                    if i == j:
+                        spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
+    return sq_LB, doubt(spread_LB)
 
 
 def _is_wide(G_BTp: Tensor, dtype: torch.dtype) -> bool:
@@ -68,15 +73,12 @@ def _quadratic_forms(AA_BTT: Tensor, G_BTp: Tensor) -> Tensor:
     return torch.stack(forms)
 
 
-def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
-    return [gram_sqnorms(A_BTd, Gs, bias) for A_BTd, Gs in groups]
-
-
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: a block for every group."""
-    norms = gram_sqnorms_many(groups, bias=False)
-    return [([(i, j) for j in range(len(sq))], sq) for i, (sq, _) in enumerate(norms)]
+    return [
+        SqnormBlock([(i, j) for j in range(len(Gs))], *gram_sqnorms(A_BTd, Gs))
+        for i, (A_BTd, Gs) in enumerate(groups)
+    ]
 
 
 def _gram_tile(X_BTf: Tensor, i: int, j: int, dtype: torch.dtype) -> Tensor:

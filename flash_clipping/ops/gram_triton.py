@@ -18,7 +18,7 @@ launch where small layers would be bound by launches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
+from flash_clipping.ops.certificate import FLOOR, doubt
 from flash_clipping.ops.gram_table import Launch, launches_of
 from flash_clipping.ops.gram_tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.launch_triton import VERSION, launch
@@ -37,6 +38,8 @@ from flash_clipping.ops.upload import to_device
 WITH_GLUON = ((3, 6), (3, 9))
 """First and last version of Triton with which :mod:`flash_clipping.ops.gram_hopper` was seen to
 compile (on a GPU it ran with the first): Gluon is experimental, and changes."""
+
+ROW_FLOOR = tl.constexpr(FLOOR)
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _group_tile(
     inputs_ptr,
     layers_ptr,
     weight_ptr,
-    bias_ptr,
+    spread_ptr,
     group,
     b,
     slot,
@@ -107,11 +110,11 @@ def _group_tile(
     ALIGNED: tl.constexpr,
     DIAGONAL: tl.constexpr,
     PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
 ):
-    """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``."""
+    """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``. Tiles on the
+    diagonal leave their part of the spread as well (:mod:`flash_clipping.ops.certificate`)."""
     row = inputs_ptr + group * 6
     first = tl.load(row + 4)
     layers = tl.load(row + 5)
@@ -130,7 +133,10 @@ def _group_tile(
         DIAGONAL,
         A_PRECISION,
     )
-    if not DIAGONAL:
+    if DIAGONAL:
+        on_diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+        A_sq = tl.sum(tl.where(on_diagonal, AA, 0.0), 1) + d * ROW_FLOOR
+    else:
         AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
         G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
@@ -150,8 +156,11 @@ def _group_tile(
         )
         out = ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
         tl.store(weight_ptr + out, sum_by_warp(AA * GG, BLOCK, PARTS))
-        if BIAS:
-            tl.store(bias_ptr + out, sum_by_warp(GG, BLOCK, PARTS) * (1.0 if DIAGONAL else 2.0))
+        if DIAGONAL:
+            G_sq = tl.sum(tl.where(on_diagonal, GG, 0.0), 1) + p * ROW_FLOOR
+            parts = tl.reshape(tl.sqrt(A_sq * G_sq), (PARTS, BLOCK // PARTS))
+            out = ((layer * B + b) * tl.cdiv(T, BLOCK) + i0 // BLOCK) * PARTS + tl.arange(0, PARTS)
+            tl.store(spread_ptr + out, tl.sum(parts, 1))
 
 
 @triton.jit
@@ -159,7 +168,7 @@ def _gram_kernel(
     inputs_ptr,
     layers_ptr,
     weight_ptr,
-    bias_ptr,
+    spread_ptr,
     groups,
     B,
     T,
@@ -173,7 +182,6 @@ def _gram_kernel(
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
     PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
 ):
@@ -190,7 +198,7 @@ def _gram_kernel(
                 inputs_ptr,
                 layers_ptr,
                 weight_ptr,
-                bias_ptr,
+                spread_ptr,
                 group,
                 b,
                 slot,
@@ -208,7 +216,6 @@ def _gram_kernel(
                 ALIGNED,
                 True,
                 PARTS,
-                BIAS,
                 A_PRECISION,
                 G_PRECISION,
             )
@@ -217,7 +224,7 @@ def _gram_kernel(
                 inputs_ptr,
                 layers_ptr,
                 weight_ptr,
-                bias_ptr,
+                spread_ptr,
                 group,
                 b,
                 slot,
@@ -235,7 +242,6 @@ def _gram_kernel(
                 ALIGNED,
                 False,
                 PARTS,
-                BIAS,
                 A_PRECISION,
                 G_PRECISION,
             )
@@ -264,47 +270,36 @@ def _hopper_kernel() -> Any:
     return _gram_ring_kernel
 
 
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], bias: bool) -> GroupSqnorms:
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
     """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
-    return gram_sqnorms_many([(A_BTd, Gs)], bias)[0]
-
-
-def gram_sqnorms_many(groups: Sequence[Group], bias: bool) -> list[GroupSqnorms]:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms_many`."""
-    results: dict[int, GroupSqnorms] = {}
-    for work, sums in _launched(groups, bias):
-        weights = work.of_groups(sums[0])
-        biases = work.of_groups(sums[1]) if bias else [None] * len(weights)
-        results.update(zip(work.members, zip(weights, biases, strict=True), strict=True))
-    return [results[index] for index in range(len(groups))]
+    ((_, sq_LB, doubt_LB),) = gram_blocks([(A_BTd, Gs)])
+    assert doubt_LB is not None
+    return sq_LB, doubt_LB
 
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
-    return [(work.order, work.of_layers(sums[0])) for work, sums in _launched(groups, False, memo)]
-
-
-def _launched(
-    groups: Sequence[Group], bias: bool, memo: Memo | None = None
-) -> Iterator[tuple[Launch, Tensor]]:
-    """Launches, and the squared norms of their rows."""
     launches: list[Launch] | None = memo.get("launches") if memo is not None else None
     if launches is None:
         launches = launches_of(groups)
     else:
         for work in launches:
             work.read(groups)
+    blocks = []
     for work in launches:
-        yield work, launch_gram(work, bias)
+        sq_RB, doubt_RB = launch_gram(work)
+        # Slices of one layer give orthogonal parts of its gradient: squares add up.
+        blocks.append(SqnormBlock(work.order, work.of_layers(sq_RB), work.of_layers(doubt_RB)))
     if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
+    return blocks
 
 
-def launch_gram(work: Launch, bias: bool, config: Config | None = None) -> Tensor:
+def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor]:
     """One launch for groups of one kind; ``config`` is open to benchmarks.
 
     Returns:
-        Squared norms of weights and, if wanted, biases, ``[1 or 2, R, B]``, by the table's rows.
+        Squared norms and what rounding may hide of them, ``[R, B]`` each, by the table's rows.
     """
     B, T, A_dtype, G_dtype, aligned, device = work.kind
     tma = aligned and tiles.has_tma(device)
@@ -315,8 +310,9 @@ def launch_gram(work: Launch, bias: bool, config: Config | None = None) -> Tenso
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
-    partial = torch.empty((1 + bias, layers, B, slots * parts), dtype=torch.float32, device=device)
-    arguments = (table, table[6 * groups :], partial[0], partial[-1], groups, B, T, rows)
+    partial = torch.empty((layers, B, slots * parts), dtype=torch.float32, device=device)
+    spread = torch.empty((layers, B, rows * parts), dtype=torch.float32, device=device)
+    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
         launch(
@@ -324,7 +320,6 @@ def launch_gram(work: Launch, bias: bool, config: Config | None = None) -> Tenso
             programs,
             *arguments,
             DTYPE=tiles.TL_DTYPE[A_dtype],
-            BIAS=bias,
             workspace=True,
             num_warps=4,
         )
@@ -342,7 +337,6 @@ def launch_gram(work: Launch, bias: bool, config: Config | None = None) -> Tenso
             TMA=config.tma,
             ALIGNED=aligned,
             PARTS=parts,
-            BIAS=bias,
             A_PRECISION=tiles.dot_precision(A_dtype),
             G_PRECISION=tiles.dot_precision(G_dtype),
             workspace=config.tma,
@@ -350,5 +344,4 @@ def launch_gram(work: Launch, bias: bool, config: Config | None = None) -> Tenso
             num_stages=config.num_stages,
         )
     work.held = []
-    # Rounding can leave a sum that cancels to nothing just below zero; NaN stays NaN.
-    return partial.sum(-1).clamp_(min=0)
+    return partial.sum(-1), doubt(spread.sum(-1))

@@ -1,11 +1,11 @@
-"""Kernel for the clipped sums of many layers in one launch: small ones, and those to be repaired.
+"""Kernel for the clipped sums of many small layers in one launch.
 
 B samples, T positions, d input features, p output features.
 
-A product that takes the device ten microseconds takes the host longer than that to scale, launch
-and repair. Here a table names the operands of all such layers and every program computes one tile
-of one of them. The coefficient is applied to the fp32 product of each sample, so nothing is scaled
-in memory, nothing is rounded twice, and the rows of a dropped sample are never looked at.
+A product that takes the device ten microseconds takes the host longer than that to launch. Here a
+table names the operands of all such layers and every program computes one tile of one of them. The
+coefficient is applied to the fp32 product of each sample, so nothing is scaled in memory, nothing
+is rounded twice, and the rows of a dropped sample are never looked at.
 """
 
 from __future__ import annotations
@@ -58,12 +58,7 @@ def _grouped_product_kernel(
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
-    SAMPLES: tl.constexpr,
 ):
-    if SAMPLES > 0:  # a repair: nothing to do unless some sample was dropped
-        samples = tl.arange(0, SAMPLES)
-        coefs = tl.load(coef_ptr + samples, mask=samples < B, other=1.0)
-        count = tl.where(tl.sum(tl.where(coefs == 0, 1, 0), 0) > 0, count, 0)
     index = tl.arange(0, LAYERS)
     first = tl.load(table_ptr + index * COLUMNS + 9, mask=index < layers, other=1 << 40)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -78,7 +73,7 @@ def _grouped_product_kernel(
         A_stride_b = _width(tl.load(row + 5), DTYPE, ALIGNED)
         A_stride_t = _width(tl.load(row + 6), DTYPE, ALIGNED)
         d = _width(tl.load(row + 7), DTYPE, ALIGNED).to(tl.int32)
-        out_ptr = _operand(tl.load(row + 8), DTYPE, ALIGNED)
+        out_ptr = _operand(tl.load(row + 8), tl.float32, True)
         place = tile - tl.load(row + 9).to(tl.int32)
         tiles_d = tl.cdiv(d, BLOCK)
         rows = (place // tiles_d) * BLOCK + tl.arange(0, BLOCK)
@@ -107,28 +102,22 @@ def _grouped_product_kernel(
                 product = tl.zeros((BLOCK, BLOCK), tl.float32)
         tl.store(
             out_ptr + rows[:, None].to(tl.int64) * d + columns[None, :],
-            total.to(DTYPE),
+            total,
             mask=(rows[:, None] < p) & (columns[None, :] < d),
         )
 
 
 def _room(p: int, d: int) -> int:
     """Elements that a result takes, so that the next one begins on a 16-byte boundary too."""
-    return tiles.cdiv(p * d, 8) * 8
+    return tiles.cdiv(p * d, 4) * 4
 
 
 class _Table:
-    """Operands of one launch. Without addresses it serves every step of the same layout.
+    """Operands of one launch: pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype. Without
+    addresses it serves every step of the same layout."""
 
-    Args:
-        pairs: ``(A_BTd, G_BTp)`` of one B, one T and one dtype.
-        outs_aligned: whether results lie on 16-byte boundaries.
-    """
-
-    def __init__(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], block: int, outs_aligned: bool
-    ) -> None:
-        self.aligned, self.count, self.copied = outs_aligned, 0, False
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], block: int) -> None:
+        self.aligned, self.count, self.copied = True, 0, False
         self.held: list[Tensor] = []  # until the kernel has been launched
         self.rows = array("q")
         for A, G in pairs:
@@ -167,18 +156,18 @@ def grouped_products(
     block: int = 128,
     memo: Memo | None = None,
 ) -> list[Tensor]:
-    """``Σ_b coef_b G_bᵀ A_b`` for pairs ``(A_BTd, G_BTp)`` of one B, one T and one dtype."""
+    """``Σ_b coef_b G_bᵀ A_b`` in fp32 for pairs ``(A_BTd, G_BTp)`` of one B, T and dtype."""
     A_BTd, _ = pairs[0]
     table: _Table | None = memo.get("table") if memo is not None else None
     if table is None:
-        table = _Table(pairs, block, outs_aligned=True)
+        table = _Table(pairs, block)
     else:
         table.read(pairs)
     # One buffer for all results: few calls make all views of it.
-    buffer = torch.empty(table.room, dtype=A_BTd.dtype, device=A_BTd.device)
+    buffer = torch.empty(table.room, dtype=torch.float32, device=A_BTd.device)
     address, each = buffer.data_ptr(), buffer.element_size()
     table.write_to([address + each * start for start in table.starts])
-    _launch(table, A_BTd, coef_B, repair=False, block=block)
+    _launch(table, A_BTd, coef_B, block=block)
     if memo is not None and not table.copied:
         memo["table"] = table
     outs: dict[int, Tensor] = {}
@@ -189,35 +178,13 @@ def grouped_products(
     return [outs[i] for i in range(len(pairs))]
 
 
-def repair_products(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    products: Sequence[Tensor],
-    coef_B: Tensor,
-    memo: Memo | None = None,
-) -> None:
-    """If some sample was dropped, overwrite the products by those of :func:`grouped_products`."""
-    addresses = [product.data_ptr() for product in products]
-    aligned = all([address % 16 == 0 for address in addresses])
-    table: _Table | None = memo.get("table") if memo is not None and aligned else None
-    if table is None:
-        table = _Table(pairs, 128, aligned)
-    else:
-        table.read(pairs)
-    table.write_to(addresses)
-    _launch(table, pairs[0][0], coef_B, repair=True, block=128)
-    if memo is not None and aligned and not table.copied:
-        memo["table"] = table
-
-
-def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block: int) -> None:
+def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, block: int) -> None:
     B, T, _ = A_BTd.shape
     device, dtype = A_BTd.device, A_BTd.dtype
-    # A repair hardly ever has anything to do: then few programs look, and end.
-    programs = min(table.count, tiles.sm_count(device)) if repair else table.count
     layers = len(table.starts)
     launch(
         _grouped_product_kernel,
-        programs,
+        table.count,
         to_device(table.rows, device, torch.int64),
         coef_B.contiguous(),
         layers,
@@ -231,7 +198,6 @@ def _launch(table: _Table, A_BTd: Tensor, coef_B: Tensor, *, repair: bool, block
         BLOCK=block,
         BLOCK_T=32 if dtype == torch.float32 else 64,
         PRECISION=tiles.dot_precision(dtype),
-        SAMPLES=tiles.next_power_of_2(B) if repair else 0,
         num_warps=8,
         num_stages=3,
     )

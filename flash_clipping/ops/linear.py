@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops import cost
+from flash_clipping.ops.certificate import doubt, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
 
 
-def linear_sqnorms(groups: Sequence[Group], *, backend: str = "auto") -> list[Tensor]:
+def linear_sqnorms(
+    groups: Sequence[Group], *, backend: str = "auto"
+) -> list[tuple[Tensor, Tensor]]:
     """Squared norms of ``G_l,bᵀ A_b`` for groups of layers that read the same input.
 
     Args:
@@ -25,18 +28,26 @@ def linear_sqnorms(groups: Sequence[Group], *, backend: str = "auto") -> list[Te
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
-        ``[L, B]`` for each group, fp32 (float64 for float64).
+        Squared norms ``[L, B]`` for each group and what rounding may hide of them
+        (:mod:`flash_clipping.ops.certificate`), fp32 (float64 for float64).
     """
     ready = checked_groups(groups)
-    rows: dict[tuple[int, int], Tensor] = {}
-    for order, sq_RB in linear_sqnorm_blocks(ready, backend=backend):
-        rows.update(zip(order, sq_RB.unbind(0), strict=True))
-    return [
-        torch.stack([rows[group, layer] for layer in range(len(Gs))])
-        if Gs
-        else A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
-        for group, (A_BTd, Gs) in enumerate(ready)
-    ]
+    rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for order, sq_RB, doubt_RB in linear_sqnorm_blocks(ready, backend=backend):
+        if doubt_RB is None:
+            doubt_RB = torch.zeros_like(sq_RB)
+        both = zip(sq_RB.unbind(0), doubt_RB.unbind(0), strict=True)
+        rows.update(zip(order, both, strict=True))
+    results = []
+    for group, (A_BTd, Gs) in enumerate(ready):
+        found = [rows[group, layer] for layer in range(len(Gs))]
+        if found:
+            sqs, doubts = zip(*found, strict=True)
+            results.append((torch.stack(sqs), torch.stack(doubts)))
+        else:
+            none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
+            results.append((none_LB, none_LB))
+    return results
 
 
 def linear_sqnorm_blocks(
@@ -53,8 +64,9 @@ def linear_sqnorm_blocks(
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     gram: list[Group] = []
     left: list[list[int]] = []  # their layers in each group
-    outer: list[tuple[int, int]] = []  # group and layer of each of these parts
+    outer: list[tuple[int, int]] = []  # group and layer of each of these parts and doubts
     parts: list[Tensor] = []
+    doubts: list[Tensor] = []
     blocks: list[SqnormBlock] = []
     for group, (A_BTd, Gs_BTp) in enumerate(ready):
         B, T, d = A_BTd.shape
@@ -68,23 +80,32 @@ def linear_sqnorm_blocks(
             if algorithm == "gram":
                 left[group].append(layer)
             elif algorithm == "rank_one":
-                blocks.append(([(group, layer)], rank_one_sqnorms(A_BTd, G).unsqueeze(0)))
+                sq_1B = rank_one_sqnorms(A_BTd, G).unsqueeze(0)
+                blocks.append(SqnormBlock([(group, layer)], sq_1B, None))
             else:
                 outer.append((group, layer))
                 parts.append(outer_sqnorms(A_BTd, G, in_parts=True, backend=backend)[0])
+                doubts.append(doubt(spread(A_BTd, G)))
         gram.append((A_BTd, [Gs_BTp[layer] for layer in left[group]]))
-    blocks += [([outer[i] for i in members], sq_LB) for members, sq_LB in sum_parts(parts)]
+    for members, sq_LB in sum_parts(parts):
+        doubt_LB = torch.stack([doubts[i] for i in members])
+        blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     for_all = not blocks
     if memo is not None:
         memo["gram for all"] = for_all
     # Groups that others took a part of are not what the memo will be asked for.
-    for order, sq_RB in gram_blocks(gram, backend=backend, memo=memo if for_all else None):
-        blocks.append(([(group, left[group][layer]) for group, layer in order], sq_RB))
+    for block in gram_blocks(gram, backend=backend, memo=memo if for_all else None):
+        order = [(group, left[group][layer]) for group, layer in block.order]
+        blocks.append(block._replace(order=order))
     return blocks
 
 
 def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
-    """``‖g aᵀ‖² = ‖a‖² ‖g‖²`` for samples of one position, ``[B]``."""
-    dtype = accumulator(A_B1d, G_B1p)
-    A_sq = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=dtype).square_()
-    return A_sq.mul_(torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=dtype).square_())
+    """``‖g aᵀ‖² = ‖a‖² ‖g‖²`` for samples of one position, ``[B]``.
+
+    Nothing cancels, so nothing is in doubt. In float64, as the square of one operand may be lost in
+    fp32 and the other make up for it.
+    """
+    A_sq = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64).square_()
+    G_sq = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64).square_()
+    return A_sq.mul_(G_sq).to(accumulator(A_B1d, G_B1p))

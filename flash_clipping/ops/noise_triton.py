@@ -161,6 +161,7 @@ def _noisy_block(
     offset,
     high,
     DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
@@ -182,9 +183,9 @@ def _noisy_block(
     first = _load(summed_ptr, index, left, WHOLE, WORDS)
     second = _load(summed_ptr + HALF, index, left - HALF, WHOLE, WORDS)
     noise = _normals(seed, c0, c1, c2, c3, scale, CALLS, FAST)
-    _store(out_ptr, index, left, (first * inverse + noise).to(DTYPE), WHOLE)
+    _store(out_ptr, index, left, (first * inverse + noise).to(OUT_DTYPE), WHOLE)
     noise = _normals(seed, c0, c1, c2 + CALLS, c3, scale, CALLS, FAST)
-    _store(out_ptr, HALF + index, left, (second * inverse + noise).to(DTYPE), WHOLE)
+    _store(out_ptr, HALF + index, left, (second * inverse + noise).to(OUT_DTYPE), WHOLE)
 
 
 @triton.jit
@@ -199,6 +200,7 @@ def _number_of(block, THREADS: tl.constexpr):
 def _noisy_means_kernel(
     table_ptr,
     DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
     TENSORS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
@@ -217,7 +219,7 @@ def _noisy_means_kernel(
     row = table_ptr + 3 + tl.sum((firsts <= pid).to(tl.int32), 0)
     start = (pid - tl.load(row)) * BLOCKS * BLOCK
     summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
-    out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(DTYPE)) + start
+    out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(OUT_DTYPE)) + start
     left = tl.minimum(tl.load(row + 3 * TENSORS) - start, BLOCKS * BLOCK).to(tl.int32)
     if ALIGNED:
         summed_ptr = tl.multiple_of(summed_ptr, 16)
@@ -228,15 +230,19 @@ def _noisy_means_kernel(
     if left == BLOCKS * BLOCK:
         for i in tl.static_range(BLOCKS):
             block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, BLOCK, low + i)
-            _noisy_block(*block, *noise, DTYPE, True, ALIGNED, FAST, BLOCK)
+            _noisy_block(*block, *noise, DTYPE, OUT_DTYPE, True, ALIGNED, FAST, BLOCK)
     else:
         for i in range(tl.cdiv(left, BLOCK)):
             block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, left - i * BLOCK, low + i)
-            _noisy_block(*block, *noise, DTYPE, False, ALIGNED, FAST, BLOCK)
+            _noisy_block(*block, *noise, DTYPE, OUT_DTYPE, False, ALIGNED, FAST, BLOCK)
 
 
 def noisy_means(
-    sums: Sequence[Tensor], std: float, divisor: float, generator: torch.Generator | None
+    sums: Sequence[Tensor],
+    std: float,
+    divisor: float,
+    generator: torch.Generator | None,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """``(sum + N(0, std^2)) / divisor`` with the default generator of the sums' device."""
     assert generator is None
@@ -249,7 +255,7 @@ def noisy_means(
         # CUDA generators count in fours; a launch needs one number that no other has.
         source.set_offset(offset + 4)
         some = sums[start : start + MOST]
-        results += draw(some, std, divisor, seed=seed, offset=offset)
+        results += draw(some, std, divisor, dtype, seed=seed, offset=offset)
     return results
 
 
@@ -264,11 +270,18 @@ def _approximates(device: torch.device) -> bool:
 
 
 def draw(
-    sums: Sequence[Tensor], std: float, divisor: float, *, seed: int, offset: int
+    sums: Sequence[Tensor],
+    std: float,
+    divisor: float,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int,
+    offset: int,
 ) -> list[Tensor]:
     """The same from a seed and an offset, for up to :data:`MOST` contiguous tensors of one dtype
     that are not empty; equal seeds and offsets give equal noise."""
-    outs = [torch.empty_like(summed) for summed in sums]
+    dtype = dtype or sums[0].dtype
+    outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (4 + 4 * width)))
     # A key of its own: PyTorch's kernels use the seed with counters that ours could meet.
@@ -294,6 +307,7 @@ def draw(
         programs,
         to_device(table, device, torch.int64),
         DTYPE=tiles.TL_DTYPE[sums[0].dtype],
+        OUT_DTYPE=tiles.TL_DTYPE[dtype],
         TENSORS=width,
         ALIGNED=all([address % 16 == 0 for both in addresses for address in both]),
         FAST=_approximates(device),

@@ -84,7 +84,7 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
     """``Σ_b coef_b · grads_b`` for stored per-sample gradients ``[B, ...]``.
 
-    The sum is accumulated in fp32 (float64 for float64) and rounded once to the gradients' dtype.
+    Accumulated and returned in fp32 (float64 for float64).
     A coefficient of 0 excludes its sample, whatever the gradient holds: inf and NaN too.
     """
     check_coefficients(coef_B, grads, "grads")

@@ -63,7 +63,7 @@ def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
         for gradient, coefficient in zip(grads, coef_B.tolist(), strict=True):
             if coefficient != 0:
                 total.add_(gradient, alpha=coefficient)
-        return total.to(grads.dtype)
+        return total
     for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
         total += torch.where(coefficient == 0, 0, gradient * coefficient)
-    return total.to(grads.dtype)
+    return total

@@ -223,14 +223,14 @@ def _weighted_sum_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(start + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + columns, total, mask=inside)
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.outer.weighted_sum`."""
     if not grads[0].is_contiguous():
         grads = grads.contiguous()
-    out = torch.empty(grads.shape[1:], dtype=grads.dtype, device=grads.device)
+    out = torch.empty(grads.shape[1:], dtype=torch.float32, device=grads.device)
     N = out.numel()
     launch(
         _weighted_sum_kernel,
@@ -266,7 +266,7 @@ def _weighted_sums_kernel(
     firsts = tl.load(table_ptr + index * COLUMNS + 3, mask=index < tensors, other=1 << 40)
     row = table_ptr + (tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1) * COLUMNS
     grads_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
-    out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(DTYPE)), 16)
+    out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
     N = tl.multiple_of(tl.load(row + 2), 8)
     columns = (block - tl.load(row + 3)) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -277,7 +277,7 @@ def _weighted_sums_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + columns, total.to(DTYPE), mask=columns < N)
+    tl.store(out_ptr + columns, total, mask=columns < N)
 
 
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
@@ -288,7 +288,7 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     plain = all([size % 8 == 0 for size in sizes]) and tiles.lie_plainly(grads)
     if len(grads) == 1 or not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
-    outs = [tensor.new_empty(tensor.shape[1:]) for tensor in grads]
+    outs = [tensor.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
     each = [tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes]
     table, blocks = tiles.table_of_copies(grads, outs, sizes, each)
     launch(

@@ -10,10 +10,10 @@ from flash_clipping.ops.shapes import check_coefficients
 
 
 def row_scale(x: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
-    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh tensor laid out like ``x``.
+    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh tensor in fp32 (float64 for
+    float64): rounded to 16 bits, what was clipped might exceed its bound again.
 
-    Multiplied in fp32 and rounded once to ``x``'s dtype. Samples whose coefficient is 0 become
-    exactly 0, also where ``x`` holds inf or NaN.
+    Samples whose coefficient is 0 become exactly 0, also where ``x`` holds inf or NaN.
     """
     check_coefficients(coef_B, x, "x")
     return backends.run(row_scale_torch.row_scale, backend, x, x, coef_B)

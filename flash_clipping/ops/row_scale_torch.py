@@ -10,8 +10,9 @@ from flash_clipping.ops.shapes import accumulator
 
 def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.row_scale.row_scale`."""
-    coef = coef_B.to(accumulator(x)).view(-1, *(1,) * (x.dim() - 1))
-    out = torch.empty_like(x)
+    dtype = accumulator(x)
+    coef = coef_B.to(dtype).view(-1, *(1,) * (x.dim() - 1))
+    out = torch.empty_like(x, dtype=dtype)
     torch.mul(x, coef, out=out)
     if coef.device.type == "cpu" and bool((coef != 0).all()):
         return out  # looking costs nothing here, and saves a pass over x

@@ -26,11 +26,23 @@ element, in their order, and in which of them lie in the same memory; not for st
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16
 
-SqnormBlock: TypeAlias = tuple[Sequence[tuple[int, int]], Tensor]
-"""Squared norms ``[R, B]``, and which layer each row is of: its group, and its number there."""
 
-GroupSqnorms: TypeAlias = tuple[Tensor, Tensor | None]
-"""``[L, B]`` squared norms of a group's weights and, if wanted, of its biases."""
+class SqnormBlock(NamedTuple):
+    """Squared norms of some layers, in whatever order they come out.
+
+    Attributes:
+        order: which layer each row is of: its group, and its number there.
+        sq_RB: squared norms ``[R, B]``.
+        doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.certificate`), or None.
+    """
+
+    order: Sequence[tuple[int, int]]
+    sq_RB: Tensor
+    doubt_RB: Tensor | None
+
+
+GroupSqnorms: TypeAlias = tuple[Tensor, Tensor]
+"""``[L, B]`` squared norms of a group's weights, and what rounding may hide of each."""
 
 
 class Normalized(NamedTuple):

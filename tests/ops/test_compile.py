@@ -47,51 +47,49 @@ tiles_triton.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.floa
 noise_triton._approximates = lambda device: backend == "cuda"
 if backend == "hip":
     tiles_triton.dot_precision = lambda dtype: "ieee"
-clipped_sum_triton.SMALL_BYTES = 0
 for dtype in (torch.bfloat16, torch.float32):
     A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
     coef, rstd = torch.ones(2), torch.empty(2, 512)
     ids = torch.zeros(2, 512, dtype=torch.long)
-    gram_triton.gram_sqnorms(A, [G], True)
+    gram_triton.gram_sqnorms(A, [G])
     for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
-        gram_triton.launch_gram(work, True, gram_triton.config_for(dtype, tma))
-    gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]], False)
+        gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
+    gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]])
     outer_triton.outer_sqnorms(A, G, False)
     outer_triton.outer_sqnorms(A, G, True)
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
     outer_triton.weighted_sum(A, coef)
     outer_triton.weighted_sums_many([A, G], coef)
     noise_triton.draw([A, G], 1.0, 2.0, seed=1, offset=0)
+    noise_triton.draw([A, G], 1.0, 2.0, torch.bfloat16, seed=1, offset=0)
     noise_triton.draw([A.flatten()[1:]], 1.0, 2.0, seed=1, offset=0)
     row_scale_triton.row_scale(A, coef)
-    row_scale_triton.row_scale_many([A, G], coef)
     row_sum_triton.row_sums([A, A], [None, None])
     row_sum_triton.row_sums([A, A], [Normalized(A, rstd, rstd), None])
-    row_scale_triton.scale_and_clean(A.transpose(0, 1)[:2], A.transpose(0, 1)[:2], coef)
     norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
-    clipped_sum_triton.clipped_sums_of([(A[:, :8], [G[:, :8]])], coef)
+    clipped_sum_triton.clipped_sums(A, [G], coef)
+    clipped_sum_triton.clipped_sums(A[..., 1:], [G[..., 1:]], coef)
     clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)
 print(" ".join(sorted(compiled)))
 """
 
 KERNELS = {
-    "_contiguous_kernel",
+    "_clipped_sum_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
     "_grouped_product_kernel",
-    "_many_kernel",
     "_noisy_means_kernel",
     "_norm_kernel",
     "_outer_kernel",
     "_pairs_kernel",
     "_order_kernel",
+    "_row_scale_kernel",
     "_row_sums_kernel",
     "_runs_kernel",
-    "_strided_kernel",
     "_tied_kernel",
     "_weighted_sum_kernel",
     "_weighted_sums_kernel",

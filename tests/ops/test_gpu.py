@@ -109,7 +109,7 @@ def test_nothing_waits_for_the_device(small: bool, monkeypatch: pytest.MonkeyPat
         torch.cuda.set_sync_debug_mode(mode)
         try:
             ops.linear_sqnorms([(A, [G, G]), (G, [A]), (A[:, :1], [G[:, :1]])])
-            ops.gram_sqnorms(A, [G], bias=True)
+            ops.gram_sqnorms(A, [G])
             _, grads = ops.outer_sqnorms(A, G, store=True)
             assert grads is not None
             ops.weighted_sum(grads, coef)

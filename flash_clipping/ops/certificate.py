@@ -1,0 +1,77 @@
+"""An upper bound of what is released of a sample, from what was measured of it.
+
+B samples, T positions, d input features, p output features.
+
+The norm of a sample's gradient ``Σ_t g_t a_tᵀ`` is measured by one sequence of roundings, and its
+clipped gradient released by another. Both err by a small part of the *spread* ``Σ_t ‖a_t‖ ‖g_t‖``,
+the norm that there would be if no position cancelled another. Where positions nearly cancel the
+spread is far above the norm, and what was measured may be rounding alone. So a sample is clipped by
+
+    ``sqrt(norm² + CANCELLATION · spread²)``
+
+which is at least the norm of what is released, whatever the sample holds: a sample whose positions
+cancel to less than 1/512 of their spread is clipped as if they cancelled to that. For ordinary
+samples (spread at most 5 times the norm) nothing changes: the bound may be :data:`SLACK` too low.
+
+Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``; a product of fp32 accumulators
+errs by at most 4e-6 of ``‖a_t‖‖a_s‖`` (measured with tensor cores, which truncate), and all terms
+together are at most ``spread²``. The released sum errs by some ``u·√n`` of the spread for ``n``
+additions with unit roundoff ``u = 2⁻²⁴`` (Higham and Mary, "A new approach to probabilistic
+rounding error analysis", 2019); for every ratio of spread to norm the formula leaves 2e-5 of the
+spread, which is 330 u.
+
+What is released as it was measured needs no bound: stored gradients, biases, norm layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.shapes import accumulator
+
+CANCELLATION = 2.0**-18
+"""Share of the squared spread that squared norms are raised by, for norms in fp32."""
+
+CANCELLATION_DOUBLE = 2.0**-47
+"""The same for norms in float64, whose unit roundoff is 2**-29 of that of fp32."""
+
+FLOOR = 2.0**-106
+"""Added to squared norms of rows for each feature. A square below 2**-126 may be lost, and the
+other operand may be large enough for its product to count; times CANCELLATION, this is more."""
+
+SLACK = 5e-5
+"""How far the bound may lie below the norm of what is released, relative to it."""
+
+
+def spread(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
+    """``Σ_t ‖a_t‖ ‖g_t‖``, ``[B]`` in fp32 (float64 for float64); rows slightly enlarged by
+    :data:`FLOOR`. Reads both operands once and writes nothing of their size."""
+    dtype = accumulator(A_BTd, G_BTp)
+    A_sq_BT, G_sq_BT = squared_rows(A_BTd, dtype), squared_rows(G_BTp, dtype)
+    return A_sq_BT.mul_(G_sq_BT).sqrt_().sum(1)
+
+
+def squared_rows(X_BTf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squared norms of rows ``[B, T]``, enlarged by :data:`FLOOR` for each feature."""
+    squares_BT = torch.linalg.vector_norm(X_BTf, dim=-1, dtype=dtype).square_()
+    return squares_BT.add_(FLOOR * X_BTf.shape[-1])
+
+
+def doubt(spread_B: Tensor) -> Tensor:
+    """What is added to squared norms of samples with this spread, ``CANCELLATION · spread²``."""
+    wide = spread_B.dtype == torch.float64
+    return spread_B.square().mul_(CANCELLATION_DOUBLE if wide else CANCELLATION)
+
+
+def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:
+    """At least the norm of what is released, up to :data:`SLACK`: what samples are clipped by.
+
+    Args:
+        norm: measured norms; NaN and inf for samples that are not finite, which stay so.
+        doubt: what to add to their squares, of the same shape; None for nothing.
+    """
+    if doubt is None:
+        return norm
+    raised = torch.addcmul(doubt, norm, norm).sqrt_().mul_(1 / (1 + SLACK))
+    return torch.maximum(norm, raised)  # propagates NaN
