@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.grouped_product_triton import grouped_products
-from flash_clipping.ops.launch_triton import launch
+from flash_clipping.ops.launch_triton import has_gluon, launch
 from flash_clipping.ops.shapes import Memo, part_of, remembered
 from flash_clipping.ops.tiles_triton import load_tile
 
@@ -103,6 +103,30 @@ class Config:
     tma: bool = True
 
 
+RING = Config(num_stages=6)
+"""That of :mod:`flash_clipping.ops.clipped_sum_hopper`."""
+
+
+def is_for_ring(x_BTf: Tensor) -> bool:
+    """Whether that kernel can read an operand which a descriptor can address."""
+    B, T, _ = x_BTf.shape
+    return (
+        tiles.is_hopper(x_BTf.device)
+        and has_gluon()
+        and x_BTf.element_size() == 2
+        and T % 64 == 0
+        and (B == 1 or x_BTf.stride(0) == T * x_BTf.stride(1))
+    )
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    # Not by every Triton, and not before it is wanted.
+    from flash_clipping.ops.clipped_sum_hopper import _clipped_sum_ring_kernel
+
+    return _clipped_sum_ring_kernel
+
+
 @functools.lru_cache(maxsize=1024)
 def config_for(dtype: torch.dtype, T: int, d: int, p: int, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
@@ -130,13 +154,37 @@ def launch_clipped_sum(
     B, T, d = A_BTd.shape
     p = G_BTp.shape[2]
     tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
-    config = config or config_for(A_BTd.dtype, T, d, p, tma)
+    if config is None:
+        ring = tma and is_for_ring(A_BTd) and is_for_ring(G_BTp)
+        config = RING if ring else config_for(A_BTd.dtype, T, d, p, tma)
     tma = tma and config.tma
     tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
     out_pd = torch.empty((p, d), dtype=torch.float32, device=A_BTd.device)
+    programs = min(tiles_p * tiles_d, tiles.sm_count(A_BTd.device))
+    if config is RING:
+        launch(
+            _hopper_kernel(),
+            programs,
+            A_BTd,
+            G_BTp,
+            coef_B.contiguous(),
+            out_pd,
+            B * T,
+            T,
+            d,
+            p,
+            A_BTd.stride(1),
+            G_BTp.stride(1),
+            tiles_p,
+            tiles_d,
+            DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
+            workspace=True,
+            num_warps=4,
+        )
+        return out_pd
     launch(
         _clipped_sum_kernel,
-        min(tiles_p * tiles_d, tiles.sm_count(A_BTd.device)),
+        programs,
         A_BTd,
         G_BTp,
         coef_B.contiguous(),

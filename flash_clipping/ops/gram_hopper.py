@@ -11,7 +11,7 @@ under way. Measured on an H200: 1.03 to 1.15 times as fast at nine shapes, and 0
 one, whose tiles have 15 104 features (against another run). Squared norms were off by up to 4e-6.
 
 This is written in Gluon, Triton's lower language, which is still experimental and has no
-interpreter: a GPU tests it. :data:`~flash_clipping.ops.gram_triton.WITH_GLUON` says with which
+interpreter: a GPU tests it. :data:`~flash_clipping.ops.launch_triton.WITH_GLUON` says with which
 versions of Triton it is used.
 """
 

@@ -30,14 +30,10 @@ from flash_clipping.ops import tiles_triton as tiles
 from flash_clipping.ops.certificate import FLOOR, doubt
 from flash_clipping.ops.gram_table import Launch, launches_of
 from flash_clipping.ops.gram_tiles import RING, Config, sample_of, tile_of
-from flash_clipping.ops.launch_triton import VERSION, launch
+from flash_clipping.ops.launch_triton import has_gluon, launch
 from flash_clipping.ops.shapes import Group, GroupSqnorms, Memo, SqnormBlock
 from flash_clipping.ops.tiles_triton import sum_by_warp
 from flash_clipping.ops.upload import to_device
-
-WITH_GLUON = ((3, 6), (3, 9))
-"""First and last version of Triton with which :mod:`flash_clipping.ops.gram_hopper` was seen to
-compile (on a GPU it ran with the first): Gluon is experimental, and changes."""
 
 ROW_FLOOR = tl.constexpr(FLOOR)
 
@@ -255,11 +251,6 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
     return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
-
-
-def has_gluon() -> bool:
-    """Whether this Triton is one that :mod:`flash_clipping.ops.gram_hopper` compiles with."""
-    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1]
 
 
 @functools.cache

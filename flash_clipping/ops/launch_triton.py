@@ -28,6 +28,16 @@ _MOST = 4096
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 """Of Triton: its first two numbers."""
 
+WITH_GLUON = ((3, 6), (3, 9))
+"""First and last version of Triton with which kernels in Gluon were seen to compile (on a GPU they
+ran with the first): Gluon is experimental, and changes."""
+
+
+def has_gluon() -> bool:
+    """Whether this Triton is one that kernels in Gluon compile with."""
+    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1]
+
+
 _remembers = VERSION >= _TAKES_CONSTANTS and torch.version.hip is None
 _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 

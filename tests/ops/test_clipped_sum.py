@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -173,3 +175,67 @@ def test_a_coefficient_is_not_rounded_with_an_operand(case: Case) -> None:
     (many,) = clipped_sums_many([(A, G)], coef, backend=case.backend)
     for found in (total, many):
         assert relative_error(found, oracle_of(A, G, coef)) <= 2e-7
+
+
+def kernels() -> Any:
+    return pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 64, 128, 128),
+        (5, 128, 136, 72),  # tiles that are not whole
+        (2, 2048, 264, 520),  # samples added up in several parts
+        (7, 192, 2048, 3000),  # more tiles than programs
+        (1, 64, 8, 8),
+    ],
+    ids=str,
+)
+def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
+    B, T, d, p = shape
+    A = torch.randn(B, T, d, device="cuda", dtype=dtype)
+    G = torch.randn(B, T, p, device="cuda", dtype=dtype)
+    coef = torch.rand(B, device="cuda")
+    module = kernels()
+    if not (module.is_for_ring(A) and module.is_for_ring(G)):
+        pytest.skip("needs Hopper and a Triton that is known")
+    (total,) = clipped_sums(A, [G], coef, backend="triton")
+    assert torch.equal(total, module.launch_clipped_sum(A, G, coef, module.RING))
+    grads = torch.bmm(G.double().mT, A.double())
+    assert relative_error(total, torch.einsum("bpd,b->pd", grads, coef.double())) <= 5e-6
+    again = module.launch_clipped_sum(A, G, coef)
+    assert torch.equal(total, again)
+    if B > 1:  # a dropped sample, whatever it holds
+        coef[1], A[1, 3, 5], G[1, 7, 2] = 0, float("inf"), float("nan")
+        (total,) = clipped_sums(A, [G], coef, backend="triton")
+        assert relative_error(total, torch.einsum("bpd,b->pd", grads, coef.double())) <= 5e-6
+
+
+def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for Hopper: there, for 16-bit operands whose samples are whole steps in a row."""
+    module = kernels()
+    launched: list[str] = []
+    monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: launched.append(kernel))
+    monkeypatch.setattr(module, "_hopper_kernel", lambda: "hopper")
+    monkeypatch.setattr(module, "_clipped_sum_kernel", "portable")
+    monkeypatch.setattr(module, "has_gluon", lambda: True)
+    monkeypatch.setattr(module.tiles, "has_tma", lambda device: True)
+
+    def kernel_for(A: torch.Tensor, G: torch.Tensor) -> str:
+        module.clipped_sums(A, [G], torch.ones(len(A)))
+        return launched.pop()
+
+    A, G = (torch.randn(2, 128, n, dtype=torch.bfloat16) for n in (64, 32))
+    assert kernel_for(A, G) == "portable"
+    monkeypatch.setattr(module.tiles, "is_hopper", lambda device: True)
+    assert kernel_for(A, G) == kernel_for(A.half(), G.half()) == "hopper"
+    assert kernel_for(A[:1, ::2], G[:1, ::2]) == "hopper"  # strides of rows may be any
+    assert kernel_for(A.float(), G.float()) == kernel_for(A, G.float()) == "portable"
+    assert kernel_for(A[:, :100], G[:, :100]) == "portable"  # a step would reach the next sample
+    assert kernel_for(A[:, :64], G[:, :64]) == "portable"  # samples do not follow each other
+    assert kernel_for(A[..., 1:], G) == "portable"
+    monkeypatch.setattr(module, "has_gluon", lambda: False)
+    assert kernel_for(A, G) == "portable"

@@ -72,6 +72,8 @@ for dtype in (torch.bfloat16, torch.float32):
     embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
     clipped_sum_triton.clipped_sums(A, [G], coef)
+    portable = clipped_sum_triton.config_for(dtype, 512, 256, 512, tma)
+    clipped_sum_triton.launch_clipped_sum(A, G, coef, portable)
     clipped_sum_triton.clipped_sums(A[..., 1:], [G[..., 1:]], coef)
     clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)
 print(" ".join(sorted(compiled)))
@@ -113,7 +115,11 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
         timeout=280,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    from flash_clipping.ops.gram_triton import has_gluon
+    from flash_clipping.ops.launch_triton import has_gluon
 
-    hopper = {"_gram_ring_kernel"} if target[1] == "90" and has_gluon() else set()
+    hopper = (
+        {"_clipped_sum_ring_kernel", "_gram_ring_kernel"}
+        if target[1] == "90" and has_gluon()
+        else set()
+    )
     assert set(result.stdout.split()) == KERNELS | hopper
