@@ -70,15 +70,15 @@ class Attack:
     def neighbour(self, seed: int) -> Attack:
         """An ordinary sample of the same shape, whose norm is around the bound."""
         near = random.Random(seed).uniform(-1, 1)
-        return replace(
-            self, kind="ordinary", log_a=0.0, log_product=near, log_left=None, seed=seed
-        )
+        return replace(self, kind="ordinary", log_a=0.0, log_product=near, log_left=None, seed=seed)
 
 
 # -- drawing attacks ------------------------------------------------------------------------------
 
 #: Shapes small enough for a search on a CPU; a few are long.
 LENGTHS = (1, 2, 2, 3, 4, 6, 8, 16, 33, 64)
+#: For Triton's interpreter, which takes a millisecond for every line of a kernel.
+SHORT = (2, 2, 3, 4, 8)
 LONG = (256, 1024, 4096)
 FEATURES = (1, 2, 3, 5, 8, 16, 24)
 

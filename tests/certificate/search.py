@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops import cost
-from tests.certificate.attacks import Attack, draw, mutated
+from tests.certificate.attacks import LENGTHS, SHORT, Attack, draw, mutated
 from tests.certificate.subjects import SUBJECTS, Sample, Subject
 
 DTYPES = {
@@ -27,6 +27,25 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+__all__ = [
+    "DTYPES",
+    "LENGTHS",
+    "SHORT",
+    "SUBJECTS",
+    "Attack",
+    "Finding",
+    "Release",
+    "Setting",
+    "allowed",
+    "fitting",
+    "forced",
+    "measure",
+    "released",
+    "search",
+    "varied",
+]
 
 
 @dataclass(frozen=True)
@@ -216,18 +235,25 @@ def varied(setting: Setting, rng: random.Random) -> Setting:
 
 
 def search(
-    name: str, setting: Setting, *, tries: int, climbs: int = 0, seed: int = 0
+    name: str,
+    setting: Setting,
+    *,
+    tries: int,
+    climbs: int = 0,
+    seed: int = 0,
+    lengths: tuple[int, ...] = LENGTHS,
 ) -> list[Finding]:
     """Random attacks, then mutations of the worst; all findings, worst first."""
     rng = random.Random(f"{seed} {name} {setting}")
     findings = []
     for _ in range(tries):
-        attack = fitting(name, draw(rng), rng)
+        attack = fitting(name, draw(rng, lengths=lengths), rng)
         findings.append(measure(name, attack, varied(setting, rng)))
     findings.sort(key=lambda finding: finding.excess, reverse=True)
     for _ in range(climbs):
         start = findings[min(rng.randrange(4), len(findings) - 1)]
-        attack = fitting(name, mutated(start.attack, rng), rng)
+        attack = mutated(start.attack, rng)
+        attack = fitting(name, replace(attack, T=min(attack.T, max(lengths))), rng)
         findings.append(measure(name, attack, start.setting))
         findings.sort(key=lambda finding: finding.excess, reverse=True)
     return findings

@@ -200,7 +200,7 @@ def overlapping(attack: Attack, dtype: torch.dtype) -> Sample:
     x = torch.randn(1, side, side, generator=gen, dtype=torch.float64)
     seen = F.unfold(x[None], 3, padding=1)[0].mT  # [T, 9]
     G = torch.randn(side * side, attack.p, generator=gen, dtype=torch.float64)
-    if len(seen) > seen.shape[1]:
+    if attack.kind != "ordinary" and len(seen) > seen.shape[1]:
         G -= seen @ torch.linalg.lstsq(seen, G).solution
     if attack.log_left is not None:
         G += 10.0**attack.log_left * torch.randn(G.shape, generator=gen, dtype=torch.float64)
@@ -233,6 +233,9 @@ def tied(attack: Attack, dtype: torch.dtype) -> Sample:
     A, G = product_rows(replace(attack, p=1), dtype)
     ids = groups_of_ids(attack, VOCABULARY, gen)
     place = int(ids[0])
+    if attack.kind == "ordinary":
+        A, G_head = product_rows(replace(attack, p=VOCABULARY), dtype)
+        return (ids, A), (sum_rows(attack, attack.d, dtype), G_head)
     G_head = torch.zeros(attack.T, VOCABULARY, dtype=dtype)
     G_head[:, place] = G[:, 0]
     head = G_head.double().mT @ A.double()  # [V, d]
@@ -333,9 +336,7 @@ SUBJECTS: dict[str, Subject] = {
     "Tied embedding": Subject(lambda a: Tied(a.d), tied, ALGORITHMS),
     "LayerNorm": Subject(lambda a: nn.LayerNorm(a.d + 1), norm_layer),
     "RMSNorm": Subject(lambda a: nn.RMSNorm(a.d + 1), norm_layer),
-    "GroupNorm": Subject(
-        lambda a: nn.GroupNorm(2, 4), channels, lengths=(2, 3, 4, 8, 16, 64)
-    ),
+    "GroupNorm": Subject(lambda a: nn.GroupNorm(2, 4), channels, lengths=(2, 3, 4, 8, 16, 64)),
     "InstanceNorm": Subject(
         lambda a: nn.InstanceNorm1d(4, affine=True), channels, lengths=(2, 3, 4, 8, 16, 64)
     ),
@@ -344,8 +345,6 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "LSTM": Subject(lambda a: Recurrent(a.d, a.p), modest, ALGORITHMS, lengths=(2, 3, 4, 8)),
     "Bare parameters": Subject(lambda a: Bare(a.d, a.p), bare, ALGORITHMS),
-    "Generic": Subject(
-        lambda a: nn.Linear(a.d, a.p), linear, options={"force_functorch": True}
-    ),
+    "Generic": Subject(lambda a: nn.Linear(a.d, a.p), linear, options={"force_functorch": True}),
     "Two layers": Subject(lambda a: Deep(a.d, a.p), modest, ALGORITHMS),
 }
