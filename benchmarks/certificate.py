@@ -35,6 +35,8 @@ PRECISIONS = {
 #: bf16 products are wrong in Triton's interpreter.
 INTERPRETED = ("fp32", "fp16")
 
+REDUCTIONS = ("sum", "mean", "mean by hand")
+
 EQUAL_SAMPLES = (64, 512, 2048, 8192)
 
 #: The interpreter takes a hundred times as long as a kernel's work is worth.
@@ -75,8 +77,8 @@ class Row:
         tries: attacks made.
         broken: those of them that moved the sum by more than is promised.
         own: the largest change when the hostile sample was removed, in units of the bound.
-        other: the largest when an ordinary one was removed beside it.
-        worst: the attack and the setting of what lies furthest above what is promised.
+        other: the largest when an ordinary one was removed beside it, by the reduction of the loss.
+        worst: the attack and the setting of ``own``.
         failed: the error, where the library raised one.
     """
 
@@ -87,7 +89,7 @@ class Row:
     tries: int = 0
     broken: int = 0
     own: float = 0.0
-    other: float = 0.0
+    other: dict[str, float] = dataclasses.field(default_factory=dict)
     worst: str = ""
     failed: str = ""
 
@@ -181,13 +183,21 @@ def _fill(row: Row, options: argparse.Namespace, device: torch.device, search: A
         findings = search.search(
             row.rule, setting, tries=tries, climbs=climbs, seed=options.seed, lengths=lengths
         )
+        for reduction in REDUCTIONS:
+            others = search.neighbours(
+                row.rule,
+                dataclasses.replace(setting, reduction=reduction),
+                tries=max(1, tries // 4),
+                seed=options.seed,
+                lengths=lengths,
+            )
+            row.other[reduction] = others[0].other
     except Exception as error:  # one rule that cannot run here must not cost the others' figures
         row.failed = f"{type(error).__name__}: {error}"[:500]
         return
     row.tries = len(findings)
-    row.broken = sum(finding.excess > 0 for finding in findings)
-    row.own = max(finding.own for finding in findings)
-    row.other = max(finding.other for finding in findings)
+    row.broken = sum(finding.own > finding.allowed for finding in findings)
+    row.own = findings[0].own
     row.worst = f"{findings[0].attack}, {findings[0].setting}"
 
 
@@ -197,7 +207,7 @@ def _equal_samples(
     """How far one of k equal samples moves the sum."""
     found = []
     for precision in precisions:
-        for reduction in ("sum", "mean"):
+        for reduction in REDUCTIONS:
             for size in EQUAL_SAMPLES:
                 setting = _setting(precision, device, search, reduction=reduction)
                 worst = max(
@@ -285,11 +295,12 @@ def markdown(record: dict[str, Any]) -> str:
             [rule, algorithm, *(_cell(cells[rule, algorithm, it]) for it in precisions)]
             for rule, algorithm in dict.fromkeys((row.rule, row.algorithm) for row in of_backend)
         ]
-        parts.append(
-            f"Largest change / C, {backend} ({sum(row.tries for row in of_backend)} "
-            "attacks): the hostile sample removed; another removed beside it\n"
-        )
+        tries = sum(row.tries for row in of_backend)
+        parts.append(f"Hostile sample removed: largest change / C, {backend}, {tries} attacks\n")
         parts.append(table(["rule", "algorithm", *precisions], lines))
+        parts.append(f"Another removed beside a hostile one: largest change / C, {backend}\n")
+        headings = [f"{it}, {reduction}" for it in precisions for reduction in REDUCTIONS]
+        parts.append(table(["rule", *headings], _others(of_backend, precisions)))
     parts.append("One of k equal samples removed: change / C\n")
     equal = record["equal samples"]
     sizes = list(dict.fromkeys(it["samples"] for it in equal))
@@ -317,10 +328,21 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _others(rows: Sequence[Row], precisions: Sequence[str]) -> list[list[str]]:
+    """The worst of all algorithms of a rule."""
+    lines = []
+    for rule in dict.fromkeys(row.rule for row in rows):
+        cells = []
+        for precision in precisions:
+            found = [row.other for row in rows if (row.rule, row.precision) == (rule, precision)]
+            for reduction in REDUCTIONS:
+                cells.append(_figure(max((it.get(reduction, 0.0) for it in found), default=0.0)))
+        lines.append([rule, *cells])
+    return lines
+
+
 def _cell(row: Row) -> str:
-    if row.failed:
-        return "failed"
-    return f"{_figure(row.own)}; {_figure(row.other)}"
+    return "failed" if row.failed else _figure(row.own)
 
 
 def _figure(change: float) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.criterion import FlashLoss
 from flash_clipping.ops import cost
 from tests.certificate.attacks import LENGTHS, SHORT, Attack, draw, mutated
 from tests.certificate.subjects import SUBJECTS, Sample, Subject
@@ -42,6 +44,7 @@ __all__ = [
     "fitting",
     "forced",
     "measure",
+    "neighbours",
     "released",
     "search",
     "varied",
@@ -54,6 +57,8 @@ class Setting:
 
     Attributes:
         algorithm: how norms of linear maps are taken; ``"auto"``: as the library chooses.
+        reduction: of the loss over samples: ``"sum"``; ``"mean"``, by the library's criterion;
+            ``"mean by hand"``, which rounds every gradient divided by the size of the batch.
         company: how many ordinary samples are in the batch beside the hostile one.
     """
 
@@ -85,13 +90,8 @@ class Finding:
     setting: Setting
 
     @property
-    def change(self) -> float:
-        return max(self.own, self.other)
-
-    @property
-    def excess(self) -> float:
-        """By how much it lies above what is promised."""
-        return self.change - allowed(self.setting, self.setting.company + 1)
+    def allowed(self) -> float:
+        return allowed(self.setting, self.setting.company + 1)
 
     def __str__(self) -> str:
         return (
@@ -148,6 +148,7 @@ class Release:
     def __init__(self, subject: Subject, attack: Attack, setting: Setting):
         torch.manual_seed(attack.seed)
         self.setting = setting
+        self.reduction = "sum" if setting.reduction == "sum" else "mean"
         self.model = subject.make(attack).to(setting.device, DTYPES[setting.dtype])
         self.trainable = [p for p in self.model.parameters() if p.requires_grad]
         bound: Any = attack.bound
@@ -156,12 +157,16 @@ class Release:
         self.module = GradSampleModuleFlashClipping(
             self.model,
             max_grad_norm=bound,
-            loss_reduction=setting.reduction,
+            loss_reduction=self.reduction,
             backend=setting.backend,
             mode=setting.mode,
             clipping=setting.clipping,
             strict=False,
             **subject.options,
+        )
+        optimizer = SimpleNamespace(loss_reduction=self.reduction, zero_grad=self.model.zero_grad)
+        self.criterion: Any = FlashLoss(
+            self.module, optimizer, PlantedLoss(self.reduction), self.reduction
         )
 
     def __call__(self, samples: list[Sample]) -> Tensor:
@@ -181,14 +186,31 @@ class Release:
         with torch.autocast(kind, torch.bfloat16, enabled=self.setting.autocast):
             outputs = self.module(*inputs)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-            loss_B = torch.stack(
-                [
-                    (output * plant).flatten(1).sum(1)
-                    for output, plant in zip(outputs, plants, strict=True)
-                ]
-            ).sum(0)
-        (loss_B.sum() if self.setting.reduction == "sum" else loss_B.mean()).backward()
+            if self.setting.reduction == "mean":
+                loss = self.criterion(outputs, plants)
+            else:
+                loss_B = planted_losses(outputs, plants)
+                loss = loss_B.sum() if self.reduction == "sum" else loss_B.mean()
+        loss.backward()
         return released(self.model)
+
+
+class PlantedLoss(nn.Module):
+    """The loss of a sample whose gradients are planted, as a criterion."""
+
+    def __init__(self, reduction: str):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, outputs: Sequence[Tensor], plants: Sequence[Tensor]) -> Tensor:
+        loss_B = planted_losses(outputs, plants)
+        return loss_B if self.reduction == "none" else loss_B.mean()
+
+
+def planted_losses(outputs: Sequence[Tensor], plants: Sequence[Tensor]) -> Tensor:
+    """``[B]``: the gradient of every output is what is planted for it."""
+    pairs = zip(outputs, plants, strict=True)
+    return torch.stack([(output * plant).flatten(1).sum(1) for output, plant in pairs]).sum(0)
 
 
 def batch_of(name: str, attack: Attack, setting: Setting) -> list[Sample]:
@@ -249,11 +271,33 @@ def search(
     for _ in range(tries):
         attack = fitting(name, draw(rng, lengths=lengths), rng)
         findings.append(measure(name, attack, varied(setting, rng)))
-    findings.sort(key=lambda finding: finding.excess, reverse=True)
+    findings.sort(key=_badness, reverse=True)
     for _ in range(climbs):
         start = findings[min(rng.randrange(4), len(findings) - 1)]
         attack = mutated(start.attack, rng)
         attack = fitting(name, replace(attack, T=min(attack.T, max(lengths))), rng)
         findings.append(measure(name, attack, start.setting))
-        findings.sort(key=lambda finding: finding.excess, reverse=True)
+        findings.sort(key=_badness, reverse=True)
     return findings
+
+
+def _badness(finding: Finding) -> float:
+    return finding.own - finding.allowed
+
+
+def neighbours(
+    name: str,
+    setting: Setting,
+    *,
+    tries: int,
+    seed: int = 0,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> list[Finding]:
+    """Hostile samples beside two ordinary ones, with the reduction as it is; the one that disturbs
+    the sum of the others most comes first."""
+    rng = random.Random(f"{seed} {name} {setting.dtype}")  # the same for all reductions
+    findings = []
+    for _ in range(tries):
+        attack = fitting(name, draw(rng, lengths=lengths), rng)
+        findings.append(measure(name, attack, replace(setting, company=2)))
+    return sorted(findings, key=lambda finding: finding.other, reverse=True)

@@ -27,6 +27,7 @@ from tests.certificate.search import (
     fitting,
     forced,
     measure,
+    neighbours,
     search,
 )
 from tests.certificate.subjects import SUBJECTS, Sample
@@ -65,13 +66,13 @@ FEW = [
 
 
 def holds(finding: Finding) -> None:
-    assert finding.excess <= 0, str(finding)
+    assert finding.own <= finding.allowed, str(finding)
 
 
 def found(name: str, setting: Setting, tries: int) -> None:
     """Search; fail with the worst of what was found."""
     findings = search(name, setting, tries=tries * MORE, climbs=tries * MORE // 4)
-    broken = [finding for finding in findings if finding.excess > 0]
+    broken = [finding for finding in findings if finding.own > finding.allowed]
     assert not broken, f"{len(broken)} of {len(findings)} attacks succeed; the worst: {broken[0]}"
 
 
@@ -170,6 +171,27 @@ def test_wide_layers() -> None:
             holds(measure("Linear", attack, Setting("fp32", algorithm)))
 
 
+# -- others in the same batch ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean by hand"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "algorithm"), FEW)
+def test_a_hostile_sample_does_not_disturb_the_others(
+    name: str, algorithm: str, dtype: str, reduction: str
+) -> None:
+    """Removing an ordinary sample moves the sum by C at most, whatever else is in the batch.
+
+    A hostile sample may be all rounding: where removing another one rounds it anew, what it adds
+    turns to wherever. Means do that, as they divide every gradient by the size of the batch.
+    """
+    if dtype == "bf16" and reduction == "mean by hand":
+        pytest.skip("what bf16 rounds before it reaches the library is the caller's")
+    findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=10 * MORE)
+    worst = findings[0]
+    assert worst.other <= worst.allowed, str(worst)
+
+
 # -- what is not finite ---------------------------------------------------------------------------
 
 
@@ -206,12 +228,15 @@ def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
 # -- many equal samples ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "autocast"])
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
-def test_one_of_many_equal_samples(name: str, algorithm: str, precision: str) -> None:
+def test_one_of_many_equal_samples(
+    name: str, algorithm: str, precision: str, reduction: str
+) -> None:
     """A sum of k equal parts may be off by ``k 2^-22 C`` where one of them is gone."""
     dtype = "fp32" if precision == "autocast" else precision
-    setting = Setting(dtype, algorithm, autocast=precision == "autocast")
+    setting = Setting(dtype, algorithm, autocast=precision == "autocast", reduction=reduction)
     for size, log_product in ((64, 2.0), (512, -0.5), (2048, 2.0)):
         T = 1 if name == "Linear, one position" else 3
         attack = Attack("aligned", T, 3, 2, 0.0, log_product, None, 0.0, size)
@@ -310,4 +335,5 @@ def test_the_search_can_fail() -> None:
     """A bound that is a thousandth too small is noticed."""
     finding = measure("Linear", Attack("ordinary", 4, 3, 2, 0.0, 3.0, None, 0.0, 0), Setting())
     assert math.isclose(finding.own, 1, rel_tol=1e-3)
-    assert replace(finding, own=1.001).excess > 0
+    with pytest.raises(AssertionError):
+        holds(replace(finding, own=1.001))
