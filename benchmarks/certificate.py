@@ -129,20 +129,26 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for algorithm in subjects.SUBJECTS[name].algorithms
         if _can_run(backend, precision, device)
     ]
+    record["search"] = found = []
     for row in track(rows, "searching", console=console):
         with _as_called(row.precision):
             _fill(row, options, device, search)
-    record["search"] = [dataclasses.asdict(row) for row in rows]
+        found.append(dataclasses.asdict(row))
+        _write(record, options.json)  # after every row, so that an interrupted run leaves some
     record["equal samples"] = _equal_samples(precisions, device, search)
     record["ordinary samples"] = _ordinary_samples(options.models, device)
     tables = markdown(record)
     console.print(tables, markup=False, highlight=False, soft_wrap=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    _write(record, options.json)
     if options.markdown:
         options.markdown.write_text(tables)
     return int(any(row.broken or row.failed for row in rows))
+
+
+def _write(record: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _can_run(backend: str, precision: str, device: torch.device) -> bool:
@@ -212,7 +218,7 @@ def _equal_samples(
                 setting = _setting(precision, device, search, reduction=reduction)
                 worst = max(
                     _one_of_many(name, log_product, size, setting, precision, search)
-                    for name in ("Linear with bias", "Embedding", "LayerNorm")
+                    for name in ("Linear with bias", "Conv1d", "Embedding", "LayerNorm")
                     for log_product in (-1.5, -0.5, 0.1, 2.0)
                 )
                 found.append(
