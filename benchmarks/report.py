@@ -72,8 +72,8 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
                 dtype, tables = record.dtype, _kernel_tables(record)
             else:
                 dtype = record.settings["dtype"]
-                table = _step_table if record.kind == "step" else _memory_table
-                tables = [table(record)]
+                make = _step_table if record.kind == "step" else _memory_table
+                tables = [make(record)]
             parts.append(f"({dtype}, [{name}](benchmarks/results/{name}))\n")
             parts += tables
     return "\n".join(parts)
@@ -85,7 +85,7 @@ def _where(record: Record | KernelRecord) -> str:
     return ", ".join([str(it["device"]), *versions, f"git revision {it['revision']}"])
 
 
-def _table(headings: list[str], lines: list[list[str]]) -> str:
+def table(headings: list[str], lines: list[list[str]]) -> str:
     rule = ["---"] + ["---:"] * (len(headings) - 1)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *lines)) + "\n"
 
@@ -113,7 +113,7 @@ def _step_table(record: Record) -> str:
     what = "step"
     if record.settings.get("graph"):
         what += " as one CUDA graph, the optimizer's aside"
-    return _table([f"time (memory) of a {what}", "non-private", *methods], lines)
+    return table([f"time (memory) of a {what}", "non-private", *methods], lines)
 
 
 def _step_cell(row: Row, summary: Summary | None) -> str:
@@ -133,7 +133,7 @@ def _memory_table(record: Record) -> str:
             row = cells[workload, method]
             line.append(size(row.peak_bytes) if row.peak_bytes else row.status)
         lines.append(line)
-    return _table(["peak memory of a step", *methods], lines)
+    return table(["peak memory of a step", *methods], lines)
 
 
 def _kernel_tables(record: KernelRecord) -> list[str]:
@@ -149,7 +149,7 @@ def _kernel_tables(record: KernelRecord) -> list[str]:
         unit = "TB/s" if floor == "copy" else "TFLOP/s"
         line = [group, f"{rates[group, floor]:.3g} {unit}", *cells.values()]
         tables[("rate, the others' as shares of it", floor, *cells)].append(line)
-    return [_table(list(headings), lines) for headings, lines in tables.items()]
+    return [table(list(headings), lines) for headings, lines in tables.items()]
 
 
 def _workload(workload: tuple[str, int, int]) -> str:
