@@ -21,27 +21,19 @@ class DrawnStates:
 
     def __init__(self) -> None:
         self._seen: dict[int, None] = {}
-        self._reached: dict[int, int] = {}  # by seed
+        #: How far a GPU's generator has come, by the GPU's number and the seed.
+        self._reached: dict[tuple[int, int], int] = {}
 
     def check(self, generators: Iterable[torch.Generator]) -> None:
         """Refuse states that noise was drawn from already. Never waits for the device.
 
         Raises:
-            FlashClippingError: these draws would repeat earlier ones, or each other.
+            FlashClippingError: these draws would repeat earlier ones.
         """
-        seeds: set[int] = set()
         for generator in generators:
             if generator.device.type == "cuda":
-                seed = generator.initial_seed()
-                if seed in seeds:
-                    raise FlashClippingError(
-                        f"The generators of several GPUs have the same seed, {seed}: parameters on "
-                        "them would get the same noise. Give each its own: "
-                        "torch.cuda.default_generators[i].manual_seed(...)."
-                    )
-                seeds.add(seed)
-                if generator.get_offset() < self._reached.get(seed, 0):
-                    _refuse(generator, f"seed {seed}")
+                if generator.get_offset() < self._reached.get(_name(generator), 0):
+                    _refuse(generator, f"seed {generator.initial_seed()}")
             elif hash(generator.get_state().numpy().tobytes()) in self._seen:
                 _refuse(generator, "the same state")
 
@@ -58,8 +50,12 @@ class DrawnStates:
         """Remember how far the generators have come, just after noise was drawn from them."""
         for generator in generators:
             if generator.device.type == "cuda":
-                seed = generator.initial_seed()
-                self._reached[seed] = max(self._reached.get(seed, 0), generator.get_offset())
+                name, offset = _name(generator), generator.get_offset()
+                self._reached[name] = max(self._reached.get(name, 0), offset)
+
+
+def _name(generator: torch.Generator) -> tuple[int, int]:
+    return generator.device.index or 0, generator.initial_seed()
 
 
 def _refuse(generator: torch.Generator, found: str) -> None:

@@ -57,6 +57,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     _record: StepRecord | None = None
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
     _loop: FrameType | None = None
+    #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
+    _ahead: int | None = None
 
     def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
         self._drawn = DrawnStates()
@@ -182,11 +184,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             self._loop = None  # by hand
         elif caller is not self._loop:
-            self._loop = caller
+            self._loop, self._ahead = caller, None
             self._step_skip_queue.clear()
             self._discard("another loop over BatchMemoryManager's loader began")
-        elif (ahead := _loaded_ahead(caller)) is not None:
-            while len(self._step_skip_queue) > ahead:
+        elif self._ahead is not None:
+            while len(self._step_skip_queue) > self._ahead:  # the oldest was never stepped on
                 if not self._step_skip_queue.pop(0):
                     self._discard("its last part was loaded, but optimizer.step() was not called")
         super().signal_skip_step(do_skip)
@@ -221,8 +223,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             ValueError: some ``p.grad`` is not the clipped sum that backward left; nothing changes.
             FlashClippingError: the sums were clipped otherwise than those taken before.
         """
-        if self._loop is not None and not self._step_skip_queue:
+        announced = len(self._step_skip_queue)
+        if self._loop is not None and not announced:
             self._discard("the loop over BatchMemoryManager's loader was left")
+        elif self._loop is not None and self._ahead is None:
+            self._ahead = announced - 1
         params = self.params
         record = self._checked(params)
         for p in params:
@@ -380,20 +385,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             std=std, reference=reference, generator=generator, secure_mode=self.secure_mode
         )
         return count + noise.to(count.device).squeeze(0)
-
-
-def _loaded_ahead(sampler: FrameType) -> int | None:
-    """How many batches the loader that asks a sampler asks ahead; ``None`` if it cannot be told."""
-    frame = sampler.f_back
-    for _ in range(4):
-        if frame is None:
-            return None
-        loader = frame.f_locals.get("self")
-        workers = getattr(loader, "_num_workers", None)
-        if isinstance(workers, int):
-            return workers * (getattr(loader, "_prefetch_factor", None) or 0)
-        frame = frame.f_back
-    return None
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
