@@ -5,24 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     DPLossFastGradientAdaptiveClipping,
-    DPTensorFastGradientAdaptiveClipping,
 )
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
 
+from flash_clipping.adaptive import AdaptiveBound
+
 
 class FlashTensor(DPTensorFastGradientClipping):
     """A loss per sample that reduces itself and runs one ordinary backward."""
 
     def backward(self) -> None:
-        """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does."""
-        reduce = torch.mean if self.loss_reduction == "mean" else torch.sum
-        reduce(self.loss_per_sample).backward()
+        """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does.
+
+        Losses are added up, not averaged: divided by the size of the batch, a 16-bit gradient would
+        be rounded in a way that depends on how many other samples there are. A gradient with
+        respect to the model's input is that of the sum as well.
+        """
+        with self.module.summed_loss() as summed:
+            reduce = torch.sum if summed or self.loss_reduction == "sum" else torch.mean
+            reduce(self.loss_per_sample).backward()
 
     @classmethod
     def of(cls, loss: DPTensorFastGradientClipping) -> FlashTensor:
@@ -70,41 +76,12 @@ class FlashLoss(DPLossFastGradientClipping):
         return FlashTensor.of(super().__call__(*args, **kwargs))
 
 
-class FlashAdaptiveTensor(DPTensorFastGradientAdaptiveClipping):
-    """A loss whose one backward moves the bound between taking the norms and clipping.
-
-    The bound and the noise that pays for it are Opacus' (Andrew, Thakkar, McMahan and Ramaswamy
-    2021, Theorem 1).
-    """
-
-    def _update_clip_and_noise(self, per_sample_norms: torch.Tensor) -> Any:
-        bound_and_multiplier = list(super()._update_clip_and_noise(per_sample_norms))
-        model = getattr(self.module, "_module", self.module)
-        if isinstance(model, DifferentiallyPrivateDistributedDataParallel):
-            # All processes must clip by the bound that process 0 adds noise for, and each would
-            # move it by its own samples and its own draw: process 0's holds.
-            torch.distributed.broadcast_object_list(bound_and_multiplier, src=0)
-        return bound_and_multiplier
-
-    def backward(self) -> None:
-        """Leave norms, clipped sums by the new bound, and the new bound on module and optimizer."""
-
-        def move_bound(norm_B: torch.Tensor) -> None:
-            bound, multiplier = self._update_clip_and_noise(norm_B)
-            self.module.max_grad_norm = bound
-            self.optimizer.max_grad_norm = bound
-            self.optimizer._adjusted_noise_multiplier = multiplier
-
-        self.module.before_clipping = move_bound
-        try:
-            reduce = torch.mean if self.loss_reduction == "mean" else torch.sum
-            reduce(self.loss_per_sample).backward()
-        finally:
-            self.module.before_clipping = None
-
-
 class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
-    """Opacus' adaptive clipping criterion with one backward pass.
+    """The user's criterion with adaptive clipping: called as before, one backward pass.
+
+    The bound moves at the end of every logical step, in ``optimizer.step()``
+    (:mod:`flash_clipping.adaptive`). To make the criterion is enough: any loss of the model's
+    outputs then counts.
 
     Args:
         **kwargs: ``target_unclipped_quantile``, ``min_clipbound``, ``max_clipbound``,
@@ -114,25 +91,9 @@ class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
     def __init__(
         self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **kwargs: Any
     ):
-        super().__init__(
-            module,
-            optimizer,
-            criterion,
-            loss_reduction,
-            initial_noise_multiplier=optimizer.noise_multiplier,
-            **kwargs,
-        )
+        super().__init__(module, optimizer, criterion, loss_reduction, **kwargs)
+        optimizer.adaptive = AdaptiveBound(**kwargs)
+        module.counts_unclipped = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> FlashAdaptiveTensor:
-        loss = DPLossFastGradientClipping.__call__(self, *args, **kwargs)
-        return FlashAdaptiveTensor(
-            self.module,
-            self.optimizer,
-            loss.loss_per_sample,
-            self.loss_reduction,
-            self.target_unclipped_quantile,
-            self.min_clipbound,
-            self.max_clipbound,
-            self.clipbound_learning_rate,
-            self.initial_noise_multiplier,
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
+        return FlashTensor.of(DPLossFastGradientClipping.__call__(self, *args, **kwargs))

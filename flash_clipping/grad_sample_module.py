@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from opacus.grad_sample import (
@@ -15,6 +17,7 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from flash_clipping.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
@@ -23,6 +26,8 @@ from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.recorder import Captured, Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
+from flash_clipping.step_record import Bound, StepRecord, added, checked_bound
+from flash_clipping.structure import Structure
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.tape import Tape
 from flash_clipping.two_pass import TwoPassForward
@@ -124,21 +129,30 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.clipping = clipping
         self.sum_dtype = sum_dtype
         self.folded_modules = tuple(folded_modules)
-        #: Backward passes whose clipped sums nobody has taken yet.
-        self._backwards = 0
-        #: Whether norms were taken since the optimizer last took gradients.
-        self._clipped = False
+        #: Clipped backward passes since the model was wrapped.
+        self.clipped_backwards = 0
+        #: Whether steps count the samples within the bound: adaptive clipping.
+        self.counts_unclipped = False
+        self._bound: Bound = 1.0
+        #: Of the sums that backward left in ``p.grad`` and nobody has taken yet.
+        self._record: StepRecord | None = None
+        #: What ``p.grad`` holds that is known: clipped sums, or zeros; by the parameter's id the
+        #: tensor and its version.
+        self._left: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}
+        #: Parameters whose ``p.grad`` held something else when the last sums were added to it.
+        self._foreign: set[int] = set()
+        self._follower: weakref.ref[Any] | None = None
         #: What the samples of the last backward were clipped by: at least the norms of what is
         #: released of them, ``[B]``, or ``[P, B]`` when per layer.
-        self._bounds: Tensor | None = None
-        #: Called with the norms [B] before coefficients are taken: adaptive clipping.
-        self.before_clipping: Callable[[Tensor], None] | None = None
+        self._upper_bounds: Tensor | None = None
         self._taps: list[Tap] = []
         #: Modules that hold parameters, in the model's order.
         self._owners = [module for module in m.modules() if module._parameters]
         self._recorder = Recorder(
             tape_class=Tape,
             clip=self._clip,
+            note_sums=self.note_sums,
             trainable=self._trainable,
             state=self._state,
             loss_reduction=loss_reduction,
@@ -169,7 +183,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Tap every layer that owns parameters, and watch the root module's inputs and outputs."""
         root = self._module
         if hasattr(root, "autograd_grad_sample_hooks"):
-            raise ValueError("Trying to add hooks twice to the same model")
+            raise ValueError(
+                "Trying to add hooks twice to the same model. One model has one optimizer, with "
+                "a parameter group for whatever needs settings of its own. To start afresh, take "
+                "the hooks off first: to_standard_module(), or cleanup() with wrap_model=False."
+            )
         _refuse(root)
         # Opacus' users and tests find the handles under this name.
         root.autograd_grad_sample_hooks = []
@@ -183,10 +201,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles = self.autograd_grad_sample_hooks
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
+        handles.append(root.register_forward_hook(self._leave_forward, always_call=True))
         self._guarded: dict[int, nn.Parameter] = {}
         #: Parameters whose gradients had to have a dtype before, and which.
         self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
         self._guard_parameters()
+        self._structure = Structure(self if isinstance(self, nn.Module) else root)
         self.enable_hooks()
 
     def remove_hooks(self) -> None:
@@ -198,6 +218,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             param, dtype = self._grad_dtypes.pop()
             if param.grad is None or dtype in (None, param.grad.dtype):
                 param.grad_dtype = dtype
+        self._record, self._left, self._follower = None, {}, None
         super().remove_hooks()
 
     def enable_hooks(self) -> None:
@@ -225,7 +246,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         for key, param in new.items():
             guarded[key] = param
             self._allow_sums(names[key], param)
-            handle = param.register_hook(_Guard(names[key], self._recorder))
+            handle = param.register_hook(_Guard(names[key], key, self._recorder))
             self.autograd_grad_sample_hooks.append(handle)
 
     def _allow_sums(self, name: str, param: nn.Parameter) -> None:
@@ -248,6 +269,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> None:
         if not self._recorder.enabled:
             return
+        self._recorder.enter_forward()
         self._guard_parameters()
         module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
@@ -259,6 +281,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, self._call = getattr(self, "_call", None), None
         if call is None or not torch.is_grad_enabled():
             return
+        self._structure.check()
         call.end()
         recorder = self._recorder
         if call.rows:
@@ -271,15 +294,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
         def start_backward(grad: Tensor, call: Forward = call) -> None:
             if recorder.enabled:
-                recorder.begin_backward()
+                recorder.begin_backward(call)
 
         for leaf in _tensors(output):
             if leaf.requires_grad:
                 leaf.register_hook(start_backward)
 
+    def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The root's forward has ended, or failed."""
+        self._recorder.leave_forward()
+
     def set_grad_sample_to_none(self) -> None:
         """Gradients are being cleared; there is never a ``p.grad_sample`` to clear."""
-        self._backwards = 0
+        self._record, self._left = None, {}
 
     # -- norms and coefficients ---------------------------------------------------------------
 
@@ -309,32 +336,42 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> Tensor:
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
+        captured = self._recorder.captured
+        if captured is None:
+            self._begin_sums(params)
         total_B = self._publish(params, norms_PB, one_device)
         if self.clipping == "per_layer":
-            bounds = doubts.bound_each([id(param) for param in params], norms_PB)
+            upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:
-            bounds = doubts.bound_total(total_B)
-        self._bounds = bounds
-        if (captured := self._recorder.captured) is not None:
-            if self.before_clipping is not None:
-                raise FlashClippingError(
-                    "A backward pass that moves its own bound (clipping='adaptive') is being "
-                    "captured as a CUDA graph, whose replays would all clip by today's. Run it "
-                    "without flash_clipping.GraphedStep."
-                )
-            # Every replay counts, and publishes its own.
-            captured.norms.append((params, norms_PB, bounds))
-            return self._coefficients(bounds)
-        self._count_backward()
-        if self.before_clipping is not None:
-            self.before_clipping(total_B)
-        return self._coefficients(bounds)
+            upper = doubts.bound_total(total_B)
+        self._upper_bounds = upper
+        if captured is not None:
+            captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
+        else:
+            self._count_backward(total_B)
+        return self._coefficients(upper)
 
-    def _coefficients(self, bounds: Tensor) -> Tensor:
+    @contextmanager
+    def summed_loss(self) -> Iterator[bool]:
+        """Take the gradients of a backward pass for samples' own, whatever ``loss_reduction`` says.
+
+        Yields whether that is so: with hooks disabled gradients are left alone, and so must the
+        loss be.
+        """
+        recorder = self._recorder
+        before = recorder.loss_reduction
+        if recorder.enabled:
+            recorder.loss_reduction = "sum"
+        try:
+            yield recorder.enabled
+        finally:
+            recorder.loss_reduction = before
+
+    def _coefficients(self, upper: Tensor) -> Tensor:
         """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
-        norms_PB = bounds if self.clipping == "per_layer" else bounds.unsqueeze(0)
-        total_B = None if self.clipping == "per_layer" else bounds
-        return clipping_coefficients(norms_PB, self.max_grad_norm, self.clipping, total_B)
+        norms_PB = upper if self.clipping == "per_layer" else upper.unsqueeze(0)
+        total_B = None if self.clipping == "per_layer" else upper
+        return clipping_coefficients(norms_PB, self._bound, self.clipping, total_B)
 
     @contextmanager
     def captures(self) -> Iterator[Captured]:
@@ -343,7 +380,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         params = self.trainable_parameters
         before = [getattr(param, "_norm_sample", None) for param in params]
         total_B: Any = getattr(self, "per_sample_gradient_norms", None)
-        bounds = self._bounds
+        upper = self._upper_bounds
         try:
             with self._recorder.captures() as captured:
                 yield captured
@@ -351,14 +388,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             for param, norm_B in zip(params, before, strict=True):
                 setattr(param, "_norm_sample", norm_B)  # noqa: B010
             self.per_sample_gradient_norms = total_B
-            self._bounds = bounds
+            self._upper_bounds = upper
 
     def take_over(self, captured: Captured) -> None:
         """Leave what the backward passes of a replayed CUDA graph would have left."""
-        for params, norms_PB, bounds in captured.norms:
-            self._publish(params, norms_PB.clone())
-            self._bounds = bounds.clone()
-            self._count_backward()
+        for number, (params, norms_PB, upper) in enumerate(captured.norms):
+            if not number:
+                self._begin_sums(params)
+            self._upper_bounds = upper.clone()
+            self._count_backward(self._publish(params, norms_PB.clone()))
         for coef in captured.coefs:
             self._recorder.note_non_finite(coef)
 
@@ -376,30 +414,163 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
         return total_B
 
-    def _count_backward(self) -> None:
-        self._backwards += 1
-        self._clipped = True
-        if self._backwards > 1 and not self.grad_accumulation_allowed:
+    # -- the running step ---------------------------------------------------------------------
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """Clipping bound; a list with one for each trainable parameter when per layer.
+
+        The optimizer's is the same one: whichever is set, both change. It may be set at any time,
+        and applies from the next step on: a backward pass that would go on with a step by another
+        bound is an error, and noise is for the bound that the step was clipped by.
+
+        Raises:
+            ValueError: when set to what is no positive number.
+        """
+        return self._bound
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        self._bound = checked_bound(value)
+
+    @property
+    def follower(self) -> Any:
+        """The optimizer that adds noise to this model's sums, or ``None``."""
+        return None if self._follower is None else self._follower()
+
+    @follower.setter
+    def follower(self, optimizer: Any) -> None:
+        self._follower = weakref.ref(optimizer)
+
+    @property
+    def backward_count(self) -> int:
+        """Backward passes whose clipped sums nobody has taken yet."""
+        return 0 if self._record is None else self._record.backwards
+
+    def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:
+        """Whether ``p.grad`` is the tensor that was left there, unchanged."""
+        key = id(param)
+        left = self._left.get(key)
+        return left is not None and left() is grad and self._versions[key] == grad._version
+
+    def _begin_sums(self, params: list[nn.Parameter]) -> None:
+        """Look at what sums will be added to; refuse a backward pass that cannot go on with it."""
+        held = [(param, param.grad) for param in params if param.grad is not None]
+        foreign = {id(param) for param, grad in held if not self._is_left(param, grad)}
+        running = self._record
+        if len(foreign) == len(held):  # whatever was left was taken away by hand
+            running = None
+        before = running
+        if before is None and (follower := self.follower) is not None:
+            before = follower.step_record
+        if before is not None:
+            before.check_same_bound(self._bound_now(), self.clipping)
+        if running is not None and running.backwards and not self.grad_accumulation_allowed:
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. You need to call "
                 "optimizer.step() after every forward/backward pass or consider using "
                 "BatchMemoryManager"
             )
+        # Nothing is known of p.grad until the sums are in: a failure here leaves it so.
+        self._record, self._left, self._foreign = running, {}, foreign
 
-    @property
-    def backward_count(self) -> int:
-        """Backward passes whose clipped sums nobody has taken yet."""
-        return self._backwards
+    def _bound_now(self) -> float | tuple[float, ...]:
+        return tuple(self._bound) if isinstance(self._bound, list) else self._bound
 
-    def take_backward_count(self) -> int:
-        """Backward passes recorded since this was last asked, or gradients were cleared."""
-        count, self._backwards = self._backwards, 0
-        return count
+    def _count_backward(self, total_B: Tensor) -> None:
+        """Add a clipped backward pass to the running step's record."""
+        self.clipped_backwards += 1
+        record = self._record or StepRecord(self._bound_now(), self.clipping, backwards=0)
+        unclipped = record.unclipped
+        if self.counts_unclipped:
+            within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
+            unclipped = added(unclipped, within)
+        self._record = replace(record, backwards=record.backwards + 1, unclipped=unclipped)
 
-    def take_clipped(self) -> bool:
-        """Whether a clipped backward was recorded since this was last asked."""
-        clipped, self._clipped = self._clipped, False
-        return clipped
+    def note_sums(self, params: Iterable[nn.Parameter]) -> None:
+        """Remember what ``p.grad`` is now that the sums of these parameters are in."""
+        if self._recorder.captured is None:
+            self._remember([param for param in params if id(param) not in self._foreign])
+
+    def note_cleared(self, params: Iterable[nn.Parameter]) -> None:
+        """Gradients were cleared: those of these parameters that are there are zero."""
+        self._record = None
+        self._remember(params)
+
+    def _remember(self, params: Iterable[nn.Parameter]) -> None:
+        params = [param for param in params if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        keys = [*map(id, params)]
+        self._left = dict(zip(keys, map(weakref.ref, grads), strict=True))
+        self._versions = dict(zip(keys, [grad._version for grad in grads], strict=True))
+
+    def note_moved(self, param: nn.Parameter, before: Tensor) -> None:
+        """``p.grad`` is a copy of what it was, made by this library."""
+        if (left := self._left.get(id(param))) is not None and left() is before:
+            assert param.grad is not None
+            self._left[id(param)] = weakref.ref(param.grad)
+            self._versions[id(param)] = param.grad._version
+
+    def pending_record(self, params: Sequence[nn.Parameter]) -> StepRecord:
+        """The record of the sums in ``p.grad`` of these parameters, if that is what is there.
+
+        Raises:
+            ValueError: there was no clipped backward pass, or some ``p.grad`` is not what it left.
+        """
+        record = self._record
+        if record is None or not record.backwards:
+            raise ValueError(
+                "No clipped backward pass was recorded since the last step: p.grad is not a "
+                "clipped sum. Call loss.backward() with hooks enabled (module.enable_hooks()) "
+                "before optimizer.step()."
+            )
+        for param in params:
+            if param.grad is None or not self._is_left(param, param.grad):
+                self._refuse_grad(param)
+        return replace(record, params=frozenset(map(id, params)))
+
+    def forget_record(self) -> None:
+        """The sums in ``p.grad`` were taken."""
+        self._record, self._left = None, {}
+
+    def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
+        name = self.name_of(param)
+        if name is None:
+            raise ValueError(
+                f"The optimizer has a parameter of shape {tuple(param.shape)} that the wrapped "
+                "model has not, or had not when it was wrapped: its gradient is not clipped. Wrap "
+                "the model when it is complete, and give the optimizer its parameters."
+            )
+        if param.grad is None:
+            raise ValueError(
+                f"{name}: this parameter has no clipped sum; its p.grad is None. Call "
+                "loss.backward() on the wrapped model's output before optimizer.step(), after "
+                "freezing, unfreezing and clearing gradients. (backward(inputs=...) leaves sums in "
+                "the named parameters only.)"
+            )
+        raise ValueError(
+            f"{name}: its p.grad is not the clipped sum that backward() left, so noise for the "
+            "clipping bound would not hide a sample. It was changed or replaced between backward() "
+            "and step() (torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, p.grad += "
+            "..., a backward() with hooks disabled), or was not cleared before. Leave p.grad alone "
+            "(samples are clipped already; switch the trainer's clipping off), and clear gradients "
+            "with optimizer.zero_grad()."
+        )
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """The parameter's name in the model; ``None`` for one that is not there."""
+        for name, found in self._module.named_parameters():
+            if found is param:
+                return name
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of a wrapped model start between steps, with no optimizer.
+        state = self.__dict__.copy()
+        state.update(_record=None, _left={}, _versions={}, _foreign=set(), _follower=None)
+        return state
+
+    # -- asking for norms and coefficients ------------------------------------------------------
 
     def get_norm_sample(self) -> Tensor:
         """Norm of every sample's gradient over all trainable parameters: fp32 ``[B]``.
@@ -424,8 +595,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: no backward pass has been recorded yet.
         """
         self._norms()
-        assert self._bounds is not None
-        return self._coefficients(self._bounds)
+        assert self._upper_bounds is not None
+        return self._coefficients(self._upper_bounds)
 
     def _norms(self) -> Tensor:
         rows = [getattr(param, "_norm_sample", None) for param in self.trainable_parameters]
@@ -441,6 +612,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 def _refuse(root: nn.Module) -> None:
     """Refuse layers that no clipping can bound, or that no tap can serve."""
     for path, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and is_lazy(param):
+                raise NotImplementedError(
+                    f"{path or 'the model'} ({type(module).__name__}): its parameter {name!r} has "
+                    "no shape before the first forward, so nothing can be clipped or trained. Call "
+                    "the model once on a batch (under torch.no_grad()), then make the optimizer "
+                    "and wrap the model."
+                )
         if isinstance(module, _MIXING_LAYERS):
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
@@ -475,16 +654,25 @@ class GradSampleModuleFlashClipping(
         GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
         self.grad_accumulation_hook = None
 
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients of the model, as Opacus' wrapped modules do."""
+        super().zero_grad(set_to_none)
+        self.note_cleared(self._module.parameters())
+
 
 class _Guard:
     """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
 
-    def __init__(self, name: str, recorder: Recorder):
+    def __init__(self, name: str, key: int, recorder: Recorder):
         self.name = name
+        self.key = key
         self.recorder = recorder
 
     def __call__(self, grad: Tensor | None) -> None:
-        if grad is not None and self.recorder.enabled:
+        if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
+            if (tape := self.recorder.tape) is not None:
+                tape.asked.add(self.key)
+        elif self.recorder.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 "owns it; it would be added without being clipped. Use the parameter inside its "

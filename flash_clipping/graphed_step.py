@@ -208,7 +208,7 @@ class GraphedStep:
         weights = [p._version for p in params]
         held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
         held = [each for each in held if each[1].layout == torch.strided]
-        counts = [wrapped.backward_count for wrapped in models]
+        counts = [wrapped.clipped_backwards for wrapped in models]
         randomness = _randomness_of_the_host()
         with _no_waiting(device):
             output = self._run(args, kwargs)
@@ -222,7 +222,7 @@ class GraphedStep:
             _refuse("changes parameters. Call the optimizer's step() outside")
         # How often a model in one pass has added to its gradients; others are not known to count.
         additions = {
-            id(param): wrapped.backward_count - count
+            id(param): wrapped.clipped_backwards - count
             for wrapped, count in zip(models, counts, strict=True)
             if wrapped.mode == "one_pass" and wrapped._recorder.enabled
             for param in wrapped.trainable_parameters
@@ -273,7 +273,6 @@ class GraphedStep:
                 wrapped.loss_reduction,
                 wrapped._recorder.enabled,
                 wrapped._recorder.backend,
-                wrapped.before_clipping is None,
             ]
         return (
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
@@ -416,6 +415,8 @@ class GraphedStep:
                 lent = grad.detach()
                 param.grad = lent
                 self._lent.append((param, lent))
+            for wrapped, captured in graph.of_modules:
+                wrapped.note_sums([param for params, *_ in captured.norms[:1] for param in params])
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
 
     def _taken_back(self) -> bool:
@@ -428,8 +429,16 @@ class GraphedStep:
                     copy = lent.clone()
                     vars(copy).update(vars(lent))
                     setattr(param, holder, copy)
+                    if holder == "grad":
+                        for wrapped in self._of_graphs():
+                            wrapped.note_moved(param, lent)
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())
+
+    def _of_graphs(self) -> list[GradSampleHooksFlashClipping]:
+        """The wrapped models that graphs leave something on."""
+        found = [wrapped for graph in self._graphs.values() for wrapped, _ in graph.of_modules]
+        return list({id(wrapped): wrapped for wrapped in found}.values())
 
 
 def _check_arguments(leaves: Sequence[Any]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from flash_clipping.adaptive import AdaptiveBound
 from flash_clipping.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.grad_sample_module import (
     GradSampleHooksFlashClipping,
@@ -20,6 +24,9 @@ from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimiz
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
+
+#: What only ``clipping="adaptive"`` takes.
+_ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -40,6 +47,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             optimizer.step()
     """
 
+    #: What make_private_with_epsilon takes besides, while it runs.
+    _of_epsilon: set[str] = set()
+
     def make_private(
         self,
         *,
@@ -49,6 +59,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
         sum_dtype: str = "float32",
+        strict: bool = True,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -61,15 +72,17 @@ class FlashPrivacyEngine(PrivacyEngine):
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
                 parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the returned criterion
-                moves the bound as Opacus' ``PrivacyEngineAdaptiveClipping`` does and takes its
-                arguments.
+                moves the bound at the end of every step (:mod:`flash_clipping.adaptive`) and
+                takes the arguments of Opacus' ``PrivacyEngineAdaptiveClipping``.
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
             folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
                 flash only.
+            strict: refuse trainable layers that have buffers; flash only.
             **kwargs: as in Opacus.
 
         Raises:
+            TypeError: an argument that is unknown, or that belongs to another ``clipping``.
             ValueError: arguments that contradict each other.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
@@ -77,6 +90,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
+        self._check_keywords(kwargs, clipping)
+        if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
+            FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         self._adaptive = clipping == "adaptive"
         self._module_options: dict[str, Any] = {
             "backend": backend,
@@ -84,6 +100,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             "folded_modules": folded_modules,
             "sum_dtype": sum_dtype,
             "clipping": "flat" if clipping == "adaptive" else clipping,
+            "strict": strict,
         }
         try:
             module, optimizer, criterion, data_loader = super().make_private(
@@ -102,16 +119,45 @@ class FlashPrivacyEngine(PrivacyEngine):
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
         sum_dtype: str = "float32",
+        strict: bool = True,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
         """
         if grad_sample_mode == "flash":
+            # Opacus hands what these read on to make_private.
+            self._of_epsilon = {
+                *inspect.signature(PrivacyEngine.make_private_with_epsilon).parameters,
+                *inspect.signature(get_noise_multiplier).parameters,
+                *inspect.signature(self.accountant.get_epsilon).parameters,
+            } - {"delta", "steps"}
             kwargs.update(
-                backend=backend, mode=mode, folded_modules=folded_modules, sum_dtype=sum_dtype
+                backend=backend,
+                mode=mode,
+                folded_modules=folded_modules,
+                sum_dtype=sum_dtype,
+                strict=strict,
             )
-        return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+        try:
+            return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+        finally:
+            self._of_epsilon = set()
+
+    def _check_keywords(self, given: dict[str, Any], clipping: str) -> None:
+        """Raise ``TypeError`` for an argument that nobody would read."""
+        known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
+        known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict"}
+        if clipping == "adaptive":
+            known |= {*_ADAPTIVE}
+        if unknown := [name for name in given if name not in known]:
+            listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
+            only = [name for name in unknown if name in _ADAPTIVE]
+            raise TypeError(
+                f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
+                f"clipping={clipping!r} are {listed}."
+                + (f" ({', '.join(only)}: with clipping='adaptive'.)" if only else "")
+            )
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if kwargs.get("grad_sample_mode") != _FLASH:
@@ -125,6 +171,10 @@ class FlashPrivacyEngine(PrivacyEngine):
                 for key, value in kwargs.items()
                 if key in ("batch_first", "loss_reduction")
             }
+            defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
+            for key, default in defaults.items():  # asked for by name
+                if (asked := self._module_options[key]) != default:
+                    expected[key] = tuple(asked) if key == "folded_modules" else asked
             found = {key: getattr(module, key) for key in expected}
             if found != expected:
                 raise ValueError(
@@ -134,6 +184,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             # The noise will be for the engine's bound, so clipping must be by the same.
             module.max_grad_norm = kwargs["max_grad_norm"]
             module.clipping = self._module_options["clipping"]
+            module.counts_unclipped = False  # until an adaptive criterion is made
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
         return cls(module, **kwargs, **self._module_options)
@@ -169,7 +220,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     ) -> Any:
         if isinstance(module, GradSampleHooksFlashClipping):
             if self._adaptive:
-                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **kwargs)
+                settings = {name: kwargs[name] for name in _ADAPTIVE if name in kwargs}
+                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
             return FlashLoss(module, optimizer, criterion, loss_reduction)
         return super()._prepare_criterion(
             module=module,

@@ -8,13 +8,14 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ class RunningTape(Protocol):
     """What a recorder, its taps and its walks ask of :class:`~flash_clipping.tape.Tape`."""
 
     norms_only: bool
+    #: Parameters, by ``id``, whose gradients this backward was asked for.
+    asked: set[int]
+    #: That of the forward which it belongs to, where that is known.
+    thread: int | None
 
     def record(
         self,
@@ -97,6 +102,8 @@ class Forward:
     rows: list[tuple[str, int]] = field(default_factory=list)
     #: Layers some of whose rows may be something else. Only another batch size can tell.
     unproven: set[str] = field(default_factory=set)
+    #: In which it was made. Autograd may run its backward in another.
+    thread: int = field(default_factory=threading.get_ident)
 
     def note_rows(
         self, path: str, x: Tensor, axis: int, recorder: Recorder, features: int = 0
@@ -219,6 +226,7 @@ class Recorder:
 
     Args:
         clip: from per-parameter norms to coefficients; also where norms are published.
+        note_sums: told of the parameters whose clipped sums are in ``p.grad``.
         trainable: the trainable parameters, in order.
         state: yields the model's parameters and buffers.
         loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
@@ -234,6 +242,7 @@ class Recorder:
         *,
         tape_class: Callable[[Recorder], RunningTape],
         clip: ClipFunction,
+        note_sums: Callable[[list[nn.Parameter]], None],
         trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
         loss_reduction: str,
@@ -242,6 +251,7 @@ class Recorder:
         sum_dtype: str,
     ):
         self.clip = clip
+        self.note_sums = note_sums
         self.trainable = trainable
         self.state = state
         self.loss_reduction = loss_reduction
@@ -273,6 +283,9 @@ class Recorder:
         self.captured: Captured | None = None
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._current_forward: weakref.ref[Forward] | None = None
+        #: The thread that runs the root's forward, under the one key that is ever used: setting a
+        #: default is one step for all threads.
+        self._running: dict[str, int] = {}
         self._tape: weakref.ref[RunningTape] | None = None
         #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
         self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
@@ -283,6 +296,7 @@ class Recorder:
         state.update(
             _forwards=[],
             _current_forward=None,
+            _running={},
             _tape=None,
             _least=None,
             walks=None,
@@ -305,6 +319,38 @@ class Recorder:
     @property
     def current_forward(self) -> Forward | None:
         return self._current_forward() if self._current_forward is not None else None
+
+    def enter_forward(self) -> None:
+        """The root's forward begins, in this thread.
+
+        Raises:
+            FlashClippingError: another thread runs the model's forward or backward.
+        """
+        if in_backward():  # recomputed, in a thread of autograd's, maybe
+            return
+        thread = threading.get_ident()
+        if self._running.setdefault("forward", thread) != thread:
+            _refuse_threads("forward", "forward")
+        tape = self.tape
+        if tape is not None and tape.thread not in (None, thread):
+            self.leave_forward()
+            _refuse_threads("forward", "backward")
+
+    def leave_forward(self) -> None:
+        """The root's forward has ended, or failed."""
+        if self._running.get("forward") == threading.get_ident() and not in_backward():
+            del self._running["forward"]
+
+    def check_thread(self, call: Forward) -> None:
+        """Refuse a backward of ``call`` while another thread's forward or backward runs.
+
+        Raises:
+            FlashClippingError: it would be recorded as a part of that.
+        """
+        if (tape := self.tape) is not None and tape.thread not in (None, call.thread):
+            _refuse_threads("backward", "backward")
+        if self._running.get("forward", call.thread) != call.thread:
+            _refuse_threads("backward", "forward")
 
     def begin_forward(self, tensors: list[Tensor]) -> Forward:
         """Start a call of the root module with these tensor inputs."""
@@ -388,11 +434,17 @@ class Recorder:
         """The tape of the backward pass that is running, if it has one already."""
         return self._tape() if self._tape is not None else None
 
-    def begin_backward(self) -> RunningTape:
-        """The running backward's tape; made, and set to be finished at its end, if new."""
+    def begin_backward(self, call: Forward | None = None) -> RunningTape:
+        """The running backward's tape; made, and set to be finished at its end, if new.
+
+        ``call`` is the call of the root whose output it has reached.
+        """
+        if call is not None:
+            self.check_thread(call)
         tape = self.tape
         if tape is None:
             tape = self.new_tape()
+            tape.thread = None if call is None else call.thread
             # The engine's callback is the only owner: a failed backward frees the records.
             Variable._execution_engine.queue_callback(tape.finish)
         return tape
@@ -425,8 +477,10 @@ class Recorder:
         finally:
             self.plans, self.captured = before, None
 
-    def end_backward(self) -> None:
+    def end_backward(self, norms_taken: bool = True) -> None:
         self._tape = None
+        if not norms_taken:
+            return
         for forward in self._forwards:
             forward.spent = True
 
@@ -467,6 +521,15 @@ class Recorder:
             "clipping coefficient 0 and add nothing to the sum. This is said once.",
             stacklevel=2,
         )
+
+
+def _refuse_threads(found: str, running: str) -> NoReturn:
+    raise FlashClippingError(
+        f"Two threads use one wrapped model at the same time: {found} was called while another "
+        f"thread's {running} runs (or failed, with its exception still held). Their samples would "
+        "be mixed up. Use the model in one thread at a time: hold a lock from forward to the end "
+        "of backward, or give each thread a copy of the model."
+    )
 
 
 class Place:

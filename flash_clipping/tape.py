@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C import _will_engine_execute_node as will_engine_execute_node
+from torch.autograd.graph import get_gradient_edge
 
 from flash_clipping.clipping import Doubts
 from flash_clipping.errors import FlashClippingError
@@ -82,6 +84,11 @@ class Tape:
         self.coef_is_one = False
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
+        self.thread: int | None = None
+        #: Parameters, by ``id``, whose gradients this backward was asked for.
+        self.asked: set[int] = set()
+        #: Whether that is all that were recorded.
+        self.asked_for_all = True
 
         self._stand_ins = ExitStack()
 
@@ -192,14 +199,55 @@ class Tape:
 
     def finish(self) -> None:
         """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
+        norms_taken = False
         with torch.no_grad():
             try:
                 self.put_back()
-                self.take_norms()
-                self.add_clipped_sums()
+                if self._is_for_parameters():
+                    norms_taken = True
+                    self.take_norms()
+                    self.add_clipped_sums()
             finally:
                 self.forget()
-                self.recorder.end_backward()
+                self.recorder.end_backward(norms_taken)
+
+    def _is_for_parameters(self) -> bool:
+        """Whether the gradient of any parameter that was recorded was asked for.
+
+        ``torch.autograd.grad(loss, x)`` passes by layers, and must leave nothing in ``p.grad``.
+
+        Raises:
+            FlashClippingError: it was asked for by ``torch.autograd.grad``.
+        """
+        recorded = {id(param): param for params in self.used for param in params}
+        asked = self.asked
+        if not asked.issuperset(recorded):
+            # Parameters that have no guard yet are looked up one by one.
+            asked |= {
+                key for key, param in recorded.items() if key not in asked and self._will_get(param)
+            }
+            self.asked_for_all = asked.issuperset(recorded)
+        if asked.isdisjoint(recorded):
+            return False
+        for key, param in recorded.items():
+            if key in asked:
+                self._will_get(param)  # torch.autograd.grad is the same for all
+                break
+        return True
+
+    def _will_get(self, param: nn.Parameter) -> bool:
+        """Whether the running backward is to leave a gradient with this parameter."""
+        try:
+            return bool(will_engine_execute_node(get_gradient_edge(param).node))
+        except RuntimeError as error:
+            if "autograd.grad" not in str(error):
+                raise
+            raise FlashClippingError(
+                "torch.autograd.grad was asked for gradients of a wrapped model's parameters; "
+                "clipped sums are only left by loss.backward(), in p.grad. Call that; or, for "
+                "ordinary gradients, call the model and torch.autograd.grad between "
+                "module.disable_hooks() and module.enable_hooks()."
+            ) from None
 
     def forget(self) -> None:
         """Let go of all factors."""
@@ -369,14 +417,18 @@ class Tape:
             self._add([key], [factor.clipped_sum(self.coef[key], self.backend)])
             del factor
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
-        for key in self.plan.unreached:
+        for key in self.plan.unreached if self.asked_for_all else ():
             param = self.params[key]
             if param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
+        self.recorder.note_sums(
+            [p for key, p in self.params.items() if self.asked_for_all or key in self.asked]
+        )
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         for key, grad in zip(keys, grads, strict=True):
-            self._put(self.params[key], grad)
+            if self.asked_for_all or key in self.asked:
+                self._put(self.params[key], grad)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:
         """Where gradients go: add to ``p.grad`` as autograd would, but in the sum's own dtype.

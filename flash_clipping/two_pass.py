@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _will_engine_execute_node as will_engine_execute_node
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
@@ -110,7 +111,11 @@ class _Walks:
         recorder = self.recorder
         try:
             if recorder.enabled:
+                call_of_root = self.calls[0].forward
+                if call_of_root is not None:
+                    recorder.check_thread(call_of_root)
                 tape = recorder.new_tape()
+                tape.thread = None if call_of_root is None else call_of_root.thread
                 tape.norms_only = True
                 with torch.no_grad():
                     for call in self.calls:
@@ -178,6 +183,13 @@ class _TwoPass(torch.autograd.Function):
             )
         call.grads = list(grad_outputs)
         recorder = call.root.recorder
+        if recorder.enabled and not will_engine_execute_node(ctx.next_functions[0][0]):
+            raise FlashClippingError(
+                f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
+                "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
+                "sums in p.grad on the way. Use mode='one_pass', or call the model and backward "
+                "between module.disable_hooks() and module.enable_hooks()."
+            )
         if any(tensor.requires_grad for tensor in call.inner_inputs):
             # Somebody waits for the gradient of the model's input, so it cannot be put off.
             if recorder.enabled and recorder.live_calls() > 1:

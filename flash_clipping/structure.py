@@ -1,0 +1,68 @@
+"""What a wrapped model is made of: layers that come after wrapping have no tap."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import nn
+
+from flash_clipping.errors import FlashClippingError
+
+
+class Structure:
+    """The modules and parameters of a model as it was wrapped.
+
+    Args:
+        root: the wrapper, or the model itself where it is not wrapped.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self._look()
+        #: Modules that had parameters, and so have a tap, or a parent that serves them.
+        self._served = {
+            module
+            for module in self._modules
+            if any(param is not None for param in module._parameters.values())
+        }
+
+    def _look(self) -> None:
+        self._modules = [*self.root.modules()]
+        self._children = self._children_now()
+        self._params = self._params_now()
+
+    # Flat, over what is known: walking the tree of modules takes milliseconds in every step.
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for m in self._modules if m._modules for child in m._modules.values()]
+
+    def _params_now(self) -> list[nn.Parameter | None]:
+        return [p for m in self._modules if m._parameters for p in m._parameters.values()]
+
+    def check(self) -> None:
+        """Refuse trainable parameters that have come since the model was wrapped.
+
+        Raises:
+            FlashClippingError: one is in a module that has no tap.
+        """
+        # Lists of tensors cannot be compared by ==, and modules need not be.
+        if _same(self._children, self._children_now()) and _same(self._params, self._params_now()):
+            return
+        for path, module in self.root.named_modules():
+            if module in self._served:
+                continue
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    where = path.removeprefix("_module.") or "the model"
+                    raise FlashClippingError(
+                        f"{where} ({type(module).__name__}): its parameter {name!r} came after the "
+                        "model was wrapped, so its gradients would not be clipped. Wrap the model "
+                        "(make_private) when it is complete: take the wrapper off with "
+                        "to_standard_module() (or cleanup()), change the model, and wrap it again. "
+                        "What is no part of the model goes elsewhere than onto the wrapper."
+                    )
+        self._look()
+
+
+def _same(before: list, now: list) -> bool:  # type: ignore[type-arg]
+    return len(before) == len(now) and all(map(operator.is_, before, now))
