@@ -58,8 +58,9 @@ class PlayedByHand(GraphedStep):
                 grad.fill_(torch.nan)
             for (_, captured), new in zip(graph.of_modules, again, strict=True):
                 pairs = zip(captured.norms, new.norms, strict=True)
-                for (_, fixed), (_, norms_PB) in pairs:
-                    fixed.copy_(norms_PB)
+                for (_, *fixed), (_, *found) in pairs:  # norms and what they were clipped by
+                    for held, now in zip(fixed, found, strict=True):
+                        held.copy_(now)
                 for fixed, coef in zip(captured.coefs, new.coefs, strict=True):
                     fixed.copy_(coef)
             for param, fixed in graph.grads:
