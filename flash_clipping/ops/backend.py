@@ -186,7 +186,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        settings = matmul_settings()
+        settings = matmul_settings() and [*matmul_settings(), *_convolution_settings()]
         for setting in settings:
             wanted = setting.fp32_precision
             if wanted not in ("none", "ieee"):
@@ -211,10 +211,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def matmul_settings() -> list[Any]:
-    """PyTorch's newer settings of how fp32 matmuls and convolutions are computed, on a GPU and on a
-    CPU: what has an ``fp32_precision``. Older versions have none."""
-    backends = torch.backends
-    names = (("cuda", "matmul"), ("cudnn", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
-    places: list[Any] = [getattr(getattr(backends, of), name, None) for of, name in names]
+    """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
+    ``fp32_precision``. Older versions have none."""
+    return _settings((torch.backends.cuda, "matmul"), (torch.backends.mkldnn, "matmul"))
+
+
+@functools.cache
+def _convolution_settings() -> list[Any]:
+    """The same for convolutions."""
+    return _settings((torch.backends.cudnn, "conv"), (torch.backends.mkldnn, "conv"))
+
+
+def _settings(*names: tuple[Any, str]) -> list[Any]:
+    places: list[Any] = [getattr(holder, name, None) for holder, name in names]
     found = [place for place in places if hasattr(place, "fp32_precision")]
     return found if len(found) == len(places) else []

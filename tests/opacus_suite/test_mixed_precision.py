@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import unittest
 from typing import Any
@@ -51,16 +52,19 @@ class Precision(unittest.TestCase):
     ) -> None:
         """Without the criterion only: with it, Opacus asserts norms of the model's own dtype.
 
-        They are fp32 here on purpose: a norm rounded to bf16 lets a sample exceed the bound.
+        They are fp32 here on purpose: a norm rounded to bf16 lets a sample exceed the bound. So
+        are sums, unless sum_dtype says otherwise, as here: Opacus asserts sums of that dtype.
         """
-        self._all(
-            self._train_low_precision,
-            model_class,
-            model_kwargs,
-            dataloader,
-            low_precision_type,
-            ["hooks"],
-        )
+        make_private = functools.partialmethod(self.engine.make_private, sum_dtype="parameter")
+        with mock.patch.object(self.engine, "make_private", make_private):
+            self._all(
+                self._train_low_precision,
+                model_class,
+                model_kwargs,
+                dataloader,
+                low_precision_type,
+                ["hooks"],
+            )
         for param in self.last_model.parameters():
             self.assertEqual(param._norm_sample.dtype, torch.float32)
 

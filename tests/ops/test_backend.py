@@ -70,8 +70,9 @@ def test_missing_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Before the variable is set: it decides how the module's kernels are made.
     kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def broken(*args: object) -> None:
         raise RuntimeError("PassManager::run failed")
@@ -82,8 +83,9 @@ def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_out_of_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Before the variable is set: it decides how the module's kernels are made.
     kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from flash_clipping.ops import cost
+from flash_clipping.ops.certificate import CANCELLATION, CANCELLATION_DOUBLE
 from flash_clipping.ops.linear import linear_sqnorms
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
@@ -22,7 +23,8 @@ def test_groups_of_every_kind(case: Case) -> None:
     ]
     results = linear_sqnorms(groups, backend=case.backend)
     assert len(results) == len(groups)
-    for sq_LB, (A, Gs) in zip(results, groups, strict=True):
+    for (sq_LB, doubt_LB), (A, Gs) in zip(results, groups, strict=True):
+        assert doubt_LB.shape == sq_LB.shape
         A, Gs = (
             A.reshape(
                 len(A),
@@ -71,6 +73,10 @@ def test_layers_of_one_group_by_different_algorithms(case: Case) -> None:
     ]
     if device == "cpu":
         assert chosen == ["outer", "gram", "outer", "gram"]
-    (sq_LB,) = linear_sqnorms([(A, Gs)], backend=case.backend)
+    ((sq_LB, doubt_LB),) = linear_sqnorms([(A, Gs)], backend=case.backend)
     oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
     assert worst_relative_error(sq_LB, oracle) <= case.tolerance
+    share = CANCELLATION_DOUBLE if case.dtype == torch.float64 else CANCELLATION
+    rows = A.cpu().double().norm(dim=2)
+    spread_LB = torch.stack([(rows * G.cpu().double().norm(dim=2)).sum(1) for G in Gs])
+    assert worst_relative_error(doubt_LB, share * spread_LB.square()) <= 2 * case.tolerance

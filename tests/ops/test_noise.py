@@ -183,14 +183,22 @@ def test_launches_take_all_tensors_and_an_offset_each(monkeypatch: pytest.Monkey
     kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
     source, launches = Generator(), []
 
-    def draw(sums: list[Tensor], std: float, divisor: float, *, seed: int, offset: int) -> list:
+    def draw(
+        sums: list[Tensor],
+        std: float,
+        divisor: float,
+        dtype: torch.dtype,
+        *,
+        seed: int,
+        offset: int,
+    ) -> list:
         launches.append((len(sums), seed, offset))
         return [summed + 1 for summed in sums]
 
     monkeypatch.setattr(torch.cuda, "default_generators", [source, source])
     monkeypatch.setattr(kernels, "draw", draw)
     sums = [torch.full((2,), float(k)) for k in range(600)]
-    results = kernels.noisy_means(sums, 1.0, 1.0, None)
+    results = kernels.noisy_means(sums, 1.0, 1.0, None, torch.float32)
     assert torch.equal(torch.stack(results), torch.stack(sums) + 1)
     assert [launch[0] for launch in launches] == [256, 256, 88]
     assert [launch[2] for launch in launches] == [8, 12, 16] and source.offset == 20
