@@ -39,8 +39,8 @@ REDUCTIONS = ("sum", "mean", "mean by hand")
 
 EQUAL_SAMPLES = (64, 512, 2048, 8192)
 
-#: The interpreter takes a hundred times as long as a kernel's work is worth.
-INTERPRETER_SHARE = 0.1
+#: Of the tries: the interpreter takes ten times as long.
+INTERPRETER_SHARE = 0.25
 
 #: A sample is doubtful if it is released shorter than its own norm and bound ask for by this much.
 DOUBTFUL = 1e-3

@@ -166,7 +166,7 @@ def test_a_pair_and_what_is_left(T: int, log_a: float, log_bound: float) -> None
 def test_wide_layers() -> None:
     """d = p = 768, T = 64, as in a transformer."""
     for seed in range(2):
-        attack = Attack("pair", 64, 768, 768, 2.0, 7.0, -7.0, 0.0, seed)
+        attack = Attack("pair", 64, 768, 768, 2.0, 7.0, 0.8, 0.0, seed)
         for algorithm in ("gram", "outer", "outer_store"):
             holds(measure("Linear", attack, Setting("fp32", algorithm)))
 
