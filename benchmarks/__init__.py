@@ -9,4 +9,5 @@
 * ``session.py``     methods in turn on one device; out of memory is an answer, not a crash
 * ``records.py``     what a JSON file holds
 * ``step.py``, ``memory.py``, ``plot.py``, ``report.py``   one subcommand each
+* ``certificate.py`` how far one sample moves what is released; its attacks: ``tests/certificate``
 """

@@ -39,8 +39,8 @@ REDUCTIONS = ("sum", "mean", "mean by hand")
 
 EQUAL_SAMPLES = (64, 512, 2048, 8192)
 
-#: The interpreter takes a hundred times as long as a kernel's work is worth.
-INTERPRETER_SHARE = 0.1
+#: Of the tries: the interpreter takes ten times as long.
+INTERPRETER_SHARE = 0.25
 
 #: A sample is doubtful if it is released shorter than its own norm and bound ask for by this much.
 DOUBTFUL = 1e-3
@@ -298,7 +298,7 @@ def markdown(record: dict[str, Any]) -> str:
         precisions = list(dict.fromkeys(row.precision for row in of_backend))
         cells = {(row.rule, row.algorithm, row.precision): row for row in of_backend}
         lines = [
-            [rule, algorithm, *(_cell(cells[rule, algorithm, it]) for it in precisions)]
+            [rule, algorithm, *(_cell(cells.get((rule, algorithm, it))) for it in precisions)]
             for rule, algorithm in dict.fromkeys((row.rule, row.algorithm) for row in of_backend)
         ]
         tries = sum(row.tries for row in of_backend)
@@ -347,7 +347,9 @@ def _others(rows: Sequence[Row], precisions: Sequence[str]) -> list[list[str]]:
     return lines
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row | None) -> str:
+    if row is None:  # an interrupted run
+        return "not run"
     return "failed" if row.failed else _figure(row.own)
 
 

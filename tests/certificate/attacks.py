@@ -32,6 +32,9 @@ KINDS = (
     "ordinary",
 )
 
+#: How often each is drawn: what cancels in a way that rounding hides, most.
+WEIGHTS = (4, 3, 3, 4, 2, 2, 1, 1, 1)
+
 #: Values that no norm may come out of.
 NON_FINITE = (math.inf, -math.inf, math.nan)
 
@@ -45,7 +48,8 @@ class Attack:
         T, d, p: positions, input features, output features.
         log_a: log10 of the largest input element.
         log_product: log10 of the largest term ``|a_t| |g_t|``, in units of the bound ``C``.
-        log_left: log10 of what is left where terms cancel, relative to them; None for nothing.
+        left: what is left where terms cancel, relative to them, as a power of the rounding of the
+            dtype: at 0.5 and beyond, rounding hides it in sums of squares. None for nothing.
         log_bound: log10 of ``C``.
         seed: of all values.
     """
@@ -56,7 +60,7 @@ class Attack:
     p: int
     log_a: float
     log_product: float
-    log_left: float | None
+    left: float | None
     log_bound: float
     seed: int
 
@@ -64,13 +68,16 @@ class Attack:
     def bound(self) -> float:
         return 10.0**self.log_bound
 
+    def remainder(self, dtype: torch.dtype) -> float:
+        return 0.0 if self.left is None else torch.finfo(dtype).eps ** self.left
+
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
     def neighbour(self, seed: int) -> Attack:
         """An ordinary sample of the same shape, whose norm is around the bound."""
         near = random.Random(seed).uniform(-1, 1)
-        return replace(self, kind="ordinary", log_a=0.0, log_product=near, log_left=None, seed=seed)
+        return replace(self, kind="ordinary", log_a=0.0, log_product=near, left=None, seed=seed)
 
 
 # -- drawing attacks ------------------------------------------------------------------------------
@@ -86,15 +93,15 @@ FEATURES = (1, 2, 3, 5, 8, 16, 24)
 def draw(rng: random.Random, *, lengths: tuple[int, ...] = LENGTHS) -> Attack:
     """A random attack."""
     # Most attacks lie where gradients could be in practice, some at the ends of fp32.
-    extreme = rng.random() < 0.3
+    extreme = rng.random() < 0.2
     return Attack(
-        kind=rng.choice(KINDS),
+        kind=rng.choices(KINDS, WEIGHTS)[0],
         T=rng.choice(lengths),
         d=rng.choice(FEATURES),
         p=rng.choice(FEATURES),
         log_a=rng.uniform(-20, 18) if extreme else rng.uniform(-2, 6),
-        log_product=rng.uniform(-20, 36) if extreme else rng.uniform(-1, 14),
-        log_left=rng.choice((None, rng.uniform(-12, -2))),
+        log_product=rng.uniform(-20, 36) if extreme else rng.uniform(0, 14),
+        left=None if rng.random() < 0.25 else rng.uniform(0.3, 1.1),
         log_bound=rng.uniform(-3, 3),
         seed=rng.randrange(2**31),
     )
@@ -108,7 +115,11 @@ def mutated(attack: Attack, rng: random.Random) -> Attack:
             {"log_a": min(18.0, max(-20.0, attack.log_a + 2 * step))},
             {"log_product": min(36.0, max(-20.0, attack.log_product + 2 * step))},
             {"log_bound": min(3.0, max(-3.0, attack.log_bound + step))},
-            {"log_left": min(0.0, (-8.0 if attack.log_left is None else attack.log_left) + step)},
+            {
+                "left": min(
+                    1.2, max(0.1, (0.7 if attack.left is None else attack.left) + 0.2 * step)
+                )
+            },
             {"seed": rng.randrange(2**31)},
             {"kind": rng.choice(KINDS)},
             {"T": max(1, min(64, round(attack.T * 2**step)))},
@@ -128,7 +139,7 @@ def attacks(*, lengths: tuple[int, ...] = LENGTHS) -> st.SearchStrategy[Attack]:
         p=st.sampled_from(FEATURES),
         log_a=st.floats(-20, 18),
         log_product=st.one_of(st.floats(-1, 14), st.floats(-20, 36)),
-        log_left=st.one_of(st.none(), st.floats(-12, -2)),
+        left=st.one_of(st.none(), st.floats(0.3, 1.1)),
         log_bound=st.floats(-3, 3),
         seed=st.integers(0, 2**31 - 1),
     )
@@ -177,8 +188,8 @@ def product_rows(
         A[0, 0], G[-1, -1] = 1e6, 1e6
     elif kind == "aligned":
         A, G = A[:1].repeat(T, 1), G[:1].repeat(T, 1)
-    if attack.log_left is not None and kind != "one":
-        left = 10.0**attack.log_left
+    if attack.left is not None and kind != "one":
+        left = attack.remainder(dtype)
         A = A + left * _normal(gen, T, attack.d)
         G = G + left * _normal(gen, T, attack.p) * (G != 0).any(1, keepdim=True)
     A = A * (10.0**attack.log_a / _largest(A))
@@ -186,7 +197,7 @@ def product_rows(
     G = G * (attack.bound * 10.0**attack.log_product / _largest(terms))
     if kind == "pair_and_one":
         # The last position has nothing to cancel with: small beside the terms, large beside C.
-        level = 10.0 ** min(attack.log_product, 1.0 - (attack.log_left or 0.0) / 4)
+        level = 10.0 ** min(attack.log_product, 1.0 + 2 * (attack.left or 0.0))
         G[-1] *= level / 10.0**attack.log_product
     return _finite(A, dtype), _finite(G, dtype)
 
@@ -222,8 +233,8 @@ def sum_rows(
         G[0, 0] = 1e6
     elif kind == "aligned":
         G = G[:1].repeat(T, 1)
-    if attack.log_left is not None:
-        G = G + 10.0**attack.log_left * _normal(gen, T, n) * (G != 0).any(1, keepdim=True)
+    if attack.left is not None:
+        G = G + attack.remainder(dtype) * _normal(gen, T, n) * (G != 0).any(1, keepdim=True)
     G = G * (scale * attack.bound * 10.0**attack.log_product / _largest(G.norm(dim=1)))
     if kind == "pair_and_one":
         G[-1] *= 10.0 ** min(0.0, 1.0 - attack.log_product)

@@ -202,8 +202,8 @@ def overlapping(attack: Attack, dtype: torch.dtype) -> Sample:
     G = torch.randn(side * side, attack.p, generator=gen, dtype=torch.float64)
     if attack.kind != "ordinary" and len(seen) > seen.shape[1]:
         G -= seen @ torch.linalg.lstsq(seen, G).solution
-    if attack.log_left is not None:
-        G += 10.0**attack.log_left * torch.randn(G.shape, generator=gen, dtype=torch.float64)
+    if attack.left is not None:
+        G += attack.remainder(dtype) * torch.randn(G.shape, generator=gen, dtype=torch.float64)
     log_a = min(attack.log_a, 4.0) if dtype == torch.float16 else attack.log_a
     x = x * 10.0**log_a
     terms = (seen.norm(dim=1) * 10.0**log_a * G.norm(dim=1)).max().clamp(min=1e-300)
@@ -245,8 +245,8 @@ def tied(attack: Attack, dtype: torch.dtype) -> Sample:
         noise = torch.randn(rows.shape, generator=gen, dtype=torch.float64) * _top(rows)
         mean = torch.zeros_like(head).index_add_(0, ids, noise) / count[:, None]
         rows += noise - mean[ids]
-    if attack.log_left is not None:
-        left = 10.0**attack.log_left * _top(rows)
+    if attack.left is not None:
+        left = attack.remainder(dtype) * _top(rows)
         rows += left * torch.randn(rows.shape, generator=gen, dtype=torch.float64)
     return (ids, A), (_within(rows, dtype), G_head)
 
@@ -258,7 +258,7 @@ def norm_layer(attack: Attack, dtype: torch.dtype, n: int | None = None) -> Samp
     x = torch.randn(attack.T, n, generator=gen)
     if attack.kind not in ("ordinary", "range", "one"):
         x = x[:1].repeat(attack.T, 1)
-        x += (10.0 ** (attack.log_left or -30.0)) * torch.randn(attack.T, n, generator=gen)
+        x += attack.remainder(dtype) * torch.randn(attack.T, n, generator=gen)
     scale = 10.0 ** min(4.0, max(-4.0, attack.log_a))
     return ((x * scale).to(dtype),), (sum_rows(attack, n, dtype),)
 

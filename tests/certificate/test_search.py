@@ -81,18 +81,18 @@ def found(name: str, setting: Setting, tries: int) -> None:
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_fp32(name: str, algorithm: str) -> None:
-    found(name, Setting("fp32", algorithm), 20)
+    found(name, Setting("fp32", algorithm), 14)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_fp64(name: str, algorithm: str) -> None:
-    found(name, Setting("fp64", algorithm), 10)
+    found(name, Setting("fp64", algorithm), 6)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_half(name: str, algorithm: str, dtype: str) -> None:
-    found(name, Setting(dtype, algorithm), 8)
+    found(name, Setting(dtype, algorithm), 4)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
@@ -103,7 +103,7 @@ def test_no_attack_succeeds_under_autocast(name: str, algorithm: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU")
 @pytest.mark.parametrize(("name", "algorithm"), KERNELS)
 def test_no_attack_succeeds_in_the_interpreter(name: str, algorithm: str) -> None:
-    for dtype, tries in (("fp32", 4 * MORE), ("fp16", MORE)):
+    for dtype, tries in (("fp32", 2 * MORE), ("fp16", MORE)):
         setting = Setting(dtype, algorithm, "triton")
         holds(search(name, setting, tries=tries, lengths=SHORT)[0])
 
@@ -166,7 +166,7 @@ def test_a_pair_and_what_is_left(T: int, log_a: float, log_bound: float) -> None
 def test_wide_layers() -> None:
     """d = p = 768, T = 64, as in a transformer."""
     for seed in range(2):
-        attack = Attack("pair", 64, 768, 768, 2.0, 7.0, -7.0, 0.0, seed)
+        attack = Attack("pair", 64, 768, 768, 2.0, 7.0, 0.8, 0.0, seed)
         for algorithm in ("gram", "outer", "outer_store"):
             holds(measure("Linear", attack, Setting("fp32", algorithm)))
 
@@ -187,7 +187,7 @@ def test_a_hostile_sample_does_not_disturb_the_others(
     """
     if dtype == "bf16" and reduction == "mean by hand":
         pytest.skip("what bf16 rounds before it reaches the library is the caller's")
-    findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=10 * MORE)
+    findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=6 * MORE)
     worst = findings[0]
     assert worst.other <= worst.allowed, str(worst)
 
@@ -208,7 +208,7 @@ def poisoned(sample: Sample, value: float, place: int) -> Sample:
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
     """Alone it leaves exact zeros; in company the others' sum stays what it is."""
-    for place in range(6):
+    for place in range(4):
         rng = random.Random(place)
         value, mode = NON_FINITE[place % 3], ("one_pass", "two_pass")[place % 2]
         setting = Setting("fp32", algorithm, mode=mode, company=2)
@@ -270,7 +270,7 @@ def test_norms_and_coefficients_of_ordinary_samples() -> None:
     """Norms within 1e-5 of the oracle; coefficients below ``C / norm`` for one in a hundred."""
     doubtful = samples = 0
     for name in CASES:
-        for seed in range(3):
+        for seed in range(2):
             norms, coefs, truth = ordinary(name, seed)
             error = ((norms - truth).abs() / truth).max().item()
             assert error <= 1e-5, f"{name}: norms are off by {error:.2e}"
@@ -284,13 +284,13 @@ def test_ordinary_samples_are_not_shortened(name: str, algorithm: str) -> None:
     """A sample beyond the bound is released at the bound, not below."""
     rng = random.Random(name)
     shortened = []
-    for seed in range(20):
+    for seed in range(8):
         attack = fitting(name, replace(draw(rng), log_bound=0.0, seed=seed), rng)
         attack = replace(attack.neighbour(seed), log_product=3.0)
         own = measure(name, attack, Setting("fp32", algorithm)).own
         shortened.append(own < 1 - 1e-3)
     # The smallest samples may have a gradient below the bound.
-    assert sum(shortened) <= 2, shortened
+    assert sum(shortened) <= 1, shortened
 
 
 # -- on a GPU -------------------------------------------------------------------------------------
