@@ -78,7 +78,13 @@ class FlashAdaptiveTensor(DPTensorFastGradientAdaptiveClipping):
     """
 
     def _update_clip_and_noise(self, per_sample_norms: torch.Tensor) -> Any:
-        bound_and_multiplier = list(super()._update_clip_and_noise(per_sample_norms))
+        if len(per_sample_norms):
+            bound_and_multiplier = list(super()._update_clip_and_noise(per_sample_norms))
+        else:  # a quantile of nothing: both stay
+            multiplier = getattr(self.optimizer, "_adjusted_noise_multiplier", None)
+            if multiplier is None:
+                multiplier = self.initial_noise_multiplier
+            bound_and_multiplier = [self.module.max_grad_norm, multiplier]
         model = getattr(self.module, "_module", self.module)
         if isinstance(model, DifferentiallyPrivateDistributedDataParallel):
             # All processes must clip by the bound that process 0 adds noise for, and each would

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
+from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.recorder import Captured, Forward, Recorder
 from flash_clipping.rows import prove_rows
@@ -159,6 +160,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps = list(plan_taps(root, self._recorder, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
+        has_bags = any(tap.rule is not None and tap.rule.sets_batch for tap in self._taps)
+        self._taps.append(EmptyBatchForward(root, self._recorder, has_bags))
+        self._taps[-1].install()
         if self.mode == "two_pass":
             self._taps.append(TwoPassForward(root, self._recorder))
             self._taps[-1].install()
