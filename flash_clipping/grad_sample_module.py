@@ -14,13 +14,13 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
 from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.parallel import refuse_around, refuse_inside, refuse_new_class, refuse_since
 from flash_clipping.recorder import Captured, Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
@@ -170,6 +170,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         self._guarded: dict[int, nn.Parameter] = {}
+        #: Whether forward has looked for what happened to the parameters after wrapping.
+        self._looked_around = False
         self._guard_parameters()
         self.enable_hooks()
 
@@ -201,6 +203,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         }
         if not new:
             return
+        self._looked_around = False
         names = {id(param): name for name, param in self._module.named_parameters()}
         for key, param in new.items():
             guarded[key] = param
@@ -212,7 +215,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> None:
         if not self._recorder.enabled:
             return
+        refuse_around(module)
         self._guard_parameters()
+        if not self._looked_around:
+            refuse_since(self if isinstance(self, nn.Module) else module)
+            self._looked_around = True
         module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
@@ -389,12 +396,15 @@ def _refuse(root: nn.Module) -> None:
                 "depends on the others, so no clipping can bound it. Replace it by "
                 "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
             )
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise NotImplementedError(
-                f"{path or 'the model'}: torch's DistributedDataParallel reduces gradients "
-                "before they are clipped. Wrap the model in opacus.distributed."
-                "DifferentiallyPrivateDistributedDataParallel instead."
+                f"{path or 'the model'} ({type(module).__name__}): found max_norm="
+                f"{module.max_norm}. It writes renormalised rows into the weight in every forward, "
+                "without noise: which rows, tells which ids the batch holds; frozen weights are no "
+                "exception. Set max_norm=None; to keep rows short, renormalise all of them after "
+                "optimizer.step()."
             )
+        refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
@@ -416,6 +426,11 @@ class GradSampleModuleFlashClipping(
         nn.Module.__init__(self)
         GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
         self.grad_accumulation_hook = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            refuse_new_class(self, value)
+        super().__setattr__(name, value)
 
 
 class _Guard:
