@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flash_clipping.clipping import check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
+from flash_clipping.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.parallel import refuse_around, refuse_inside, refuse_new_class, refuse_since
@@ -170,6 +171,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         self._guarded: dict[int, nn.Parameter] = {}
+        self._embeddings = embeddings_of(root)
         #: Whether forward has looked for what happened to the parameters after wrapping.
         self._looked_around = False
         self._guard_parameters()
@@ -216,6 +218,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not self._recorder.enabled:
             return
         refuse_around(module)
+        refuse_max_norm(self._embeddings)
         self._guard_parameters()
         if not self._looked_around:
             refuse_since(self if isinstance(self, nn.Module) else module)
@@ -389,20 +392,13 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
 def _refuse(root: nn.Module) -> None:
     """Refuse layers that no clipping can bound, or that no tap can serve."""
+    refuse_max_norm(embeddings_of(root))
     for path, module in root.named_modules():
         if isinstance(module, _MIXING_LAYERS):
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
                 "depends on the others, so no clipping can bound it. Replace it by "
                 "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise NotImplementedError(
-                f"{path or 'the model'} ({type(module).__name__}): found max_norm="
-                f"{module.max_norm}. It writes renormalised rows into the weight in every forward, "
-                "without noise: which rows, tells which ids the batch holds; frozen weights are no "
-                "exception. Set max_norm=None; to keep rows short, renormalise all of them after "
-                "optimizer.step()."
             )
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:

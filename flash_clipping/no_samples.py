@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import DEPTH, batched_inputs, map_tensors
+from flash_clipping.max_norm import NoRenormalisation
 from flash_clipping.recorder import Recorder
 from flash_clipping.rows import _random_state, _untouched
 from flash_clipping.tap import Tap
@@ -171,8 +172,19 @@ class EmptyBatchForward(RootForward):
     def __init__(self, root: nn.Module, recorder: Recorder, has_bags: bool):
         super().__init__(root, recorder)
         self.has_bags = has_bags
+        #: Whether a forward was looked at for functions that write into weights.
+        self.watched = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.recorder
+        if not self.watched and recorder.recording and not torch.compiler.is_compiling():
+            with NoRenormalisation():
+                output = self._forward(args, kwargs)
+            self.watched = True
+            return output
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         call = recorder.current_forward
         if call is None or call.batch_size != 0 or not recorder.recording:
