@@ -220,12 +220,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         refuse_around(module)
         refuse_max_norm(self._embeddings)
         self._guard_parameters()
-        if not self._looked_around:
-            refuse_since(self if isinstance(self, nn.Module) else module)
-            self._looked_around = True
         module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
+        if not self._looked_around:  # now that no stand-in of a failed step is in the way
+            refuse_since(self if isinstance(self, nn.Module) else module)
+            self._looked_around = True
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -73,14 +73,21 @@ class Announcer:
         """The loader starts anew."""
         self._waiting = self._ahead = False
 
+    def end_epoch(self) -> None:
+        """The loader has given its last batch, or nobody asks it for more."""
+        self.new_epoch()
+        self._tell(None)
+
     def __call__(self, samples: int) -> None:
-        module = self._module() if self._module is not None else None
-        expect = getattr(module, "expect_samples", None)
-        if expect is None:
-            return
         self._ahead = self._ahead or self._waiting
         self._waiting = True
-        expect(None if self._ahead else samples)
+        self._tell(None if self._ahead else samples)
+
+    def _tell(self, samples: int | None) -> None:
+        module = self._module() if self._module is not None else None
+        expect = getattr(module, "expect_samples", None)
+        if expect is not None:
+            expect(samples)
 
 
 class PoissonSampler(UniformWithReplacementSampler):
@@ -110,11 +117,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.announce.new_epoch()
         sizes: deque[int] = deque()
         self.sizes = sizes
-        for _ in range(self.steps):
-            indices = self._draw()
-            self.drawn += 1
-            sizes.append(len(indices))
-            yield indices
+        try:
+            for _ in range(self.steps):
+                indices = self._draw()
+                self.drawn += 1
+                sizes.append(len(indices))
+                yield indices
+        finally:  # a loop that was left early, too
+            self.announce.end_epoch()
 
     def _draw(self) -> list[int]:
         # torch.rand(...) < rate draws by the next multiple of 2^-24: more than was accounted for.
@@ -282,8 +292,8 @@ class _AnnouncedBatches:
 
     def __init__(self, batches: Any, sampler: Any):
         self._batches = batches
-        self._announce = sampler.announce
-        self._sizes = sampler.sizes  # of this epoch: its first batches are drawn by now
+        # The sizes of this epoch: its first batches are drawn by now.
+        self._announced = _announced(batches, sampler.announce, sampler.sizes)
 
     def __iter__(self) -> _AnnouncedBatches:
         return self
@@ -292,9 +302,16 @@ class _AnnouncedBatches:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._announce(self._sizes.popleft())
-        return batch
+        return next(self._announced)
+
+
+def _announced(batches: Any, announce: Announcer, sizes: deque[int]) -> Iterator[Any]:
+    try:
+        for batch in batches:
+            announce(sizes.popleft())
+            yield batch
+    finally:  # a loop that was left early, too
+        announce.end_epoch()
 
 
 def _refuse_different(size: int, steps: int) -> None:
