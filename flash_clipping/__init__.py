@@ -14,6 +14,7 @@ from flash_clipping.ops.backend import is_triton_available
 from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.privacy_engine import FlashPrivacyEngine
 from flash_clipping.rules import Needs, Rule, register_rule
+from flash_clipping.sampling import NotPoissonWarning
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "GraphedStep",
     "Lookup",
     "Needs",
+    "NotPoissonWarning",
     "Outer",
     "Rule",
     "clipping_coefficients",

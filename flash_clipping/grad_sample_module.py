@@ -16,13 +16,15 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flash_clipping.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
+from flash_clipping.max_norm import embeddings_of, refuse_max_norm
+from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.parallel import refuse_around, refuse_inside, refuse_new_class, refuse_since
 from flash_clipping.recorder import Captured, Forward, Recorder
 from flash_clipping.rows import prove_rows
 from flash_clipping.rules import find_rule, find_scope
@@ -195,6 +197,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps = list(plan_taps(root, self._recorder, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
+        has_bags = any(tap.rule is not None and tap.rule.sets_batch for tap in self._taps)
+        self._taps.append(EmptyBatchForward(root, self._recorder, has_bags))
+        self._taps[-1].install()
         if self.mode == "two_pass":
             self._taps.append(TwoPassForward(root, self._recorder))
             self._taps[-1].install()
@@ -205,6 +210,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._guarded: dict[int, nn.Parameter] = {}
         #: Parameters whose gradients had to have a dtype before, and which.
         self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        self._embeddings = embeddings_of(root)
+        #: Whether forward has looked for what happened to the parameters after wrapping.
+        self._looked_around = False
         self._guard_parameters()
         self._structure = Structure(self if isinstance(self, nn.Module) else root)
         self.enable_hooks()
@@ -242,6 +250,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         }
         if not new:
             return
+        self._looked_around = False
         names = {id(param): name for name, param in self._module.named_parameters()}
         for key, param in new.items():
             guarded[key] = param
@@ -270,10 +279,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not self._recorder.enabled:
             return
         self._recorder.enter_forward()
+        refuse_around(module)
+        refuse_max_norm(self._embeddings)
         self._guard_parameters()
         module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
+        if not self._looked_around:  # now that no stand-in of a failed step is in the way
+            refuse_since(self if isinstance(self, nn.Module) else module)
+            self._looked_around = True
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -611,6 +625,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
 def _refuse(root: nn.Module) -> None:
     """Refuse layers that no clipping can bound, or that no tap can serve."""
+    refuse_max_norm(embeddings_of(root))
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
@@ -626,12 +641,7 @@ def _refuse(root: nn.Module) -> None:
                 "depends on the others, so no clipping can bound it. Replace it by "
                 "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
             )
-        if isinstance(module, DistributedDataParallel):
-            raise NotImplementedError(
-                f"{path or 'the model'}: torch's DistributedDataParallel reduces gradients "
-                "before they are clipped. Wrap the model in opacus.distributed."
-                "DifferentiallyPrivateDistributedDataParallel instead."
-            )
+        refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
@@ -658,6 +668,11 @@ class GradSampleModuleFlashClipping(
         """Clear the gradients of the model, as Opacus' wrapped modules do."""
         super().zero_grad(set_to_none)
         self.note_cleared(self._module.parameters())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            refuse_new_class(self, value)
+        super().__setattr__(name, value)
 
 
 class _Guard:

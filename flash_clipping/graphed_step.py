@@ -454,10 +454,11 @@ def _check_arguments(leaves: Sequence[Any]) -> None:
 
 def _are_odd(leaves: Sequence[Any]) -> bool:
     """Whether there are tensors that no copy can stand in for: gradients flow back to them, or
-    they are no plain memory."""
+    they are no plain memory; or hold nothing: a batch without samples does not reach the model."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return any(
-        x.requires_grad or type(x) is not Tensor or x.layout != torch.strided for x in tensors
+        x.requires_grad or type(x) is not Tensor or x.layout != torch.strided or not x.numel()
+        for x in tensors
     )
 
 

@@ -12,21 +12,18 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _will_engine_execute_node as will_engine_execute_node
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.no_samples import RootForward
 from flash_clipping.recorder import Recorder
-from flash_clipping.tap import Tap
 
 
-class TwoPassForward(Tap):
-    """Stands in for the root module's ``forward``."""
-
-    def __init__(self, root: nn.Module, recorder: Recorder):
-        super().__init__(root, "", None, recorder)
+class TwoPassForward(RootForward):
+    """The root module's ``forward``, with the model's graph kept to itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recorder.recording:

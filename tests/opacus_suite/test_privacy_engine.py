@@ -99,7 +99,7 @@ class TestValidation(validation_tests.PrivacyEngineValidationTest):
                 noise_multiplier=1.0,
                 max_grad_norm=1.0,
             )
-            self.assertEqual(isinstance(module.forward, Tap), bare)
+            self.assertEqual(isinstance(module.forward.instance_forward, Tap), bare)
             for x in loader:
                 optimizer.zero_grad()
                 flash(x).flatten(1).sum(1).mean().backward()

@@ -1,0 +1,144 @@
+"""PyTorch's own data parallelism, in all its forms, and why a private model refuses it.
+
+It reduces gradients as autograd accumulates them. Those of a private model are clipped sums, which
+autograd never sees: what comes out is exactly 0, or one process's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from flash_clipping.errors import FlashClippingError
+
+_INSTEAD = (
+    "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, give that "
+    "to make_private(module=...), and leave it to nobody else (with Accelerate: do not pass model "
+    "or optimizer to prepare())."
+)
+
+
+def _form_of(module: nn.Module) -> str | None:
+    """What of PyTorch's data parallelism this module is, or is managed by."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return f"torch.nn.parallel.{type(module).__name__}"
+    if not dist.is_available():
+        return None
+    # Imported when first needed: they load half of torch.distributed.
+    from torch.distributed import _composable
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if isinstance(module, FullyShardedDataParallel):
+        return "torch.distributed.fsdp.FullyShardedDataParallel"
+    if isinstance(module, FSDPModule):
+        return "torch.distributed.fsdp.fully_shard"
+    # What composable functions have been applied has no public name.
+    registry = getattr(_composable, "_get_registry", lambda _: None)(module) or ()
+    if "replicate" in registry:
+        return "torch.distributed's replicate"
+    return None
+
+
+def refuse_inside(path: str, module: nn.Module) -> None:
+    """Refuse a module of a model that is about to be wrapped.
+
+    Raises:
+        NotImplementedError: it reduces or shards gradients.
+    """
+    if (form := _form_of(module)) is not None:
+        raise NotImplementedError(
+            f"{path or 'the model'}: found {form}, which reduces gradients before they are "
+            f"clipped. {_INSTEAD}"
+        )
+
+
+def refuse_around(module: nn.Module) -> None:
+    """Refuse a forward of a private model that runs inside another's.
+
+    Raises:
+        FlashClippingError: it is a replica, or runs inside DistributedDataParallel.
+    """
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        found = "DistributedDataParallel"
+    elif getattr(module, "_is_replica", False):
+        found = "DataParallel"
+    else:
+        return
+    raise FlashClippingError(
+        f"the model ({type(module).__name__}): found torch.nn.parallel.{found} around a private "
+        "model. It reduces what autograd accumulates, and a private model's gradients are clipped "
+        f"sums, which autograd does not see: they would be 0 or not reduced. {_INSTEAD}"
+    )
+
+
+def refuse_since(module: nn.Module) -> None:
+    """Refuse what was done to a private model after it was wrapped.
+
+    Raises:
+        FlashClippingError: it was sharded or replicated, or something waits for gradients that
+            autograd will not accumulate.
+    """
+    for path, part in module.named_modules():
+        form = _form_of(part)
+        for name, param in part._parameters.items():
+            if param is None:
+                continue
+            # Parts of one flat parameter take the parameters' places.
+            if getattr(param, "_fsdp_flattened", False) or not isinstance(param, nn.Parameter):
+                form = "torch.distributed.fsdp.FullyShardedDataParallel"
+            elif getattr(param, "_post_accumulate_grad_hooks", None):
+                raise FlashClippingError(
+                    f"{path}.{name}: found a hook that waits until autograd has accumulated its "
+                    "gradient (register_post_accumulate_grad_hook), which never happens to a "
+                    "private model: clipped sums are put into p.grad at the end of backward. Do "
+                    "what the hook does after loss.backward(), or around optimizer.step()."
+                )
+        if form is not None:
+            raise FlashClippingError(
+                f"{path or 'the model'}: found {form} on a private model. Its gradients are "
+                f"clipped sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+            )
+
+
+def refuse_new_class(module: nn.Module, new: Any) -> None:
+    """Refuse to become a module of another class, as fully_shard and replicate do with modules.
+
+    Raises:
+        FlashClippingError: always.
+    """
+    raise FlashClippingError(
+        f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
+        "torch.distributed's fully_shard and replicate do. A private model's gradients are clipped "
+        f"sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+    )
+
+
+def refuse_alone(module: Any, distributed: bool | None) -> None:
+    """Refuse to make a model private that several processes would train apart.
+
+    Raises:
+        ValueError: ``torch.distributed`` runs several processes, and nothing would reduce the
+            gradients of ``module``; unless ``distributed=False`` says that this is meant.
+    """
+    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+
+    if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+        return
+    running = dist.is_available() and dist.is_initialized()
+    if distributed:
+        raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
+    if distributed is None and running and dist.get_world_size() > 1:
+        _refuse_forms(module)
+        raise ValueError(
+            f"module ({type(module).__name__}): torch.distributed runs {dist.get_world_size()} "
+            f"processes, and nothing would reduce the model's gradients. {_INSTEAD} Or pass "
+            "distributed=False to make_private, if every process is to train a model of its own."
+        )
+
+
+def _refuse_forms(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        refuse_inside(path, part)
