@@ -213,7 +213,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("kind", ["method", "local", "arguments"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoint_inside_the_forward(inside: bool, kind: str, reentrant: bool, mode: str) -> None:
-    """Exact; with arguments of a re-entrant checkpoint, which detaches them, by the generic rule."""
+    """Exact; arguments of a re-entrant checkpoint, which detaches them, by the generic rule."""
 
     def build() -> nn.Module:
         model = Checkpointed(kind, reentrant)
