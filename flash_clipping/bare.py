@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
@@ -36,6 +36,8 @@ _DETACHING = {"detach", "__get__data"}
 _IN_PLACE = {"add_"}
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
+#: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
+_STANDS_IN = "_flash_clipping_stands_in"
 
 
 class UnsupportedUse(FlashClippingError):
@@ -44,8 +46,11 @@ class UnsupportedUse(FlashClippingError):
     def __init__(self, tap: Place, found: str):
         self.tap = tap
         super().__init__(
-            f"{tap.path}: a parameter of this module is used outside its own forward in a way "
-            f"that gives no per-sample gradient ({found}). Use it inside the module's forward, or "
+            f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
+            f"gradient: {found}. Freeze the module's own parameters (requires_grad_(False)) and "
+            "train adapters (LoRA on the model's linear layers) instead; or use the parameter in "
+            "ordinary operations of the module's own forward; or wrap the model with "
+            "force_functorch=True, which runs every module under torch.func.vmap and is slow; or "
             "write a rule for the module (flash_clipping.register_rule)."
         )
 
@@ -58,6 +63,10 @@ class BareParameter(torch.Tensor):
         leaves: a detached stand-in for each parameter -> the parameter.
         row: for an expansion of leading dimension 1, the value before it.
         tap: the module's tap.
+
+    What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
+    grad. It must still be known while gradients are off, as in the first forward of a re-entrant
+    checkpoint, whose recomputation will need gradients.
     """
 
     value: Tensor
@@ -70,11 +79,21 @@ class BareParameter(torch.Tensor):
         value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Place, row: Tensor | None = None
     ) -> BareParameter:
         # It requires grad so that a gradient which got past these functions is noticed.
-        bare = torch.Tensor._make_subclass(BareParameter, value.detach(), True)
+        bare = torch.Tensor._make_subclass(BareParameter, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
-        with torch._C.DisableTorchFunctionSubclass():
-            bare.register_hook(_Bypassed(tap))
+        if value.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                bare.register_hook(_Bypassed(tap))
         return bare
+
+    @staticmethod
+    def stand_in(param: nn.Parameter, tap: Place) -> BareParameter:
+        """The parameter itself, as what nothing has been computed from yet."""
+        leaf = param.detach().requires_grad_()
+        vars(leaf)[_STANDS_IN] = True
+        # Per-sample gradients are asked for, never accumulated: whatever is has got past.
+        leaf.register_post_accumulate_grad_hook(_Bypassed(tap))
+        return BareParameter.wrap(leaf, {leaf: param}, tap)
 
     @classmethod
     def __torch_function__(
@@ -91,14 +110,42 @@ class BareParameter(torch.Tensor):
 class _Bypassed:
     """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
 
+    found = (
+        "it is an argument of a re-entrant checkpoint, of another torch.autograd.Function, or of "
+        "a scripted or compiled function, or was written into another tensor"
+    )
+
     def __init__(self, tap: Place):
         self.tap = tap
 
     def __call__(self, _: Tensor) -> None:
-        raise UnsupportedUse(
-            self.tap,
-            "it is an argument of a re-entrant checkpoint, or of another torch.autograd.Function",
-        )
+        raise UnsupportedUse(self.tap, self.found)
+
+
+def refuse_bypassed(tap: Place, args: Any, output: Any) -> None:
+    """Look for stand-ins in the graph of what a module returned, back to its arguments.
+
+    Raises:
+        UnsupportedUse: a gradient would reach one as an ordinary tensor, past the functions here.
+    """
+
+    def nodes_of(tensors: Any) -> list[Any]:
+        found = [x for x in pytree.tree_leaves(tensors) if _is_plain(x) and x.requires_grad]
+        return [x.grad_fn for x in found if x.grad_fn is not None]
+
+    seen = {id(node) for node in nodes_of(args)}
+    waiting = nodes_of(output)
+    held = []  # an id is a node's as long as the node is there
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        held.append(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, BareParameter) or _STANDS_IN in getattr(variable, "__dict__", ()):
+            raise UnsupportedUse(tap, _Bypassed.found)
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -117,6 +164,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     others = [leaf for leaf in leaves if _is_plain(leaf)]
     if name in _DETACHING:
         return bares[0].value.detach()
+    if _are_functorch_transforms_active():
+        raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
+    if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
+        raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
+    if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
+        values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return func(*args, **kwargs)  # all were computed with gradients off
     if name == "backward":
         raise UnsupportedUse(
             tap,
@@ -124,21 +179,32 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         )
     if name.startswith("__set") or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
+    in_place = name.endswith("_") and not name.startswith("__")
     if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
-        in_place = name.endswith("_") and not name.startswith("__")
         if in_place and (name not in _IN_PLACE or len(leaves) != 2 or not _is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
+        _refuse_mixing(tap, name, args, kwargs)
+        if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
+            raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
         return _meet(func, leaves, spec)
+    if in_place and not isinstance(leaves[0], BareParameter):
+        # Only its result would be known to come from parameters, not the tensor itself.
+        raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
+    if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
+        raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
     values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
     plain_args, plain_kwargs = pytree.tree_unflatten(values, spec)
-    with torch.enable_grad():
-        result = func(*plain_args, **plain_kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    if name in _METADATA_ONLY and _is_plain(leaves[0]):
+        return result  # only the parameter's shape, dtype or device went into it
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
 
     rows = _rows(func, name, leaves, spec, result)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
-        if not (value.is_floating_point() and value.requires_grad):
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        if not value.requires_grad and torch.is_grad_enabled():
             return value
         return BareParameter.wrap(value, origin, tap, row)
 
@@ -173,8 +239,7 @@ def _rows(
     ]
     args, kwargs = pytree.tree_unflatten(ones, spec)
     try:
-        with torch.enable_grad():
-            rows = func(*args, **kwargs)
+        rows = func(*args, **kwargs)
     except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
         return None
     values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
@@ -184,6 +249,25 @@ def _rows(
         for value, row in zip(values, found, strict=True)
     )
     return rows if by_row else None
+
+
+def _refuse_mixing(tap: Place, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse functions of samples and parameters whose result for one sample needs the others."""
+    trains = name == "batch_norm" and (kwargs.get("training") or any(x is True for x in args[5:6]))
+    by_count = "embedding" in name and kwargs.get("scale_grad_by_freq")
+    if trains or by_count or name == "masked_scatter":
+        instead = "group_norm or layer_norm" if trains else "torch.where(mask, parameter, x)"
+        if by_count:
+            name, instead = f"{name}(scale_grad_by_freq=True)", "scale_grad_by_freq=False"
+        raise FlashClippingError(
+            f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
+            f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
+            "takes part in it."
+        )
+
+
+def _need_grad(tensors: list[Tensor]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -319,15 +403,16 @@ class _Meet(torch.autograd.Function):
         output = meeting.call(list(tensors[:n_plain]), values)
         if not isinstance(output, Tensor):
             raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} returns several tensors")
-        sizes = {
-            tensor.shape[0]
-            for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
-            if batched and tensor.dim() == output.dim()
-        } or {
-            tensor.shape[0]
-            for tensor, batched in zip(tensors[:n_plain], meeting.batched, strict=True)
-            if batched
-        }
+        batches = [x for x, batched in zip(tensors, meeting.batched, strict=False) if batched]
+        if any(x.dim() == 0 for x in batches):
+            raise FlashClippingError(
+                f"{meeting.tap.path}: {_name(meeting.func)} puts a parameter together with one "
+                "number that was computed from the whole batch, a mean or a sum over samples. It "
+                "mixes samples, so no clipping can bound what one adds. Keep the batch as the "
+                "first axis (x.mean(-1), not x.mean()), or detach that number."
+            )
+        sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
+        sizes = sizes or {x.shape[0] for x in batches}
         if output.dim() == 0 or output.shape[0] not in sizes:
             raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} moves the batch axis")
         ctx.meeting = meeting
@@ -339,9 +424,13 @@ class _Meet(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, G: Tensor) -> Any:
         meeting: _Meeting = ctx.meeting
+        if torch.is_grad_enabled():
+            raise UnsupportedUse(
+                meeting.tap,
+                "backward(create_graph=True) asks for the derivative of its gradient",
+            )
         plain = list(ctx.saved_tensors)
         if _name(meeting.func) in _IN_PLACE:  # an addition needs no more than the shape
             plain = [G.new_empty(()).expand(ctx.shape)]
@@ -369,7 +458,13 @@ def _input_grads(
     """Gradients of the tensors that carry samples: the operation's own backward."""
     if not any(needs):
         return [None] * len(plain)
-    if _name(meeting.func) in _ADDITION and len(plain) == 1 and plain[0].shape == G.shape:
+    if (
+        _name(meeting.func) in _ADDITION
+        and len(plain) == 1
+        and len(meeting.leaves) == 2  # a third is alpha
+        and plain[0].shape == G.shape
+        and not G.is_complex()
+    ):
         return [G.to(plain[0].dtype)]
     inputs = [tensor.detach().requires_grad_(n) for tensor, n in zip(plain, needs, strict=True)]
     with torch.enable_grad():
@@ -384,10 +479,20 @@ def _per_sample_grads(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     own_row = [meeting.row_by_row(bare, plain, G) for bare in meeting.bares]
-    operand_grads = _operand_grads(meeting, plain, G, own_row)
-    for bare, grads_B, has_own in zip(meeting.bares, operand_grads, own_row, strict=True):
-        origin = bare.row if meeting.by_row(bare, G.dim()) else bare.value
+    by_row = [meeting.by_row(bare, G.dim()) for bare in meeting.bares]
+    try:
+        operand_grads = _operand_grads(meeting, plain, G, own_row)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        # An operation that vmap does not have, or that does not take one row of an operand alone.
+        own_row = by_row = [False] * len(meeting.bares)
+        operand_grads = _operand_grads_in_turn(meeting, plain, G)
+    for bare, grads_B, has_own, rowwise in zip(
+        meeting.bares, operand_grads, own_row, by_row, strict=True
+    ):
+        origin = bare.row if rowwise else bare.value
         assert origin is not None
+        if not origin.requires_grad:
+            continue  # computed with gradients off
         if has_own:
             yield from _through_rows(bare, grads_B)
             continue
@@ -430,7 +535,8 @@ def _operand_grads(
     """
     name = _name(meeting.func)
     bares = meeting.bares
-    if len(bares) == 1 and len(plain) == 1 and plain[0].is_floating_point():
+    real = not G.is_complex() and all(x.is_floating_point() for x in plain)
+    if len(bares) == len(plain) == 1 and len(meeting.leaves) == 2 and real:
         by_row = meeting.by_row(bares[0], G.dim()) or own_row[0]
         shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
         if name in _ADDITION:
@@ -465,6 +571,29 @@ def _operand_grads(
     return list(torch.func.vmap(one_sample, in_dims=in_dims)(G, operands, plain))
 
 
+def _operand_grads_in_turn(meeting: _Meeting, plain: list[Tensor], G: Tensor) -> list[Tensor]:
+    """The same, ``[B, *operand]``, for whatever the operation is: its own backward for each sample,
+    with the output gradients of the others at 0."""
+    operands = [bare.value.detach().requires_grad_() for bare in meeting.bares]
+    try:
+        with torch.enable_grad():
+            output = meeting.call([x.detach() for x in plain], operands)
+        found = []
+        for b in range(G.shape[0]):
+            G_b = torch.zeros_like(G)
+            G_b[b] = G[b]
+            found.append(torch.autograd.grad(output, operands, G_b, retain_graph=True))
+        return (
+            [torch.stack(grads) for grads in zip(*found, strict=True)]
+            if found
+            else [operand.new_zeros(0, *operand.shape) for operand in operands]
+        )
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise UnsupportedUse(
+            meeting.tap, f"{_name(meeting.func)} failed in backward ({error})"
+        ) from error
+
+
 def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
     aligned = [1] * (G.dim() - len(shape)) + list(shape)
@@ -486,9 +615,8 @@ def bare_parameters(tap: Place, owners: list[nn.Module]) -> Iterator[None]:
                 if isinstance(param, BareParameter):
                     continue  # a recomputation: stood in for during the whole backward
                 if param is not None and param.requires_grad:
-                    leaf = param.detach().requires_grad_()
                     stood_in.append((module, name, param))
-                    module._parameters[name] = BareParameter.wrap(leaf, {leaf: param}, tap)  # type: ignore[assignment]
+                    module._parameters[name] = BareParameter.stand_in(param, tap)  # type: ignore[assignment]
         yield
     finally:
         tap.entered = outside
@@ -509,8 +637,7 @@ def recomputable(tap: Place) -> Iterator[None]:
         for module in tap.owners:
             for name, param in module._parameters.items():
                 if param is not None and param.requires_grad:
-                    leaf = param.detach().requires_grad_()
-                    bare = BareParameter.wrap(leaf, {leaf: param}, tap)
+                    bare = BareParameter.stand_in(param, tap)
                     mine.append((module, name, param, bare))
                     module._parameters[name] = bare  # type: ignore[assignment]
         yield

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor
+from flash_clipping.inputs import tensors_in
 from flash_clipping.recorder import Recorder, in_backward
 
 
@@ -81,6 +84,9 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
         isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
         for leaf in leaves
     ]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden(tap, leaf, "is called with", axis, batch_size)
     call = recorder.current_forward
     if call is not None:
         for leaf in leaves:
@@ -97,7 +103,7 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
         output = torch.func.functional_call(shim, params, one_args, one_kwargs)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
 
-    with recorder.bypass():
+    with recorder.bypass(), _PaddingStays(tap):
         if batch_size == 0:
             # Nothing to map over. The empty views keep the output in the graph.
             output = torch.func.functional_call(
@@ -107,7 +113,7 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
             return pytree.tree_map_only(
                 Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
             )
-        if not tap.loops and not _pads_embeddings(layer):
+        if not tap.loops:
             in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
             try:
                 return torch.func.vmap(
@@ -118,7 +124,9 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 if not _is_of_vmap(error):
                     raise
-                outputs = _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+                outputs = _sample_by_sample(
+                    tap, one_sample, views, leaves, mapped, axis, batch_size
+                )
                 tap.loops = True  # the loop works where vmap does not: stay with it
                 warnings.warn(
                     f"{tap.path}: torch.func.vmap cannot run this module "
@@ -128,12 +136,20 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
                     stacklevel=2,
                 )
                 return outputs
-        return _sample_by_sample(one_sample, views, leaves, mapped, axis, batch_size)
+        return _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
 
 
-#: What vmap's own errors speak of: itself, what it lacks for an operator, or tensors of its that
-#: have no memory to look at.
-_VMAP_SPEAKS_OF = ("vmap", "functorch", "atching rule", "data pointer", "storage")
+#: What vmap's own errors speak of: itself, what it lacks for an operator, tensors of its that have
+#: no memory to look at, that are too large for what they are written into, or outside autograd.
+_VMAP_SPEAKS_OF = (
+    "vmap",
+    "functorch",
+    "atching rule",
+    "data pointer",
+    "storage",
+    "match the broadcast shape",
+    "does not have a grad_fn",
+)
 
 
 def _is_of_vmap(error: BaseException | None) -> bool:
@@ -145,16 +161,75 @@ def _is_of_vmap(error: BaseException | None) -> bool:
     return False
 
 
-def _pads_embeddings(layer: nn.Module) -> bool:
-    """Whether ``vmap`` would go wrong here: with a weight per sample it ignores ``padding_idx``."""
-    return any(
-        getattr(module, "padding_idx", None) is not None
-        for module in layer.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
-    )
+class _PaddingStays(TorchFunctionMode):
+    """Embeddings whose ``padding_idx`` gets no gradient: under ``vmap``, with a weight per sample,
+    PyTorch itself would give it one."""
+
+    def __init__(self, tap: GenericTap):
+        super().__init__()
+        self.tap = tap
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func is torch.embedding:
+            return self._aten_embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if scale_grad_by_freq:
+            raise FlashClippingError(
+                f"{self.tap.path}: an embedding with scale_grad_by_freq=True mixes samples: its "
+                "gradient depends on how often an id occurs in the whole batch. Set "
+                "scale_grad_by_freq=False."
+            )
+        rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
+        if padding_idx is None:
+            return rows
+        is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
+
+    def _aten_embedding(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        padding_idx: int = -1,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        padding = None if padding_idx < 0 else padding_idx
+        return self._embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def _refuse_hidden(
+    tap: GenericTap, value: Any, verb: str, axis: int, batch_size: int | None = None
+) -> None:
+    """Refuse an object whose tensors vmap does not see: one sample would get, or give, them all."""
+    for x in tensors_in(value):
+        if batch_size is None or (x.dim() > axis and x.shape[axis] == batch_size > 1):
+            raise FlashClippingError(
+                f"{tap.path}: this module runs under torch.func.vmap, and {verb} a "
+                f"{type(value).__name__} that holds a tensor of shape {tuple(x.shape)}, which vmap "
+                "cannot divide into samples. Use tensors, or tuples, lists or dicts of tensors, "
+                "freeze the module's parameters, or write a rule for it "
+                "(flash_clipping.register_rule)."
+            )
 
 
 def _sample_by_sample(
+    tap: GenericTap,
     one_sample: Callable[..., Any],
     views: dict[str, Tensor],
     leaves: list[Any],
@@ -174,6 +249,9 @@ def _sample_by_sample(
         )
         for b in range(batch_size)
     ]
+    for leaf in pytree.tree_leaves(outputs[0]):
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden(tap, leaf, "returns", axis)
     return pytree.tree_map(
         lambda *parts: torch.stack(parts, axis) if isinstance(parts[0], Tensor) else parts[0],
         outputs[0],

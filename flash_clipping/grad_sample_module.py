@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from flash_clipping.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.inputs import batched_inputs
+from flash_clipping.inputs import batched_inputs, tensors_in
 from flash_clipping.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
@@ -253,6 +253,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._looked_around = False
         names = {id(param): name for name, param in self._module.named_parameters()}
         for key, param in new.items():
+            _refuse_complex(names[key], param)
             guarded[key] = param
             self._allow_sums(names[key], param)
             handle = param.register_hook(_Guard(names[key], key, self._recorder))
@@ -310,7 +311,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if recorder.enabled:
                 recorder.begin_backward(call)
 
-        for leaf in _tensors(output):
+        for leaf in tensors_in(output):
             if leaf.requires_grad:
                 leaf.register_hook(start_backward)
 
@@ -623,9 +624,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         return torch.stack([row.to(found[0].device) for row in found])
 
 
+def _refuse_complex(name: str, param: nn.Parameter) -> None:
+    if param.requires_grad and param.is_complex():
+        raise FlashClippingError(
+            f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
+            "not supported. Keep its real and imaginary parts in a real parameter, "
+            "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in "
+            "forward, which is exact; or freeze it (requires_grad_(False))."
+        )
+
+
 def _refuse(root: nn.Module) -> None:
     """Refuse layers that no clipping can bound, or that no tap can serve."""
     refuse_max_norm(embeddings_of(root))
+    for name, param in root.named_parameters():
+        _refuse_complex(name, param)
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
@@ -690,9 +703,13 @@ class _Guard:
         elif self.recorder.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
-                "owns it; it would be added without being clipped. Use the parameter inside its "
-                "own module's forward, detach it where it is used elsewhere, or, for a penalty on "
-                "weights, use the optimizer's weight_decay."
+                "owns it; it would be added without being clipped. Freeze it "
+                "(requires_grad_(False)) and train adapters (LoRA on the model's linear layers) "
+                "instead; or use it in its own module's forward, which others call; or detach it "
+                "where it is used elsewhere. For a penalty on weights, use the optimizer's "
+                "weight_decay. A weight that a hook computes (torch.nn.utils.weight_norm, "
+                "spectral_norm) needs torch.nn.utils.parametrizations instead; after pruning, "
+                "torch.nn.utils.prune.remove(module, name)."
             )
 
 
@@ -725,16 +742,3 @@ def plan_taps(
         elif owned_parameters(module):
             rule = None if force_generic else find_rule(module)
             yield Tap(module, path, rule, recorder, force_generic, path in folded)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in a model's output: nested containers, mappings and dataclasses alike."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, dict):
-        output = list(output.values())
-    elif hasattr(output, "__dataclass_fields__"):
-        output = list(vars(output).values())
-    if isinstance(output, list | tuple):
-        return [tensor for part in output for tensor in _tensors(part)]
-    return []

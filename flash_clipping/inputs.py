@@ -38,6 +38,20 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     return tensors
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value: in containers, and in the attributes of objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int = DEPTH) -> Any:
     """The same arguments with every tensor changed; packed sequences are left alone.
 
@@ -51,10 +65,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int =
             return leaf
         if isinstance(leaf, Mapping):
             content: Mapping[Any, Any] = leaf
-        elif hasattr(leaf, "__dict__") and not callable(leaf):
-            content = vars(leaf)
-        else:
+        elif callable(leaf):
             return leaf
+        else:
+            content = _attributes(leaf)
         changed = {}
         for key, value in content.items():
             new = map_tensors(change, value, depth - 1)
@@ -64,11 +78,25 @@ def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int =
         if not changed:
             return leaf
         leaf = copy.copy(leaf)
-        target = leaf if isinstance(leaf, MutableMapping) else vars(leaf)
-        target.update(changed)
+        if isinstance(leaf, MutableMapping):
+            leaf.update(changed)
+            return leaf
+        for name, new in changed.items():
+            object.__setattr__(leaf, name, new)  # a frozen dataclass has this one only
         return leaf
 
     return pytree.tree_map(of_leaf, arguments, is_leaf=_is_packed)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, in its ``__dict__`` and in its slots."""
+    found = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                found[name] = getattr(value, name)
+    return found
 
 
 def _is_packed(leaf: Any) -> bool:

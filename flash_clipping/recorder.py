@@ -275,6 +275,8 @@ class Recorder:
         #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
         self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         self.warned_non_finite = False
+        #: ``mode="two_pass"``: types of what the model returned beside tensors, for messages.
+        self.returned: str | None = None
         #: ``mode="two_pass"``: what the running outer backward will end with.
         self.walks: weakref.ref[Any] | None = None
         #: How factors of the layouts that were met are handled.
@@ -566,6 +568,13 @@ class Place:
                     f"{self.path}: re-entrant activation checkpointing reached this layer before "
                     "the model's own output. Compute the loss from what the wrapped model "
                     "returns, or use checkpoint(..., use_reentrant=False)."
+                )
+            if self.recorder.returned is not None:
+                raise FlashClippingError(
+                    f"{self.path}: mode='two_pass' got a gradient past the model's outputs: the "
+                    "loss uses a tensor that the model kept on a module or returned inside an "
+                    f"object that cannot be opened (found: {self.recorder.returned}). Return it "
+                    "as a tensor, in a tuple, list, dict or dataclass, or use mode='one_pass'."
                 )
             tape = self.recorder.begin_backward()
         if self.folded:

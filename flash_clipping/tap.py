@@ -26,7 +26,13 @@ from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-de
 from torch._C import _will_engine_execute_node as will_engine_execute_node
 from torch.utils import _pytree as pytree
 
-from flash_clipping.bare import BareParameter, UnsupportedUse, bare_parameters, to_samples
+from flash_clipping.bare import (
+    BareParameter,
+    UnsupportedUse,
+    bare_parameters,
+    refuse_bypassed,
+    to_samples,
+)
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.generic import generic_forward
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
@@ -116,6 +122,10 @@ class Tap(Place):
         self._trainable: Trainable = [], []
         self.loops = False  # whether vmap was tried on this module and failed
         self._signature: inspect.Signature | None = None
+        self._taken: inspect.Signature | None = None  # arguments that the rule takes
+        self._attributes = -1  # how many the layer had when its parameters were last looked up
+        self._computed = False  # whether the layer then computed with other tensors than parameters
+        self._bypass_looked_for = False
 
     def install(self) -> None:
         self.layer.forward = self
@@ -141,7 +151,7 @@ class Tap(Place):
             return self.original(*args, **kwargs)
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
-        if rule is None or not params:
+        if rule is None or self._computed or not params:
             return self._unruled_forward(params, args, kwargs)
         call, recomputed = recorder.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
@@ -166,7 +176,7 @@ class Tap(Place):
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A layer without a rule, or without a trainable parameter."""
-        recorder, rule = self.recorder, self.rule
+        recorder, rule = self.recorder, None if self._computed else self.rule
         if not params:
             if rule is not None and rule.allows_children:
                 # Its children's parameters may be trainable, and its own forward reads them.
@@ -207,6 +217,8 @@ class Tap(Place):
         # The same lists again where they hold: what calls keep would make Python look for garbage
         # in every step.
         (names, params), count = self._trainable, 0
+        if len(vars(self.layer)) != self._attributes or self.layer._buffers:
+            return self._look_up_trainable()  # is there a tensor where a parameter was?
         for owner in self.owners:
             for name, param in owner._parameters.items():
                 if param is not None and param.requires_grad:
@@ -229,16 +241,51 @@ class Tap(Place):
             for name, param in owner._parameters.items()
             if param is not None and param.requires_grad
         ]
-        self._trainable = [name for name, _ in found], [param for _, param in found]
+        if self.rule is not None:
+            self._attributes = len(vars(self.layer))
+            self._computed = self._computes_weights(found)
+        names, params = self._trainable
+        if [name for name, _ in found] != names or any(
+            new is not old for (_, new), old in zip(found, params, strict=True)
+        ):
+            self._trainable = [name for name, _ in found], [param for _, param in found]
         return self._trainable
+
+    def _computes_weights(self, found: list[tuple[str, nn.Parameter]]) -> bool:
+        """Whether the layer reads tensors that are none of its own parameters: a weight that
+        another module computes and assigns. A rule would not see that tensor's gradient; the
+        layer's own forward uses it as what it is."""
+        for name, param in found:
+            if not (param.is_leaf or isinstance(param, BareParameter)):
+                raise FlashClippingError(
+                    f"{self.path}: its {name} is a tensor that was computed from something else "
+                    "(torch.func.functional_call, for example), not a parameter, so it has no "
+                    "per-sample gradient here. Compute it inside the forward of one module that "
+                    "owns what it is computed from (nn.utils.parametrize does), or freeze that."
+                )
+        attributes, buffers = vars(self.layer), self.layer._buffers
+        return (
+            any(isinstance(param, BareParameter) for _, param in found)
+            or any(isinstance(value, Tensor) for value in attributes.values())
+            or "weight" in attributes
+            or "bias" in attributes
+            or any(x is not None and x.requires_grad for x in buffers.values())
+            or any(isinstance(x, BareParameter) for x in buffers.values())
+        )
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
         try:
             with bare_parameters(self, self.owners):
-                return self.original(*args, **kwargs)
+                output = self.original(*args, **kwargs)
+            if not self._bypass_looked_for and not in_backward():
+                refuse_bypassed(self, (args, kwargs), output)
+                self._bypass_looked_for = True  # from now on backward alone will notice
+            return output
         except UnsupportedUse as unsupported:
-            if unsupported.tap is not self:
+            place = unsupported.tap
+            below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
+            if not below:
                 raise
         self.generic = True  # from now on
         call = self.recorder.current_forward
@@ -251,7 +298,8 @@ class Tap(Place):
         """A rule's own way through a layer whose own parameters are frozen."""
         axis = rule.batch_axis(self.layer, self.recorder.batch_axis)
 
-        def ordinary(*inputs: Any) -> Any:
+        def ordinary(*inputs: Any, **named: Any) -> Any:
+            inputs = self._positional(rule, inputs, named)
             rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
             output, _ = rule.forward(self.layer, *rows)
             if isinstance(output, Tensor):
@@ -273,10 +321,8 @@ class Tap(Place):
         kwargs: dict[str, Any],
     ) -> Any:
         """The layer under autograd, as one function."""
-        if kwargs:
-            if self._signature is None:
-                self._signature = inspect.signature(type(self.layer).forward)
-            args = self._signature.bind(self.layer, *args, **kwargs).args[1:]
+        if kwargs or len(args) > 1:
+            args = self._positional(rule, args, kwargs)
         if _are_functorch_transforms_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
@@ -288,6 +334,13 @@ class Tap(Place):
         if isinstance(x, BareParameter) and call is not None:
             x = to_samples(x, call.batch_size or 1, self.path)
             args = (x, *args[1:])
+        if len(args) > 1 and call is not None:  # parameters as keys and values, say
+            args = tuple(
+                to_samples(y, call.batch_size or 1, self.path)
+                if isinstance(y, BareParameter)
+                else y
+                for y in args
+            )
         axis = recorder.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -326,6 +379,56 @@ class Tap(Place):
         if isinstance(output, Tensor):
             return output.transpose(0, axis)
         return tuple(part.transpose(0, axis) for part in output)
+
+    def _positional(
+        self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """All that the layer was called with, in the order in which its rule takes it.
+
+        Raises:
+            FlashClippingError: the rule does not take some of it, or could not give its gradient.
+        """
+        if kwargs:
+            if self._signature is None:
+                self._signature = inspect.signature(type(self.layer).forward)
+            bound = self._signature.bind(self.layer, *args, **kwargs)
+            given = set(bound.arguments)
+            bound.apply_defaults()
+            ordered: list[Any] = []
+            count = 0  # without the defaults at the end, which a rule need not take
+            for name, parameter in [*self._signature.parameters.items()][1:]:
+                value = bound.arguments[name]
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    ordered += value
+                elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+                    if name in given and value is not parameter.default:
+                        names = value if parameter.kind is parameter.VAR_KEYWORD else [name]
+                        self._refuse_argument(rule, ", ".join(map(repr, names)))
+                    continue
+                else:
+                    ordered.append(value)
+                if name in given:
+                    count = len(ordered)
+            args = tuple(ordered[:count])
+        if len(args) > 1:
+            if self._taken is None:
+                self._taken = inspect.signature(rule.forward)
+            try:
+                self._taken.bind(self.layer, *args)
+            except TypeError as error:
+                self._refuse_argument(rule, f"{len(args)} arguments ({error})")
+            for x in args:
+                held = () if isinstance(x, Tensor) else pytree.tree_leaves(x)
+                if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in held):
+                    self._refuse_argument(rule, f"a {type(x).__name__} of tensors that need grad")
+        return args
+
+    def _refuse_argument(self, rule: Rule, found: str) -> NoReturn:
+        raise FlashClippingError(
+            f"{self.path}: it was called with {found}, which its rule {type(rule).__name__} does "
+            "not take; it would be lost. Call the layer without, write a rule whose forward takes "
+            "it (flash_clipping.register_rule), or freeze the layer's parameters."
+        )
 
     def _refuse_input(self, x: Any, param: nn.Parameter) -> NoReturn:
         if not isinstance(x, Tensor):
@@ -457,6 +560,13 @@ class TappedLayer(torch.autograd.Function):
             ) from None
         if not isinstance(grads, tuple):
             grads = (grads,)
+        for i, wanted in enumerate(needs.inputs):
+            if wanted and (i >= len(grads) or grads[i] is None):
+                raise FlashClippingError(
+                    f"{tap.path}: its rule {type(rule).__name__} returned no gradient for input "
+                    f"{i}, which requires one; whatever computes that input would learn nothing. "
+                    "Return a tuple with a gradient for every input that needs.inputs asks for."
+                )
         rest = len(needs.inputs) - len(grads)
         if ctx.hands_on and not _is_asked_for(ctx, len(params)):
             return (*_NONE, *grads, *(None,) * (rest + len(params)))

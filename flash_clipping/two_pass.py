@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.inputs import map_tensors, tensors_in
 from flash_clipping.no_samples import RootForward
 from flash_clipping.recorder import Recorder
 
@@ -45,6 +46,9 @@ class _Call:
         self.leaves = leaves
         self.spec = spec
         self.inner_inputs: list[Tensor] = []
+        #: What the model returned, and the tensors in it that require grad, until it is rebuilt.
+        self.output: Any = None
+        self.inner_outputs: list[Tensor] = []
         #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
         self.forward = root.recorder.current_forward
         #: Gradients of the outputs, until the second walk takes them.
@@ -71,22 +75,27 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad():
             output = self.root.original(*args, **kwargs)
-            self.output_leaves, self.output_spec = pytree.tree_flatten(output)
-            outputs = [leaf for leaf in self.output_leaves if _needs_grad(leaf)]
+            self.output = output
+            # By id: what is returned twice is one tensor outside as well.
+            outputs = list({id(x): x for x in tensors_in(output) if x.requires_grad}.values())
             if not outputs:
                 raise FlashClippingError(
                     f"{self.root.path}: mode='two_pass' found no tensor that requires grad among "
                     f"the model's outputs ({type(output).__name__}). Return tensors, or tuples, "
-                    "lists or dicts of tensors, or use mode='one_pass'."
+                    "lists, dicts or dataclasses of tensors, or use mode='one_pass'."
                 )
+            self.inner_outputs = outputs
+            self.root.recorder.returned = _opaque_types(output)
             self.seed = _Seed.apply(self, *outputs)
         return tuple(tensor.detach() for tensor in outputs)
 
     def rebuild(self, outputs: tuple[Tensor, ...]) -> Any:
-        outer = iter(outputs)
-        leaves = [next(outer) if _needs_grad(leaf) else leaf for leaf in self.output_leaves]
-        self.output_leaves = []
-        return pytree.tree_unflatten(leaves, self.output_spec)
+        """What the model returned, with these in the place of its own tensors; objects that held
+        some are copies."""
+        inner, output = self.inner_outputs, self.output
+        self.inner_outputs, self.output = [], None
+        outer = {id(own): other for own, other in zip(inner, outputs, strict=True)}
+        return map_tensors(lambda x: outer.get(id(x), x), output)
 
     def walk(self, *, last: bool) -> None:
         """Run the inner graph's backward; the last time, free it on the way."""
@@ -136,8 +145,13 @@ class _Walks:
             recorder.end_backward()
 
 
-def _needs_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+def _opaque_types(output: Any) -> str:
+    """Types of what was returned in which tensors may be hidden, for messages."""
+    leaves = [
+        x for x in pytree.tree_leaves(output) if not isinstance(x, Tensor | str | int | float)
+    ]
+    hidden = [type(x).__name__ for x in leaves if not tensors_in(x)]
+    return ", ".join(dict.fromkeys(hidden)) or "nothing that could hold it"
 
 
 class _Seed(torch.autograd.Function):

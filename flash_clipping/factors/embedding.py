@@ -147,10 +147,12 @@ class Bag(Factor):
         return certificate.doubt(norm_B * weight_B)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        G_Bd = self.G_Bd
+        G_Bd, weights_N = self.G_Bd, self.weights_N
         if coef_B is not None:
             G_Bd = row_scale(G_Bd, coef_B, backend=backend)
-        G_Nd = G_Bd[self.bags_N] * self.weights_N[:, None]
+            # A dropped sample's weights may not be finite, and 0 * inf is NaN.
+            weights_N = torch.where(coef_B[self.bags_N] == 0, 0, weights_N)
+        G_Nd = G_Bd[self.bags_N] * weights_N[:, None]
         return torch.ops.aten.embedding_dense_backward(
             G_Nd, self.ids_N, self.num_embeddings, -1, False
         )

@@ -167,7 +167,8 @@ def find_rule(layer: nn.Module) -> Rule | None:
     """The rule for this layer, or ``None`` when only the generic rule can serve it.
 
     A subclass is served by its parent's rule only while it computes what the parent computes: it
-    has the parent's ``forward`` (on the class and on the instance) and no children of its own.
+    has the parent's ``forward`` (on the class and on the instance), no children of its own and no
+    property in the place of a parameter.
     """
     if "forward" in vars(layer):
         return None
@@ -176,8 +177,20 @@ def find_rule(layer: nn.Module) -> Rule | None:
         rule = _RULES.get(ancestor)
         if rule is not None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
+            same = same and not _computes_parameters(type(layer), ancestor)
             return rule if same and (rule.allows_children or not has_children) else None
     return None
+
+
+def _computes_parameters(kind: type[nn.Module], ancestor: type[nn.Module]) -> bool:
+    """Whether a subclass has a property in the place of a parameter, as ``nn.utils.parametrize``
+    makes them: a rule would not see what it is computed from."""
+    below = kind.__mro__[: kind.__mro__.index(ancestor)]
+    return any(
+        isinstance(value, property) and ("weight" in name or "bias" in name)
+        for cls in below
+        for name, value in vars(cls).items()
+    )
 
 
 #: Module type -> what to enter while a module of that type runs its forward.
