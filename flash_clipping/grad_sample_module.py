@@ -21,7 +21,7 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.inputs import batched_inputs
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.recorder import Captured, Forward, Recorder
-from flash_clipping.rows import prove_rows
+from flash_clipping.rows import may_tell_more, rehearse
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.tape import Tape
@@ -208,10 +208,42 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> None:
         if not self._recorder.enabled:
             return
+        recorder = self._recorder
         self._guard_parameters()
-        module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
+        may_rehearse = recorder.may_rehearse()
+        if may_rehearse and (
+            recorder.rehearsed != len(self._guarded) or may_tell_more(recorder, args, kwargs)
+        ):
+            rehearse(module, self._own_forward(module), recorder, args, kwargs)
+            recorder.rehearsed = len(self._guarded)
+        module_call = recorder.begin_forward(batched_inputs(args, kwargs))
+        recorder.check_drawn(module_call)
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
+
+    @staticmethod
+    def _own_forward(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+        return forward.original if isinstance(forward, TwoPassForward) else forward
+
+    def expect_samples(self, n: int | None) -> None:
+        """Tell how many samples the loader drew for the next forward.
+
+        From now on, a forward that records gradients must be called with that many samples, until
+        another number is given; ``None`` if it is not known.
+
+        Raises:
+            FlashClippingError: in forward, where the model is called with a batch of another size.
+        """
+        self._recorder.drawn = n
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse per-sample losses that are not as many as the samples of the last forward.
+
+        Raises:
+            FlashClippingError: what was taken for samples is something else.
+        """
+        self._recorder.check_losses(losses)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -221,11 +253,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         call.end()
         recorder = self._recorder
-        if call.rows:
-            forward = module.forward
-            if isinstance(forward, TwoPassForward):
-                forward = forward.original
-            prove_rows(module, forward, recorder, args, kwargs, call)
+        if call.guesses:
+            rehearse(module, self._own_forward(module), recorder, args, kwargs, call)
         if self.mode == "two_pass":
             return
 
