@@ -23,11 +23,13 @@ from torch._C import _are_functorch_transforms_active  # type: ignore[attr-defin
 from torch.utils import _pytree as pytree
 
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, accumulation_dtype
+from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype, merge
 from flash_clipping.recorder import Place, in_backward
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
+#: Functions that move rows of a table about as they are.
+_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _ADDITION = {"add", "add_"}
 _MULTIPLICATION = {"mul", "multiply"}
@@ -44,7 +46,7 @@ class UnsupportedUse(FlashClippingError):
     """A use of a bare parameter that only the generic rule can serve."""
 
     def __init__(self, tap: Place, found: str):
-        self.tap = tap
+        self.tap, self.found = tap, found
         super().__init__(
             f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
             f"gradient: {found}. Freeze the module's own parameters (requires_grad_(False)) and "
@@ -55,6 +57,23 @@ class UnsupportedUse(FlashClippingError):
         )
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter."""
+
+    ids: Tensor
+    table: Tensor  # the stand-in
+    padding_idx: int | None
+
+    def factor(self, ids: Tensor, G: Tensor, axis: int) -> Lookup:
+        """The per-sample gradients of a sum of these rows and something that has samples."""
+        ids, G = ids.expand(G.shape[:-1]).transpose(0, axis), G.transpose(0, axis)
+        B, d = G.shape[0], G.shape[-1]
+        ids_BT = ids.reshape(B, ids.shape[1:].numel())
+        G_BTd = G.reshape(B, ids_BT.shape[1], d)
+        return Lookup(ids_BT, G_BTd, self.table.shape[0], self.padding_idx)
+
+
 class BareParameter(torch.Tensor):
     """Something computed from parameters alone, the same for all samples.
 
@@ -62,6 +81,7 @@ class BareParameter(torch.Tensor):
         value: the ordinary tensor, with autograd's graph back to ``leaves``.
         leaves: a detached stand-in for each parameter -> the parameter.
         row: for an expansion of leading dimension 1, the value before it.
+        lookup: for rows of a table, which ones.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -72,15 +92,21 @@ class BareParameter(torch.Tensor):
     value: Tensor
     leaves: dict[Tensor, nn.Parameter]
     row: Tensor | None
+    lookup: _Rows | None
     tap: Place
 
     @staticmethod
     def wrap(
-        value: Tensor, leaves: dict[Tensor, nn.Parameter], tap: Place, row: Tensor | None = None
+        value: Tensor,
+        leaves: dict[Tensor, nn.Parameter],
+        tap: Place,
+        row: Tensor | None = None,
+        lookup: _Rows | None = None,
     ) -> BareParameter:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = torch.Tensor._make_subclass(BareParameter, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        bare.lookup = lookup
         if value.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 bare.register_hook(_Bypassed(tap))
@@ -180,13 +206,15 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if name.startswith("__set") or "out" in kwargs:
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
-    if name not in _METADATA_ONLY and any(_carry_samples(tap, others)):
+    axis = _axis(name, leaves, bares[0])
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, others, axis)
+    if any(batched):
         if in_place and (name not in _IN_PLACE or len(leaves) != 2 or not _is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-        return _meet(func, leaves, spec)
+        return _meet(func, leaves, spec, batched, axis)
     if in_place and not isinstance(leaves[0], BareParameter):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -200,13 +228,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
 
     rows = _rows(func, name, leaves, spec, result)
+    lookup = _lookup(func, name, leaves, spec, result) if isinstance(result, Tensor) else None
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return BareParameter.wrap(value, origin, tap, row)
+        return BareParameter.wrap(value, origin, tap, row, lookup)
 
     if rows is None:
         return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
@@ -274,36 +303,84 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, BareParameter)
 
 
-def _carry_samples(tap: Place, tensors: list[Tensor]) -> list[bool]:
+def _lookup(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
+) -> _Rows | None:
+    """Which rows of a table ``result`` is, if it is made of such rows alone."""
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    if name == "embedding":
+        return _looked_up(*args, **kwargs)
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    if len(bares) != 1 or (before := bares[0].lookup) is None:
+        return None
+    value = bares[0].value
+    if name == "to":
+        return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
+    if name not in _MOVES_ROWS:
+        return None
+    # The same for the number of the row in every place of it: no memory, if rows stay whole.
+    numbers = before.ids.unsqueeze(-1).expand(value.shape)
+    moved = [numbers if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(moved, spec)
+    ids = func(*args, **kwargs)
+    if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
+        return None
+    return _Rows(ids[..., 0], before.table, before.padding_idx)
+
+
+def _looked_up(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> _Rows | None:
+    """The same for the arguments of ``torch.nn.functional.embedding``."""
+    if scale_grad_by_freq or max_norm is not None or not isinstance(weight, BareParameter):
+        return None
+    if weight.value not in weight.leaves or isinstance(ids, BareParameter):
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return _Rows(ids, weight.value, padding_idx)
+
+
+def _axis(name: str, leaves: list[Any], bare: BareParameter) -> int:
+    """The axis that holds the samples of what meets a bare parameter.
+
+    That is the first, but where rows of a table are added to a batch that has positions first.
+    """
+    if name not in _ADDITION or len(leaves) != 2 or bare.lookup is None:
+        return 0
+    plain = next((leaf for leaf in leaves if _is_plain(leaf)), None)
+    if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
+        return 0
+    return bare.tap.recorder.batch_axis
+
+
+def _carry_samples(tap: Place, tensors: list[Tensor], axis: int) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
-    certain = any([_carries_samples(tap, tensor) for tensor in tensors if tensor.requires_grad])
-    return [_carries_samples(tap, tensor, note=not certain) for tensor in tensors]
+    certain = any([_is_certain(tensor) for tensor in tensors])
+    return [_carries_samples(tap, tensor, axis, beside=certain) for tensor in tensors]
 
 
-def _carries_samples(tap: Place, tensor: Tensor, note: bool = True) -> bool:
-    """Whether a tensor that meets a bare parameter belongs to the batch.
+def _is_certain(tensor: Tensor) -> bool:
+    """Whether a tensor came out of a tapped layer that read samples."""
+    return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
-    What requires grad came out of a tapped layer. What does not is taken for data when its first
-    axis has the batch's size and it is none of the model's own parameters and buffers.
-    """
-    forward = tap.recorder.current_forward
-    if tensor.requires_grad:
-        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
-            return False
-        if note and forward is not None:
-            forward.note_rows(tap.path, tensor, 0, tap.recorder)
-        return True
-    if tensor.dim() == 0 or forward is None or tap.folded:
-        return False  # rows of a folded module are not the batch's: see _Meeting.row_by_row
-    rows = tensor.shape[0]
-    if rows not in (forward.batch_size, forward.whole_batch):
+
+def _carries_samples(tap: Place, tensor: Tensor, axis: int, beside: bool) -> bool:
+    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
+    recorder = tap.recorder
+    if tap.reads_constants or isinstance(tensor, nn.Parameter):
         return False
-    if tensor.untyped_storage().data_ptr() in tap.recorder.model_storages():
-        return False
-    if note:
-        forward.note_rows(tap.path, tensor, 0, tap.recorder)
-    return rows == forward.batch_size
+    sure = _is_certain(tensor)
+    if tensor.dim() == 0 or (tap.folded and not sure):
+        return sure  # rows of a folded module are not the batch's: see _Meeting.row_by_row
+    return recorder.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
 
 
 @dataclass
@@ -317,6 +394,8 @@ class _Meeting:
     batched: list[bool]
     autocast: tuple[str, bool, torch.dtype]
     recomputed: bool
+    #: Axis of what carries samples, and of the output, that holds them.
+    axis: int = 0
 
     @property
     def tap(self) -> Place:
@@ -368,7 +447,9 @@ class _Meeting:
         return output.shape[0] != 1
 
 
-def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
+def _meet(
+    func: Callable[..., Any], leaves: list[Any], spec: Any, batched: list[bool], axis: int
+) -> Tensor:
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if _is_plain(leaf)]
@@ -378,13 +459,14 @@ def _meet(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Tensor:
         leaves=[torch.empty(0) if _is_plain(leaf) else leaf for leaf in leaves],
         spec=spec,
         bares=bares,
-        batched=_carry_samples(tap, plain),
+        batched=batched,
         autocast=(
             device_type,
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
         ),
         recomputed=in_backward(),
+        axis=axis,
     )
     if tap.entered not in (None, _circumstances()) and not meeting.recomputed:
         tap.recorder.recomputed[tap.path] = functools.partial(recomputable, tap)
@@ -411,6 +493,8 @@ class _Meet(torch.autograd.Function):
                 "mixes samples, so no clipping can bound what one adds. Keep the batch as the "
                 "first axis (x.mean(-1), not x.mean()), or detach that number."
             )
+        if meeting.axis and output.shape != tensors[0].shape:
+            raise UnsupportedUse(meeting.tap, f"{_name(meeting.func)} adds axes to the batch")
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
         if output.dim() == 0 or output.shape[0] not in sizes:
@@ -437,16 +521,22 @@ class _Meet(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 : 2 + len(plain)]
         grads = _input_grads(meeting, plain, needs, G)
         recorder = meeting.tap.recorder
-        by_param: dict[nn.Parameter, Tensor] = {}
-        for param, grads_B in _per_sample_grads(meeting, plain, G):
-            by_param[param] = by_param[param] + grads_B if param in by_param else grads_B
+        by_param: dict[nn.Parameter, Factor] = {}
+        rows = _rows_met(meeting, plain, G)
+        if rows is not None:
+            by_param.update([rows])
+        else:
+            for param, grads_B in _per_sample_grads(meeting, plain, G):
+                factor = Dense(grads_B)
+                by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
         if recorder.enabled:
-            factors = [Dense(grads_B) for grads_B in by_param.values()]
-            meeting.tap.record([*by_param], factors, meeting.recomputed)
+            meeting.tap.record([*by_param], [*by_param.values()], meeting.recomputed)
             return None, None, *grads, *[None] * len(meeting.params)
         # An ordinary backward: ordinary gradients.
         ordinary = [
-            by_param[param].sum(0).to(param.dtype) if param in by_param else None
+            by_param[param].clipped_sum(None, recorder.backend).view_as(param).to(param.dtype)
+            if param in by_param
+            else None
             for param in meeting.params
         ]
         return None, None, *grads, *ordinary
@@ -472,6 +562,29 @@ def _input_grads(
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(output, wanted, G))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _rows_met(
+    meeting: _Meeting, plain: list[Tensor], G: Tensor
+) -> tuple[nn.Parameter, Factor] | None:
+    """The gradient of a table of which single rows took part, without a table per sample.
+
+    They were added to something that has samples, or looked up by it.
+    """
+    bare, name = meeting.bares[0], _name(meeting.func)
+    if len(meeting.bares) > 1 or len(plain) != 1:
+        return None
+    if name in _ADDITION and len(meeting.leaves) == 2 and (rows := bare.lookup) is not None:
+        if bare.shape[-1:] != G.shape[-1:]:
+            return None
+        return bare.leaves[rows.table], rows.factor(rows.ids, G, meeting.axis)
+    if name != "embedding":
+        return None
+    args, kwargs = pytree.tree_unflatten(meeting.leaves, meeting.spec)
+    found = _looked_up(*args, **kwargs)
+    if found is None or not meeting.batched[0]:
+        return None
+    return bare.leaves[found.table], found.factor(plain[0], G, 0)
 
 
 def _per_sample_grads(
@@ -648,9 +761,7 @@ def recomputable(tap: Place) -> Iterator[None]:
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
-    """A bare parameter that is handed to a layer: one row per sample."""
-    if x.dim() and x.shape[0] == 1:
-        x = x.expand(batch_size, *x.shape[1:])  # type: ignore[assignment]
+    """A bare parameter that was expanded over the batch and is handed to a layer."""
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "

@@ -16,6 +16,14 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from flash_clipping.adaptive import AdaptiveBound
 
 
+def _counted(loss: DPTensorFastGradientClipping) -> DPTensorFastGradientClipping:
+    """The same loss, with as many per-sample losses as the model has seen samples."""
+    check = getattr(loss.module, "check_losses", None)
+    if check is not None:
+        check(loss.loss_per_sample)
+    return loss
+
+
 class FlashTensor(DPTensorFastGradientClipping):
     """A loss per sample that reduces itself and runs one ordinary backward."""
 
@@ -73,7 +81,7 @@ class FlashLoss(DPLossFastGradientClipping):
         super().__init__(module, optimizer, criterion, loss_reduction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
-        return FlashTensor.of(super().__call__(*args, **kwargs))
+        return FlashTensor.of(_counted(super().__call__(*args, **kwargs)))
 
 
 class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
@@ -96,4 +104,4 @@ class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
         module.counts_unclipped = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
-        return FlashTensor.of(DPLossFastGradientClipping.__call__(self, *args, **kwargs))
+        return FlashTensor.of(_counted(DPLossFastGradientClipping.__call__(self, *args, **kwargs)))

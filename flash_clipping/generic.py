@@ -36,6 +36,10 @@ class GenericTap(Protocol):
     ) -> None: ...
 
 
+class ReadsNoSamples(Exception):
+    """All that a module reads is the same for all samples."""
+
+
 class PerSampleView(torch.autograd.Function):
     """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
 
@@ -77,21 +81,21 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
     recorder, layer = tap.recorder, tap.layer
     axis = recorder.batch_axis
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    batch_size = _batch_size(tap, leaves, axis)
+    mapped = _mapped(tap, leaves, axis)
+    sizes = {leaf.shape[axis] for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped}
+    if not sizes:
+        raise ReadsNoSamples
+    if len(sizes) > 1:
+        raise FlashClippingError(
+            f"{tap.path}: its inputs have different numbers of samples along the batch axis: "
+            f"{', '.join(map(str, sorted(sizes)))}. Give all of them one row per sample."
+        )
+    batch_size = sizes.pop()
     named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
     views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
-    mapped = [
-        isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == batch_size
-        for leaf in leaves
-    ]
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             _refuse_hidden(tap, leaf, "is called with", axis, batch_size)
-    call = recorder.current_forward
-    if call is not None:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                call.note_rows(tap.path, leaf, axis, recorder)
     shim = _Original(tap)
 
     def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
@@ -259,17 +263,34 @@ def _sample_by_sample(
     )
 
 
-def _batch_size(tap: GenericTap, leaves: list[Any], axis: int) -> int:
-    """The batch size of a call of a module without a rule."""
-    sizes = [leaf.shape[axis] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
-    forward = tap.recorder.current_forward
-    if forward is not None:
-        for size in forward.batch_sizes:
-            if not sizes or size in sizes:
-                return size
-    if not sizes:
+def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
+    """Which of a module's arguments have a row per sample; the others every sample sees as a whole.
+
+    Raises:
+        FlashClippingError: there is no tensor that could have.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    if not tensors:
         raise FlashClippingError(
             f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
             "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
         )
-    return sizes[0]
+    recorder = tap.recorder
+    call = recorder.current_forward
+    if call is None or call.batch_size is None:
+        sizes = [tensor.shape[axis] for tensor in tensors]
+        return [
+            isinstance(x, Tensor) and x.dim() > axis and x.shape[axis] == sizes[0] for x in leaves
+        ]
+    # One of them must be the samples: what was computed from them, if anything was.
+    fitting = (x for x in tensors if x.shape[axis] == call.batch_size)
+    first = next((x for x in tensors if x.requires_grad), next(fitting, tensors[0]))
+    mapped = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= axis:
+            mapped.append(False)
+            continue
+        sure = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+        beside = leaf is not first
+        mapped.append(recorder.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
+    return mapped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -26,7 +26,7 @@ from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.parallel import refuse_around, refuse_inside, refuse_new_class, refuse_since
 from flash_clipping.recorder import Captured, Forward, Recorder
-from flash_clipping.rows import prove_rows
+from flash_clipping.rows import may_tell_more, rehearse
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.step_record import Bound, StepRecord, added, checked_bound
 from flash_clipping.structure import Structure
@@ -197,7 +197,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps = list(plan_taps(root, self._recorder, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
-        has_bags = any(tap.rule is not None and tap.rule.sets_batch for tap in self._taps)
+        has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self._taps)
         self._taps.append(EmptyBatchForward(root, self._recorder, has_bags))
         self._taps[-1].install()
         if self.mode == "two_pass":
@@ -279,16 +279,48 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> None:
         if not self._recorder.enabled:
             return
-        self._recorder.enter_forward()
+        recorder = self._recorder
+        recorder.enter_forward()
         refuse_around(module)
         refuse_max_norm(self._embeddings)
         self._guard_parameters()
-        module_call = self._recorder.begin_forward(batched_inputs(args, kwargs))
+        may_rehearse = recorder.may_rehearse()
+        if may_rehearse and (
+            recorder.rehearsed != len(self._guarded) or may_tell_more(recorder, args, kwargs)
+        ):
+            rehearse(module, self._own_forward(module), recorder, args, kwargs)
+            recorder.rehearsed = len(self._guarded)
+        module_call = recorder.begin_forward(batched_inputs(args, kwargs))
+        recorder.check_drawn(module_call)
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
         if not self._looked_around:  # now that no stand-in of a failed step is in the way
             refuse_since(self if isinstance(self, nn.Module) else module)
             self._looked_around = True
+
+    @staticmethod
+    def _own_forward(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+        return forward.original if isinstance(forward, TwoPassForward) else forward
+
+    def expect_samples(self, n: int | None) -> None:
+        """Tell how many samples the loader drew for the next forward.
+
+        From now on, a forward that records gradients must be called with that many samples, until
+        another number is given; ``None`` if it is not known.
+
+        Raises:
+            FlashClippingError: in forward, where the model is called with a batch of another size.
+        """
+        self._recorder.drawn = n
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse per-sample losses that are not as many as the samples of the last forward.
+
+        Raises:
+            FlashClippingError: what was taken for samples is something else.
+        """
+        self._recorder.check_losses(losses)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -299,11 +331,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._structure.check()
         call.end()
         recorder = self._recorder
-        if call.rows:
-            forward = module.forward
-            if isinstance(forward, TwoPassForward):
-                forward = forward.original
-            prove_rows(module, forward, recorder, args, kwargs, call)
+        if call.guesses:
+            rehearse(module, self._own_forward(module), recorder, args, kwargs, call)
         if self.mode == "two_pass":
             return
 

@@ -71,6 +71,60 @@ def in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
+#: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
+#: root, and which read in that call.
+Read: TypeAlias = tuple[str, int, int]
+
+
+class Witness(Protocol):
+    """What notes reads in a rehearsal (:mod:`flash_clipping.rows`)."""
+
+    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
+    offsets: Tensor | None
+
+    def reads_samples(
+        self,
+        read: Read,
+        x: Tensor,
+        axis: int,
+        *,
+        sure: bool,
+        beside: bool = False,
+        rows: int | None = None,
+        also: Sequence[Tensor] = (),
+        folded: bool = False,
+    ) -> bool: ...
+
+    def forget(self, path: str) -> None: ...
+
+
+class Evidence:
+    """What rehearsals have shown: which reads of tapped layers are samples.
+
+    Attributes:
+        proven: layers all of whose reads are samples.
+        reads: for the others, read by read, in every call of the layer.
+    """
+
+    def __init__(self) -> None:
+        self.proven: set[str] = set()
+        self.reads: dict[str, list[list[bool]]] = {}
+
+    def known(self, read: Read, any_call: bool) -> bool | None:
+        """Whether this read is samples; ``None`` where no rehearsal has told.
+
+        ``any_call``: calls come in another order than in forward, as they are recomputed.
+        """
+        path, call, place = read
+        if path in self.proven:
+            return True
+        calls = self.reads.get(path, ())
+        if not any_call and call < len(calls) and place < len(calls[call]):
+            return calls[call][place]
+        answers = {of_call[place] for of_call in calls if place < len(of_call)}
+        return answers.pop() if len(answers) == 1 else None
+
+
 @dataclass(eq=False)
 class Forward:
     """One call of the root module: what a later backward has to know about it."""
@@ -90,48 +144,33 @@ class Forward:
     ended: bool = False
     #: Whether the norms of this call have been taken.
     spent: bool = False
-    #: Memory of the root's tensor inputs, and the stride of their batch axis.
-    input_storages: frozenset[tuple[int, int]] = frozenset()
+    #: Memory of the root's tensor inputs.
+    input_storages: frozenset[int] = frozenset()
     #: Whether autograd is on: what then runs without it in this call is checkpointed.
     recorded: bool = False
-    #: A run on fewer samples: how many the batch really has.
-    whole_batch: int | None = None
-    #: Memory of buffers that such a run works on copies of.
-    put_aside: frozenset[int] = frozenset()
-    #: What tapped layers read whose rows are not proven to be samples: (path of the layer, rows).
-    rows: list[tuple[str, int]] = field(default_factory=list)
-    #: Layers some of whose rows may be something else. Only another batch size can tell.
-    unproven: set[str] = field(default_factory=set)
     #: In which it was made. Autograd may run its backward in another.
     thread: int = field(default_factory=threading.get_ident)
+    #: In a rehearsal: who notes what layers read.
+    witness: Witness | None = None
+    #: How often each layer that is not proven was called, and has read something in its last call.
+    turns: dict[str, list[int]] = field(default_factory=dict)
+    #: Reads of which no rehearsal has told yet whether they are samples, and what was assumed.
+    guesses: dict[Read, bool] = field(default_factory=dict)
 
-    def note_rows(
-        self, path: str, x: Tensor, axis: int, recorder: Recorder, features: int = 0
-    ) -> None:
-        """Note what a tapped layer reads, until its rows are proven to be samples.
+    def begin_call(self, path: str) -> None:
+        """Note that a layer that is not proven is called."""
+        turn = self.turns.get(path)
+        if turn is None:
+            self.turns[path] = [0, 0]
+        else:
+            turn[0] += 1
+            turn[1] = 0
 
-        They are in doubt where ``x`` is neither the root's own input nor computed by tapped
-        layers, and where the batch could be another of its axes, or a part of one; not one of the
-        last ``features``, whose sizes the layer's parameters fix.
-        """
-        batch_size = self.batch_size
-        if path in recorder.proven or batch_size is None or x.dim() <= axis:
-            return
-        if batch_size < 2 and self.whole_batch is None:
-            return
-        self.rows.append((path, x.shape[axis]))
-        if x.requires_grad:
-            axes = x.shape[: x.dim() - features]
-            if sum(size % batch_size == 0 for size in axes) > 1:
-                self.unproven.add(path)
-        elif (x.untyped_storage().data_ptr(), x.stride(axis)) not in self.input_storages:
-            self.unproven.add(path)
-
-    def doubt(self, path: str, recorder: Recorder) -> None:
-        """Note a layer that will read something only when it is recomputed in backward."""
-        if path not in recorder.proven and self.batch_size is not None and self.batch_size > 1:
-            self.rows.append((path, self.batch_size))
-            self.unproven.add(path)
+    def next_read(self, path: str) -> Read:
+        """The place of what a layer reads now: its calls, and its reads in one call, in order."""
+        turn = self.turns.setdefault(path, [0, 0])
+        turn[1] += 1
+        return path, turn[0], turn[1] - 1
 
     def note_reader(self, x: Tensor) -> int:
         """Count one more reader of this input; layers that share one are called in a row.
@@ -266,10 +305,14 @@ class Recorder:
         self.bypassed = False
         #: Layers whose rows were declared to be parts of samples.
         self.folded: set[str] = set()
-        #: Layers whose rows are known to be samples (:mod:`flash_clipping.rows`).
-        self.proven: set[str] = set()
-        #: For layers in doubt: shapes of inputs on which another batch size told nothing.
+        #: Which reads of layers are samples (:mod:`flash_clipping.rows`).
+        self.evidence = Evidence()
+        #: How many parameters were watched at the last rehearsal; new ones ask for another.
+        self.rehearsed = 0
+        #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
         self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
+        #: How many samples the loader drew for the next forward, where that is known.
+        self.drawn: int | None = None
         #: Parameters that have a stand-in now: (module, name, parameter).
         self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
         #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
@@ -354,7 +397,7 @@ class Recorder:
         if self._running.get("forward", call.thread) != call.thread:
             _refuse_threads("backward", "forward")
 
-    def begin_forward(self, tensors: list[Tensor]) -> Forward:
+    def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> Forward:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
             self._recover()
@@ -363,13 +406,51 @@ class Recorder:
         forward = Forward(
             recorded=torch.is_grad_enabled(),
             batch_sizes=tuple(dict.fromkeys(sizes)),
-            input_storages=frozenset(
-                (t.untyped_storage().data_ptr(), t.stride(axis)) for t in tensors if t.dim() > axis
-            ),
+            input_storages=frozenset(t.untyped_storage().data_ptr() for t in tensors),
+            witness=witness,
         )
         self._forwards.add(forward)
         self._current_forward = weakref.ref(forward)
         return forward
+
+    def may_rehearse(self) -> bool:
+        """Whether a forward that starts now is one of training, which may be rehearsed."""
+        return (
+            torch.is_grad_enabled()
+            and not self.bypassed
+            and not in_backward()
+            and self.captured is None
+        )
+
+    def check_drawn(self, forward: Forward) -> None:
+        """Refuse a batch that is not what the loader drew."""
+        if self.drawn is None or not forward.recorded or self.drawn in forward.batch_sizes:
+            return
+        sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
+        raise FlashClippingError(
+            f"the model: the loader drew {self.drawn} samples, but the model is called with a "
+            f"batch of {sizes} (the size of axis {self.batch_axis} of its inputs). Samples that "
+            "are packed end to end into one row, or flattened into their tokens, are not "
+            "recognised: give the model one row per sample, padded to one length. If samples lie "
+            f"along axis {1 - self.batch_axis}, wrap the model with "
+            f"batch_first={not self.batch_first}."
+        )
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse per-sample losses that are not as many as the samples of the last forward."""
+        call = self.current_forward
+        samples = None if call is None else call.batch_size
+        if not self.enabled or samples is None or not losses.dim():
+            return
+        counts = losses.shape[:1] if self.batch_first else losses.shape[:2]
+        if samples not in counts:
+            raise FlashClippingError(
+                f"the criterion: found {counts[0]} losses, but the model was called with a batch "
+                f"of {samples} samples (the size of axis {self.batch_axis} of its input). One of "
+                "the two does not count samples: give the model inputs whose axis "
+                f"{self.batch_axis} is the batch (batch_first={self.batch_first}), and the "
+                "criterion one row per sample."
+            )
 
     def _recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
@@ -400,11 +481,74 @@ class Recorder:
         """Go on with a call of the root that another one came between."""
         self._current_forward = weakref.ref(forward)
 
+    def reads_samples(
+        self,
+        path: str,
+        x: Tensor,
+        axis: int,
+        *,
+        sure: bool,
+        beside: bool = False,
+        rows: int | None = None,
+        also: Sequence[Tensor] = (),
+    ) -> bool:
+        """Whether the rows of something that a tapped layer reads are samples.
+
+        A rehearsal has shown it. Where none has, what was computed by tapped layers is taken for
+        samples, and so is what has as many rows as the batch; the forward is then rehearsed
+        afterwards, to see whether that was right.
+
+        Args:
+            sure: the tensor was computed by tapped layers from samples.
+            beside: it stands beside such a tensor in one operation.
+            rows: how many rows it has, if not the size of its axis.
+            also: other tensors that it stands for.
+        """
+        call = self.current_forward
+        if call is None or call.batch_size is None:  # layers can only agree with each other
+            return sure
+        read = call.next_read(path)
+        folded = path in self.folded
+        if call.witness is not None:
+            return call.witness.reads_samples(
+                read, x, axis, sure=sure, beside=beside, rows=rows, also=also, folded=folded
+            )
+        recomputed = in_backward()
+        known = self.evidence.known(read, any_call=recomputed)
+        if known is not None or sure:
+            if known is None and not recomputed:
+                call.guesses[read] = True
+            return known is not False
+        if recomputed:
+            raise FlashClippingError(
+                f"{path}: under activation checkpointing it reads a tensor of shape "
+                f"{tuple(x.shape)} that may or may not be samples. Call this layer outside the "
+                "checkpoint, or always with samples."
+            )
+        rows = x.shape[axis] if rows is None else rows
+        batch_size = call.batch_size
+        storages = {t.untyped_storage().data_ptr() for t in (x, *also)}
+        answer = bool(storages & call.input_storages) and not beside
+        if rows == batch_size or (folded and batch_size and rows % batch_size == 0):
+            answer = answer or not storages & self.model_storages()
+        call.guesses[read] = answer
+        return answer
+
+    def forget(self, path: str) -> None:
+        """What this layer has read is void: it starts again."""
+        self.evidence.proven.discard(path)
+        self.evidence.reads.pop(path, None)
+        call = self.current_forward
+        if call is not None:
+            call.turns.pop(path, None)
+            for read in [read for read in call.guesses if read[0] == path]:
+                del call.guesses[read]
+            if call.witness is not None:
+                call.witness.forget(path)
+
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""
-        forward = self.current_forward
-        aside = forward.put_aside if forward is not None else ()
-        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}.union(aside)
+        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
@@ -550,6 +694,8 @@ class Place:
         self.folded = folded
         if folded:
             recorder.folded.add(path)
+        #: Whether what its parameters meet is the same for all samples.
+        self.reads_constants = False
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
 

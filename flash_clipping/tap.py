@@ -34,7 +34,7 @@ from flash_clipping.bare import (
     to_samples,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.generic import generic_forward
+from flash_clipping.generic import ReadsNoSamples, generic_forward
 from flash_clipping.recorder import Forward, Place, Recorder, in_backward
 from flash_clipping.rules.registry import (
     AccumulatingRule,
@@ -115,6 +115,7 @@ class Tap(Place):
         self.generic = generic
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
+        self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
         self._accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
         if self._accumulates:
             references_of_none()  # counted once, outside any backward
@@ -157,10 +158,12 @@ class Tap(Place):
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not is_grad_enabled():
-            if self._note_checkpointed(args, kwargs) and rule.allows_children:
+            if rule.allows_children and self._is_checkpointed():
                 # Its own forward need not call its children, and their uses must be counted.
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
+        if (call is None or call.ended) and not recomputed:
+            self._refuse_call()
         try:
             if not self._rule_calls:
                 return self._apply(rule, trainable, call, recomputed, args, kwargs)
@@ -169,6 +172,8 @@ class Tap(Place):
                 return self._apply(rule, trainable, call, recomputed, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
+        except ReadsNoSamples:
+            return self._constant_forward(args, kwargs)
         except UnsupportedLayer as error:
             raise RefusedByRule(f"{self.path}: {error}") from error
 
@@ -188,29 +193,36 @@ class Tap(Place):
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
             recorder.count_use([*params, *params])
-            self._note_checkpointed(args, kwargs)
         else:
             recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if is_grad_enabled():
-                return generic_forward(self, args, kwargs)
-            self._note_checkpointed(args, kwargs)
+                return self._generic_forward(args, kwargs)
         return self.original(*args, **kwargs)
 
-    def _note_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note what is read in the first forward of re-entrant checkpointing, if this is one."""
+    def _generic_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.recorder.current_forward
-        if call is None or not call.recorded or in_backward():
-            return False
-        axis = self.recorder.batch_axis
-        if self.rule is None and not self.generic:
-            call.doubt(self.path, self.recorder)  # what its parameters will meet is not known yet
-        elif self.rule is None or not self.rule.sets_batch:
-            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            if self.rule is not None:
-                axis, inputs = self.rule.batch_axis(self.layer, axis), inputs[:1]
-            for x in inputs:
-                call.note_rows(self.path, x, axis, self.recorder)
-        return True
+        if (call is None or call.ended) and not in_backward():
+            self._refuse_call()
+        if call is not None:
+            call.begin_call(self.path)
+        try:
+            return generic_forward(self, args, kwargs)
+        except ReadsNoSamples:
+            return self._constant_forward(args, kwargs)
+
+    def _refuse_call(self) -> NoReturn:
+        raise FlashClippingError(
+            f"{self.path}: this layer is called while the wrapped model itself is not running, so "
+            "it is not known how many samples there are and which rows are theirs. Call the "
+            "wrapped model itself (model(x)), with all that is to be trained inside its forward; "
+            "where a training loop calls parts of it (self.net(x) in a training_step), wrap that "
+            "part. Under torch.no_grad() any part may be called."
+        )
+
+    def _is_checkpointed(self) -> bool:
+        """Whether this is the first forward of re-entrant checkpointing, without autograd."""
+        call = self.recorder.current_forward
+        return call is not None and call.recorded and not in_backward()
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
@@ -275,6 +287,11 @@ class Tap(Place):
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters (:mod:`flash_clipping.bare`)."""
+        call = self.recorder.current_forward
+        if (call is None or call.ended) and not in_backward():
+            self._refuse_call()
+        if call is not None:
+            call.begin_call(self.path)
         try:
             with bare_parameters(self, self.owners):
                 output = self.original(*args, **kwargs)
@@ -288,11 +305,30 @@ class Tap(Place):
             if not below:
                 raise
         self.generic = True  # from now on
-        call = self.recorder.current_forward
-        if call is not None:  # what the stand-ins noted is void
-            call.rows = [note for note in call.rows if note[0] != self.path]
-            call.unproven.discard(self.path)
+        self.recorder.forget(self.path)  # what the stand-ins noted is void
         return self(*args, **kwargs)
+
+    def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module on what is the same for all samples: a function of parameters alone, which
+        stays one until it meets the samples."""
+        rule = self.rule
+        below = rule is not None and rule.allows_children  # whose parameters it may use as well
+        users = list(self.layer.modules()) if below else self.owners
+        outside, self.reads_constants = self.reads_constants, True
+        try:
+            with bare_parameters(self, users):
+                return self.original(*args, **kwargs)
+        except UnsupportedUse as unsupported:
+            if unsupported.tap is not self:
+                raise
+            raise FlashClippingError(
+                f"{self.path}: what it reads does not derive from the samples (it is the same for "
+                f"all of them), and {unsupported.found}, so its parameters have no per-sample "
+                "gradients here. Expand what it reads over the batch, x.expand(batch_size, ...), "
+                "or freeze its parameters."
+            ) from unsupported
+        finally:
+            self.reads_constants = outside
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
@@ -330,28 +366,28 @@ class Tap(Place):
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
         recorder, params = self.recorder, trainable[1]
-        x = args[0]
-        if isinstance(x, BareParameter) and call is not None:
-            x = to_samples(x, call.batch_size or 1, self.path)
-            args = (x, *args[1:])
-        if len(args) > 1 and call is not None:  # parameters as keys and values, say
-            args = tuple(
-                to_samples(y, call.batch_size or 1, self.path)
-                if isinstance(y, BareParameter)
-                else y
-                for y in args
-            )
         axis = recorder.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
+        x = args[0]
+        if (
+            self.path not in recorder.evidence.proven
+            or self._rule_has_rows
+            or isinstance(x, BareParameter)
+            or (len(args) > 1 and any(isinstance(other, BareParameter) for other in args))
+        ):
+            if not isinstance(x, Tensor) or x.device != params[0].device:
+                self._refuse_input(x, params[0])
+            if call is not None:
+                samples = self._samples_in(rule, call, axis, args)
+                if samples is None:
+                    raise ReadsNoSamples
+                args = samples
+                x = args[0]
         if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
             self._refuse_input(x, params[0])
-        if call is not None and not rule.sets_batch and self.path not in recorder.proven:
-            call.note_rows(self.path, x, axis, recorder, features=1)
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
-        if rule.broadcasts_over_batch:
-            args = (self._over_batch(args[0]), *args[1:])
         place, hands_on = 0, False
         if call is not None:
             x = args[0]
@@ -372,8 +408,6 @@ class Tap(Place):
         if hands_on:
             output, handed_on = output
             call.hand_on(handed_on, place, version, output)  # type: ignore[union-attr]
-        if rule.sets_batch and call is not None:
-            call.batch_sizes = (output.shape[0],)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -445,13 +479,62 @@ class Tap(Place):
             "expected [batch, ...]. Add the axis with unsqueeze(0)."
         )
 
-    def _over_batch(self, x: Tensor) -> Tensor:
-        """Expand an input that is the same for all samples (``[1, T]`` positions) to the batch."""
-        forward = self.recorder.current_forward
-        batch_size = forward.batch_size if forward is not None else None
-        if x.shape[0] == 1 and x.dim() > 1 and batch_size not in (None, 1):
-            return x.expand(batch_size, *x.shape[1:])
-        return x
+    def _samples_in(
+        self, rule: Rule, call: Forward, axis: int, args: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """The same inputs with a row for each sample; ``None`` where they are all constants."""
+        recorder, path = self.recorder, self.path
+        call.begin_call(path)
+        rows = rule.rows(self.layer, *args)
+        if rows is not None:  # the rule knows which rows belong together
+            found, standing_for, sets_batch = rows
+            if sets_batch and standing_for.untyped_storage().data_ptr() in call.input_storages:
+                self._set_batch(call, found, standing_for, args[0])
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            samples = recorder.reads_samples(
+                path,
+                standing_for,
+                0,
+                sure=call.batch_size is None
+                or any(x.requires_grad and not isinstance(x, BareParameter) for x in tensors),
+                rows=found,
+                also=tensors,
+            )
+            return args if samples else None
+        inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+        kinds: dict[int, bool] = {}
+        for x in inputs:
+            if id(x) in kinds:
+                continue
+            if isinstance(x, BareParameter):
+                kinds[id(x)] = x.row is not None and recorder.reads_samples(
+                    path, x.value.detach(), axis, sure=False
+                )
+            else:
+                sure = x.requires_grad or call.batch_size is None
+                kinds[id(x)] = recorder.reads_samples(path, x, axis, sure=sure)
+        if inputs and not any(kinds.values()):
+            return None
+        if not all(kinds.values()):
+            constant = next(x for x in inputs if not kinds[id(x)])
+            raise FlashClippingError(
+                f"{path}: one of its inputs, of shape {tuple(constant.shape)}, is the same for all "
+                "samples, and another one is not. Expand it over the batch, "
+                "x.expand(batch_size, ...)."
+            )
+        if not any(isinstance(x, BareParameter) for x in args):
+            return args
+        return tuple(
+            to_samples(x, call.batch_size or 1, path) if isinstance(x, BareParameter) else x
+            for x in args
+        )
+
+    def _set_batch(self, call: Forward, found: int, offsets: Tensor, ids: Tensor) -> None:
+        """The model was called with the ids of all bags end to end: its bags are the samples."""
+        if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
+            call.batch_sizes = (found,)
+            if call.witness is not None:
+                call.witness.offsets = offsets
 
 
 class ScopedForward(Tap):

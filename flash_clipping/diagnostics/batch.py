@@ -65,6 +65,16 @@ class Samples:
         ]
         return pytree.tree_unflatten(leaves, self._spec)
 
+    def other_sizes(self) -> list[int]:
+        """Sizes of at least 2 that other axes of the tensors with samples have, none twice."""
+        found: dict[int, None] = {}
+        for leaf, axis in zip(self._leaves, self._axes, strict=True):
+            if axis is not None:
+                for other, size in enumerate(leaf.shape):
+                    if other != axis and size > 1:
+                        found[size] = None
+        return [*found]
+
     def without(self, sample: int) -> Any:
         return self.take([b for b in range(self.size) if b != sample])
 
@@ -77,6 +87,8 @@ class Task:
     reduction: str
     batch_size: int
     seed: int
+    #: How many losses there were the last time, if they were not reduced.
+    counted: int | None = None
 
     def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
         """The loss of the batch as a scalar; the generators are left as they were."""
@@ -90,6 +102,7 @@ class Task:
                 "loss(model, batch) must return one loss per sample, [B], or a scalar tensor; "
                 f"found {found[:200]}."
             )
+        self.counted = len(losses) if losses.dim() == 1 else None
         if losses.dim() == 1:
             return losses.mean() if self.reduction == "mean" else losses.sum()
         return losses

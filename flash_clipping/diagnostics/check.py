@@ -67,8 +67,9 @@ def check(
 
     The oracle is a plain deep copy of the model in float64 that sees one sample at a time; nothing
     of this library takes part in it. The norm of every sample for every parameter, the clipped
-    sums, and the norms of all other samples when one is removed must agree. No buffer may depend
-    on a sample.
+    sums, and the norms of all other samples when one is removed must agree, and so must norms in
+    batches that have the size of another axis of the inputs (samples are repeated for that). No
+    buffer may depend on a sample.
 
     ``model`` and ``batch`` are not changed. Dropout is switched off in the copies. Memory: the
     oracle holds one sample's gradients and one sum in float64.
@@ -117,6 +118,10 @@ def check(
     )
     run.options.update(loss_reduction=loss_reduction, batch_first=batch_first)
     return run.report()
+
+
+#: Batches that are made to have the size of another axis have at most so many samples.
+LARGEST_SIZE = 64
 
 
 @dataclass
@@ -185,6 +190,15 @@ class _Check:
                 "(model.eval()), or set its remaining dropout rates to 0."
             )
         self.plain_loss = losses[0]
+        counted = self.task.counted
+        if counted is not None and counted != self.samples.size:
+            axis = 0 if self.options["batch_first"] else 1
+            return (
+                f"The loss gives {counted} losses, but the batch has {self.samples.size} samples "
+                f"(the size of axis {axis} of its first tensor). One of the two does not count "
+                "samples: if the batch is the other axis of the inputs, check and wrap the model "
+                f"with batch_first={not self.options['batch_first']}."
+            )
         self._check_buffers()
         return ""
 
@@ -233,17 +247,19 @@ class _Check:
 
     def _uncovered(self, error: str) -> CheckReport:
         """Nothing could be compared: say which parameters that leaves uncovered, and why."""
-        culprit = ""
+        culprits = set()
+        lines = error.splitlines()  # an error may name several layers, one a line
         for path, module in self.plain.named_modules():
             kind = type(module).__name__
             # As this library names a module, and as Opacus does.
-            if error.startswith(f"{path or 'the model'} ({kind})") or f"({path}:{kind}(" in error:
-                culprit = path or "the model"
+            named = f"{path or 'the model'} ({kind})"
+            if any(line.startswith(named) for line in lines) or f"({path}:{kind}(" in error:
+                culprits.add(path)
         parameters = []
         for name, param, path, owner in owned_parameters(self.plain):
             if not param.requires_grad:
                 status, reason = FROZEN, "requires_grad is False"
-            elif culprit and (path or "the model") == culprit:
+            elif path in culprits:
                 status, reason = REFUSED, error
             else:
                 status, reason = UNCHECKED, "the check stopped before this parameter"
@@ -280,6 +296,7 @@ class _Check:
         # From here on, flash holds the last removal's step, not the whole batch's.
         removals = tuple(self._removed(flash, norms, sample, tolerance) for sample in self._chosen)
         self._judge_removals(removals)
+        self._check_sizes(flash, norms, tolerance)
         if not any(parameter.status in (PASS, FAIL) for parameter in parameters):
             self.failures.append("No parameter takes part: all are frozen or unused.")
         if any(parameter.status == UNUSED for parameter in parameters):
@@ -391,6 +408,42 @@ class _Check:
         typical = (statistics.median(expected),) * len(expected)
         error = largest_norm_error(found, expected, typical, FLOOR[flash.dtype])
         return RemovalReport(sample, error, "", error <= tolerance)
+
+    def _check_sizes(self, flash: Flash, norms: tuple[float, ...], tolerance: float) -> None:
+        """As many samples as some other axis of the inputs has: no size may decide what they are.
+
+        Samples are taken in turn, again and again if there are too few; by the copy that has seen
+        the whole batch, and by a new one that sees nothing else.
+        """
+        sizes = [size for size in self.samples.other_sizes() if size <= LARGEST_SIZE]
+        if not sizes:
+            self.notes.append(
+                "No other axis of the inputs has a size that a batch could have, so the batch was "
+                "not tried with the size of another axis (as many samples as positions)."
+            )
+        for size in sizes:
+            chosen = [b % self.samples.size for b in range(size)]
+            expected = tuple(norms[b] for b in chosen)
+            typical = (statistics.median(expected),) * size
+            for copied in (flash, Flash(self.plain, self.task, self.options, self.sections)):
+                try:
+                    copied.step(self.samples.take(chosen), flash.bound)
+                    found = floats(copied.norms)
+                except Exception as failure:
+                    reason = _described(failure)
+                else:
+                    if len(found) == size:
+                        error = largest_norm_error(found, expected, typical, FLOOR[flash.dtype])
+                        if error <= tolerance:
+                            continue
+                        reason = f"norms change by {error:.1e}"
+                    else:
+                        reason = f"found {len(found)} norms"
+                self.failures.append(
+                    f"With {size} samples, as many as another axis of the inputs has, the step is "
+                    f"wrong: {reason}"
+                )
+                return
 
     def _judge_removals(self, removals: tuple[RemovalReport, ...]) -> None:
         failed = [removal for removal in removals if not removal.passed]

@@ -65,5 +65,5 @@ def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
                 total.add_(gradient, alpha=coefficient)
         return total
     for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
-        total += torch.where(coefficient == 0, 0, gradient * coefficient)
+        total += torch.where(coefficient == 0, 0, gradient.to(dtype) * coefficient)
     return total

@@ -22,8 +22,6 @@ class EmbeddingRule(Rule):
             gradient depends on the others.
     """
 
-    broadcasts_over_batch = True
-
     def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(
@@ -50,10 +48,14 @@ class EmbeddingBagRule(Rule):
         ValueError: ``mode="max"``, or ``scale_grad_by_freq``, which mixes samples.
     """
 
-    sets_batch = True
-
     def batch_axis(self, layer: Any, default: int) -> int:
         return 0  # of the output; the ids of all bags may lie end to end
+
+    def rows(self, layer: Any, *inputs: Any) -> tuple[int, Tensor, bool] | None:
+        offsets = inputs[1] if len(inputs) > 1 else None
+        if offsets is None:
+            return None
+        return len(offsets) - int(layer.include_last_offset), offsets, True
 
     def forward(
         self,

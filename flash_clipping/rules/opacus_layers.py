@@ -50,6 +50,10 @@ class RNNLinearRule(LinearRule):
     def batch_axis(self, layer: Any, default: int) -> int:
         return 0
 
+    def rows(self, layer: Any, *inputs: Any) -> tuple[int, Tensor, bool] | None:
+        packed = _PACKED.get()
+        return None if packed is None else (packed[0], inputs[0], False)
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         output, saved = super().forward(layer, x)
         packed = _PACKED.get()

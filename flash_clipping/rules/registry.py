@@ -49,13 +49,6 @@ class Rule(ABC):
     accumulation are not its business.
     """
 
-    #: Whether an input of leading dimension 1 may be expanded to the batch: right for layers that
-    #: are read at fixed positions and added to the batch afterwards (a position embedding).
-    broadcasts_over_batch: bool = False
-
-    #: Whether the rows of this layer's output are the samples, whatever the model was called with.
-    sets_batch: bool = False
-
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
@@ -75,6 +68,14 @@ class Rule(ABC):
         rule its tensors with that axis in front.
         """
         return default
+
+    def rows(self, layer: Any, *inputs: Any) -> tuple[int, Tensor, bool] | None:
+        """Where rows of an input are not samples by its shape: how many samples there are.
+
+        With the tensor that says so, and whether that holds for the whole model where the model
+        was called with this tensor.
+        """
+        return None
 
     @abstractmethod
     def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,0 +1,97 @@
+"""Which tensors derive from the samples, while a rehearsal runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Operators that only look at the shape of what they are given.
+_SHAPE_ONLY = {
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+}
+
+
+class Taint(TorchDispatchMode):
+    """Follows what derives from some tensors, and takes the chance out of random operators.
+
+    A tensor is followed by its memory, so that views and changes in place are seen. Floating
+    tensors that an operator would draw at random are filled with one value, and dropout inside
+    attention is switched off: two runs can be compared row by row.
+    """
+
+    def __init__(self, sources: Iterable[Tensor]):
+        super().__init__()
+        # A weak reference keeps the address from being used again, not the memory.
+        self._seen: dict[int, StorageWeakRef] = {}
+        for tensor in sources:
+            self._add(tensor)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._seen
+
+    def _add(self, tensor: Tensor) -> None:
+        key = _storage(tensor)
+        if key is not None and key not in self._seen:
+            self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        args, kwargs = _without_dropout(func, args, kwargs)
+        result = self._run(func, name, args, kwargs)
+        if name not in _SHAPE_ONLY and any(x in self for x in given):
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._add(leaf)
+        return result
+
+    @staticmethod
+    def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
+            return args[0].fill_(1)
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
+            return result
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                leaf.fill_(0.5)
+        return result
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return None
+
+
+def _without_dropout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with the probability of dropout, where the operator has one, at 0."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            if argument.name in kwargs:
+                return args, {**kwargs, "dropout_p": 0.0}
+            if place < len(args):
+                return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    return args, kwargs
