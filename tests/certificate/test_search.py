@@ -183,13 +183,13 @@ def test_a_hostile_sample_does_not_disturb_the_others(
     """Removing an ordinary sample moves the sum by C at most, whatever else is in the batch.
 
     A hostile sample may be all rounding: where removing another one rounds it anew, what it adds
-    turns to wherever. Means do that, as they divide every gradient by the size of the batch.
+    turns to wherever. Means do that, as they divide every gradient by the size of the batch. Our
+    criterion adds up instead; for a mean that a user takes, the page of guarantees says 3 C.
     """
-    if dtype == "bf16" and reduction == "mean by hand":
-        pytest.skip("what bf16 rounds before it reaches the library is the caller's")
     findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=6 * MORE)
     worst = findings[0]
-    assert worst.other <= worst.allowed, str(worst)
+    by_hand = reduction == "mean by hand"
+    assert worst.other <= worst.allowed + (2 if by_hand else 0), str(worst)
 
 
 # -- what is not finite ---------------------------------------------------------------------------
