@@ -196,11 +196,12 @@ class EmptyBatchForward(RootForward):
     def _without_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         anchor = torch.empty(0, requires_grad=True)
+        params = recorder.trainable()
 
         def tensor(two: Tensor, three: Tensor) -> Tensor:
             shape = shape_of_none(two, three)
             if two.requires_grad:
-                return _NoSamples.apply(anchor, recorder, two.detach(), shape)
+                return _NoSamples.apply(recorder, params, two.detach(), shape, anchor, *params)
             return two if two.shape == three.shape else two.new_zeros(shape)
 
         failure: Exception | None = None
@@ -248,19 +249,30 @@ class EmptyBatchForward(RootForward):
 
 
 class _NoSamples(torch.autograd.Function):
-    """Zeros whose backward reaches nobody."""
+    """Zeros whose backward records no samples of any parameter.
+
+    The parameters are inputs, so that autograd knows which of them a backward was asked for.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recorder: Recorder, like: Tensor, shape: Any) -> Tensor:
-        ctx.recorder = recorder
+    def forward(
+        ctx: Any,
+        recorder: Recorder,
+        params: list[nn.Parameter],
+        like: Tensor,
+        shape: list[int],
+        *anchor_and_params: Tensor,
+    ) -> Tensor:
+        ctx.recorder, ctx.params = recorder, params
         ctx.set_materialize_grads(False)
         return like.new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         if ctx.recorder.enabled:
-            ctx.recorder.begin_backward()  # its end leaves zeros wherever nothing was recorded
-        return None, None, None, None
+            # Its end leaves zeros wherever nothing was recorded.
+            ctx.recorder.begin_backward().record_no_samples(ctx.params)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class CollateWithEmpty:

@@ -61,6 +61,8 @@ class Tape:
         self.calls: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[Factor] = []
+        #: Parameters that a batch without samples would have used.
+        self.without_samples: Sequence[nn.Parameter] = ()
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and what
         #: rounding may hide of them.
         self.sqnorms_B: dict[int, Tensor] = {}
@@ -129,6 +131,10 @@ class Tape:
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
+
+    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
+        """Take note of a batch without samples, which used these parameters."""
+        self.without_samples = params
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -220,6 +226,7 @@ class Tape:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
         recorded = {id(param): param for params in self.used for param in params}
+        recorded.update((id(param), param) for param in self.without_samples)
         asked = self.asked
         if not asked.issuperset(recorded):
             # Parameters that have no guard yet are looked up one by one.
