@@ -10,15 +10,16 @@ spread is far above the norm, and what was measured may be rounding alone. So a 
     ``sqrt(norm² + CANCELLATION · spread²)``
 
 which is at least the norm of what is released, whatever the sample holds: a sample whose positions
-cancel to less than 1/512 of their spread is clipped as if they cancelled to that. For ordinary
-samples (spread at most 5 times the norm) nothing changes: the bound may be :data:`SLACK` too low.
+cancel to less than 1/1448 of their spread (1/512 on a GPU) is clipped as if they cancelled to that.
+For ordinary samples (spread at most 14 times the norm, 5 times on a GPU) nothing changes: the bound
+may be :data:`SLACK` too low.
 
-Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``; a product of fp32 accumulators
-errs by at most 4e-6 of ``‖a_t‖‖a_s‖`` (measured with tensor cores, which truncate), and all terms
-together are at most ``spread²``. The released sum errs by some ``u·√n`` of the spread for ``n``
-additions with unit roundoff ``u = 2⁻²⁴`` (Higham and Mary, "A new approach to probabilistic
-rounding error analysis", 2019); for every ratio of spread to norm the formula leaves 2e-5 of the
-spread, which is 330 u.
+Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``. A product errs by a few ``u``
+of ``‖a_t‖‖a_s‖`` (unit roundoff ``u = 2⁻²⁴``), and by up to 4e-6 of it on tensor cores, which
+truncate; all terms together are at most ``spread²``. The released sum errs by some ``u·√n`` of the
+spread for ``n`` additions (Higham and Mary, "A new approach to probabilistic rounding error
+analysis", 2019); for every ratio of spread to norm the formula leaves 116 u of the spread, 330 u on
+a GPU.
 
 What is released as it was measured needs no bound: stored gradients, biases, norm layers.
 """
@@ -30,15 +31,9 @@ from torch import Tensor
 
 from flash_clipping.ops.shapes import accumulator
 
-CANCELLATION = 2.0**-18
-"""Share of the squared spread that squared norms are raised by, for norms in fp32."""
-
-CANCELLATION_DOUBLE = 2.0**-47
-"""The same for norms in float64, whose unit roundoff is 2**-29 of that of fp32."""
-
-FLOOR = 2.0**-106
+FLOOR = 2.0**-103
 """Added to squared norms of rows for each feature. A square below 2**-126 may be lost, and the
-other operand may be large enough for its product to count; times CANCELLATION, this is more."""
+other operand may be large enough for its product to count; times any CANCELLATION, this is more."""
 
 SLACK = 5e-5
 """How far the bound may lie below the norm of what is released, relative to it."""
@@ -58,10 +53,16 @@ def squared_rows(X_BTf: Tensor, dtype: torch.dtype) -> Tensor:
     return squares_BT.add_(FLOOR * X_BTf.shape[-1])
 
 
+def cancellation(device_type: str, dtype: torch.dtype) -> float:
+    """Share of the squared spread by which squared norms of this dtype are raised."""
+    if dtype == torch.float64:
+        return 2.0**-47
+    return 2.0**-21 if device_type == "cpu" else 2.0**-18  # tensor cores truncate
+
+
 def doubt(spread_B: Tensor) -> Tensor:
     """What is added to squared norms of samples with this spread, ``CANCELLATION · spread²``."""
-    wide = spread_B.dtype == torch.float64
-    return spread_B.square().mul_(CANCELLATION_DOUBLE if wide else CANCELLATION)
+    return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
 
 
 def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:
