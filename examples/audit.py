@@ -179,8 +179,10 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
         max_grad_norm=args.max_grad_norm,
     )
     if args.broken:
-        # On purpose: samples are clipped to 50 C, while the noise is still that for C.
-        private.max_grad_norm = BROKEN_FACTOR * args.max_grad_norm
+        # On purpose: samples are clipped to 50 C, while the noise is still that for C. It would
+        # follow private.max_grad_norm, so norms are taken for 50 times smaller than they are.
+        coefficients = private._coefficients
+        private._coefficients = lambda norm_B: coefficients(norm_B / BROKEN_FACTOR)
 
     progress = Progress(
         TextColumn("training"),

@@ -39,7 +39,7 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value: in containers, and in the attributes of objects."""
+    """The tensors in a value: in containers, packed sequences, and the attributes of objects."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -48,12 +48,18 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(note, value)
+    map_tensors(note, value, packed=True)
     return found
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int = DEPTH) -> Any:
-    """The same arguments with every tensor changed; packed sequences are left alone.
+def map_tensors(
+    change: Callable[[Tensor], Tensor],
+    arguments: Any,
+    depth: int = DEPTH,
+    *,
+    packed: bool = False,
+) -> Any:
+    """The same arguments with every tensor changed; of packed sequences, if ``packed``, the data.
 
     Objects that hold a changed tensor are shallow copies of themselves.
     """
@@ -61,7 +67,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int =
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        if depth == 0 or _is_packed(leaf) or isinstance(leaf, nn.Module | type):
+        if isinstance(leaf, PackedSequence):
+            data = change(leaf.data) if packed else leaf.data
+            return leaf if data is leaf.data else leaf._replace(data=data)
+        if depth == 0 or isinstance(leaf, nn.Module | type):
             return leaf
         if isinstance(leaf, Mapping):
             content: Mapping[Any, Any] = leaf
@@ -71,7 +80,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], arguments: Any, depth: int =
             content = _attributes(leaf)
         changed = {}
         for key, value in content.items():
-            new = map_tensors(change, value, depth - 1)
+            new = map_tensors(change, value, depth - 1, packed=packed)
             before, after = pytree.tree_leaves(value), pytree.tree_leaves(new)
             if any(a is not b for a, b in zip(before, after, strict=True)):
                 changed[key] = new

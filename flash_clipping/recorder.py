@@ -324,6 +324,8 @@ class Recorder:
         self.returned: str | None = None
         #: ``mode="two_pass"``: what the running outer backward will end with.
         self.walks: weakref.ref[Any] | None = None
+        #: ``mode="two_pass"``: the last backward in whose midst a call of the root was walked.
+        self.walked_in: int | None = None
         #: How factors of the layouts that were met are handled.
         self.plans = Plans()
         #: While steps are captured as a CUDA graph.
@@ -347,6 +349,7 @@ class Recorder:
             _tape=None,
             _least=None,
             walks=None,
+            walked_in=None,
             plans=Plans(),  # parameters go by their id there
             captured=None,
         )
@@ -556,6 +559,13 @@ class Recorder:
         """Calls of the root whose norms have not been taken."""
         return sum(not forward.spent for forward in self._forwards)
 
+    def awaits_walks(self) -> bool:
+        """Whether ``mode="two_pass"`` may clip a call of the root in the running backward, by
+        itself: what else reaches layers must not be clipped beside it."""
+        if self.returned is None:
+            return False
+        return self.live_calls() > 0 or self.walked_in == _current_graph_task_id()
+
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
         sizes = {f.batch_size for f in self._forwards if not f.spent}
@@ -717,12 +727,13 @@ class Place:
                     "the model's own output. Compute the loss from what the wrapped model "
                     "returns, or use checkpoint(..., use_reentrant=False)."
                 )
-            if self.recorder.returned is not None:
+            if self.recorder.awaits_walks():
                 raise FlashClippingError(
                     f"{self.path}: mode='two_pass' got a gradient past the model's outputs: the "
                     "loss uses a tensor that the model kept on a module or returned inside an "
-                    f"object that cannot be opened (found: {self.recorder.returned}). Return it "
-                    "as a tensor, in a tuple, list, dict or dataclass, or use mode='one_pass'."
+                    f"object that cannot be opened (found: {self.recorder.returned}), or this "
+                    "layer was called by itself. Return the tensor, in a tuple, list, dict or "
+                    "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
             tape = self.recorder.begin_backward()
         if self.folded:

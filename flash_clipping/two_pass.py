@@ -95,7 +95,7 @@ class _Call:
         inner, output = self.inner_outputs, self.output
         self.inner_outputs, self.output = [], None
         outer = {id(own): other for own, other in zip(inner, outputs, strict=True)}
-        return map_tensors(lambda x: outer.get(id(x), x), output)
+        return map_tensors(lambda x: outer.get(id(x), x), output, packed=True)
 
     def walk(self, *, last: bool) -> None:
         """Run the inner graph's backward; the last time, free it on the way."""
@@ -115,11 +115,11 @@ class _Walks:
     def run(self) -> None:
         """Norms over all calls, then clipped gradients (or one pass while recording is off)."""
         recorder = self.recorder
+        call_of_root = self.calls[0].forward
+        if recorder.enabled and call_of_root is not None:
+            recorder.check_thread(call_of_root)  # before anything that would end another's backward
         try:
             if recorder.enabled:
-                call_of_root = self.calls[0].forward
-                if call_of_root is not None:
-                    recorder.check_thread(call_of_root)
                 tape = recorder.new_tape()
                 tape.thread = None if call_of_root is None else call_of_root.thread
                 tape.norms_only = True
@@ -211,6 +211,7 @@ class _TwoPass(torch.autograd.Function):
                 )
             walks = _Walks(recorder)
             walks.calls.append(call)
+            recorder.walked_in = call.task_now()
             walks.run()
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
         # After the outer backward: all calls are known, and neither the loss nor its caller hold

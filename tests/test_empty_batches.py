@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -356,7 +357,8 @@ def test_two_calls_in_one_backward(mode: Any) -> None:
             torch.testing.assert_close(param.grad, grad)
 
 
-def test_adaptive_clipping_keeps_its_bound() -> None:
+def test_adaptive_clipping_is_moved_by_noise_alone() -> None:
+    """A bound that stayed where it is would tell that the batch was empty."""
     torch.manual_seed(2)
     module, optimizer, criterion, loader, _ = private(
         Attention(),
@@ -368,19 +370,20 @@ def test_adaptive_clipping_keeps_its_bound() -> None:
         max_clipbound=10.0,
         clipbound_learning_rate=0.3,
     )
-    kept = 0
+    empty = 0
     for x, y in loader:
         before = optimizer.max_grad_norm
         optimizer.zero_grad()
         criterion(module(x), y).backward()
         optimizer.step()
         if not len(x):
-            assert optimizer.max_grad_norm == module.max_grad_norm == before
+            # As if half of the expected batch were within: the count's noise is 1/20 of that batch.
+            moved = abs(math.log(optimizer.max_grad_norm / before))
+            assert 0 < moved < 0.3 * 6 / 20
             assert all(torch.isfinite(p).all() for p in module.parameters())
-            kept += 1
-        else:
-            assert optimizer.max_grad_norm != before
-    assert kept >= 2
+            empty += 1
+        assert optimizer.max_grad_norm == module.max_grad_norm != before
+    assert empty >= 2
 
 
 # -- collate functions -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.oracle import Truth, assert_close
 from tests.test_shared_parameters import MODES, WRAPPERS, mean_squares, truth_by_autograd
 
 B, T, D = 4, 5, 6
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 Batch = tuple[Tensor, ...]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
@@ -290,6 +291,8 @@ def all_kinds(use: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize("mode, wrapper", [("one_pass", "wrapped"), ("two_pass", "hooks")])
 @pytest.mark.parametrize("name", USES)
 def test_use_of_a_parameter_is_exact(name: str, mode: str, wrapper: str) -> None:
+    if name in ("scripted", "compiled") and RELEASE < (2, 13):
+        pytest.skip("this PyTorch does not run such functions under torch.func.vmap")
     exact(all_kinds(USES[name]), floats(), mode, wrapper)
 
 

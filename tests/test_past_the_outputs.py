@@ -1,0 +1,78 @@
+"""``mode="two_pass"`` and gradients that do not come through what the model returned."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.oracle import assert_close
+
+B, D = 4, 6
+
+
+class Keeps(nn.Module):
+    """Returns one tensor, and keeps another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        y = self.a(h)
+        self.kept[:] = [self.b(h)]
+        return y
+
+
+def wrapped() -> GradSampleModuleFlashClipping:
+    torch.manual_seed(0)
+    return GradSampleModuleFlashClipping(Keeps().double(), mode="two_pass", max_grad_norm=0.1)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("kept_first", [False, True])
+def test_a_kept_tensor_beside_the_output_is_refused(kept_first: bool, needs_grad: bool) -> None:
+    """Each part would be clipped by itself, and a sample would move their sum by 2 C. Where inputs
+    require grad, the model's own part is clipped in the midst of backward."""
+    module = wrapped()
+    output = module(torch.randn(B, D, dtype=torch.float64, requires_grad=needs_grad))
+    losses = [output.square().sum(1).mean()]
+
+    def add_loss() -> None:
+        losses.append(module._module.kept[0].square().sum(1).mean())
+
+    if kept_first:
+        add_loss()
+    else:  # autograd goes last to what a new thread has made
+        thread = Thread(target=add_loss)
+        thread.start()
+        thread.join()
+    with pytest.raises(FlashClippingError, match=r"b \(Linear\).*two_pass.*past the model's out"):
+        torch.autograd.backward(losses)
+
+
+def test_layers_by_themselves_are_clipped_together_between_steps() -> None:
+    module, x = wrapped(), torch.randn(B, D, dtype=torch.float64)
+    module(x).square().sum(1).mean().backward()
+    module.zero_grad(set_to_none=True)
+    model = module._module
+    model.a(torch.tanh(model.first(x))).square().sum(1).mean().backward()
+    found = [p.grad for p in (*model.first.parameters(), *model.a.parameters())]
+    module.zero_grad(set_to_none=True)
+    module(x).square().sum(1).mean().backward()
+    expected = [p.grad for p in (*model.first.parameters(), *model.a.parameters())]
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None and other is not None
+        assert_close(one, other, 1e-12)
+
+
+def test_a_layer_by_itself_while_a_call_waits_is_refused() -> None:
+    module, x = wrapped(), torch.randn(B, D, dtype=torch.float64)
+    output = module(x)
+    with pytest.raises(FlashClippingError, match=r"a \(Linear\).*two_pass.*called by itself"):
+        (output.square().sum(1) + module._module.a(x).square().sum(1)).mean().backward()
