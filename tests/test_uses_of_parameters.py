@@ -292,7 +292,7 @@ def all_kinds(use: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize("name", USES)
 def test_use_of_a_parameter_is_exact(name: str, mode: str, wrapper: str) -> None:
     if name in ("scripted", "compiled") and RELEASE < (2, 13):
-        pytest.skip("this PyTorch does not run such functions under torch.func.vmap")
+        pytest.skip("PyTorch before 2.13: refused in backward, or fails in torch.compile")
     exact(all_kinds(USES[name]), floats(), mode, wrapper)
 
 
