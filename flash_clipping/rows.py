@@ -228,6 +228,7 @@ class _Rehearsals:
         finally:
             rehearsal.spent = True
             rehearsal.end()
+            rehearsal.witness = None  # who asks it for the batch: no cycle may keep what it noted
             if before is not None:
                 recorder.resume_forward(before)
         return _Run(rehearsal.batch_size or 0, witness.notes, witness.offsets, refused)
