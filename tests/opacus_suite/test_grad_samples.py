@@ -77,7 +77,9 @@ def compare_with_microbatches(
     assert_close(flash.get_clipping_coef(), coef, atol=atol, rtol=rtol)
     for name, param in flash._module.named_parameters():
         assert_close(param._norm_sample, param_norms[name], atol=atol, rtol=rtol)
-        clipped = torch.einsum("b,b...->...", coef, truth[name])
+        # By the coefficients found, which are right by now, and a little small where rounding may
+        # hide something: samples may cancel in the sum.
+        clipped = torch.einsum("b,b...->...", flash.get_clipping_coef(), truth[name])
         assert_close(param.grad, clipped, atol=atol, rtol=rtol)
 
 
