@@ -27,6 +27,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -78,7 +79,7 @@ class Announcer:
         self.new_epoch()
         self._tell(None)
 
-    def __call__(self, samples: int) -> None:
+    def __call__(self, samples: int | None) -> None:
         self._ahead = self._ahead or self._waiting
         self._waiting = True
         self._tell(None if self._ahead else samples)
@@ -279,11 +280,15 @@ class _AnnouncingCollate(CollateWithEmpty):
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, announce: Announcer):
         super().__init__(collate, dataset)
         self.announce = announce
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
+        self._counts = not callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
         if get_worker_info() is None:
-            self.announce(len(samples))
+            self.announce(len(samples) if self._counts else None)
         return batch
 
 

@@ -345,7 +345,7 @@ def test_fault_that_is_remembered(variant: str) -> None:
     """As an interactive session does in ``sys.last_exc``, with every frame of the failed step."""
     options = VARIANTS[variant]
     total = operators_in_a_step(**options)
-    assert fail_at_operators(options, range(3, total, total // 40), remember=True) >= 30
+    assert fail_at_operators(options, range(3, total, total // 48), remember=True) >= 30
 
 
 def raise_in_forward(trainer: Trainer) -> Any:
@@ -409,7 +409,7 @@ class SometimesFolded(nn.Module):
 def test_refusal_that_is_remembered() -> None:
     module = GradSampleModuleFlashClipping(SometimesFolded())
     module._module.folded = True
-    with pytest.raises(FlashClippingError, match="samples along the batch axis") as remembered:
+    with pytest.raises(FlashClippingError, match="The rows are not samples") as remembered:
         module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()
     module._module.folded = False
     module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()

@@ -196,6 +196,14 @@ def take(
     model: nn.Module, batch: tuple[Tensor, ...], reduction: str, **options: Any
 ) -> GradSampleModuleFlashClipping:
     flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, **options)
+    # Samples are known by then: a row that is poisoned by its place would look like no sample's.
+    stages = [module for module in model.modules() if isinstance(module, Stage)]
+    poisons = [stage.activation for stage in stages]
+    for stage in stages:
+        stage.activation = None
+    flash(*batch)
+    for stage, activation in zip(stages, poisons, strict=True):
+        stage.activation = activation
     rows = losses(flash, batch)
     (rows.mean() if reduction == "mean" else rows.sum()).backward()
     return flash

@@ -414,3 +414,27 @@ def test_epsilon_says_what_it_is_for() -> None:
     module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=BATCH), engine)
     step(module, optimizer, criterion, *next(iter(loader)))
     assert engine.get_epsilon(1e-5) == engine.accountant.get_epsilon(1e-5)
+
+
+class FetchesBatches(torch.utils.data.TensorDataset):
+    """Fetches a batch at once, as two tensors and not as a list of samples."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+def test_a_dataset_that_fetches_batches_is_not_miscounted() -> None:
+    data = FetchesBatches(torch.randn(60, 3), torch.randn(60, 1))
+    model = torch.nn.Linear(3, 1)
+    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=torch.nn.MSELoss(),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=20, collate_fn=tuple),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()

@@ -24,8 +24,9 @@ from flash_clipping.factors import Dense, Factor, Outer
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Needs, Rule, register_rule, register_scope
 
-#: (samples in the batch, where sorted row i belongs) while a packed sequence is processed.
-_PACKED: ContextVar[tuple[int, Tensor | None] | None] = ContextVar("_PACKED", default=None)
+#: (samples in the batch, where sorted row i belongs, the packed rows) while a packed sequence is
+#: processed.
+_PACKED: ContextVar[tuple[int, Tensor | None, Tensor] | None] = ContextVar("_PACKED", default=None)
 
 
 @register_scope(DPRNN, DPGRU, DPLSTM)
@@ -36,7 +37,8 @@ def packed_rows(layer: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
     if not isinstance(sequence, PackedSequence):
         yield
         return
-    token = _PACKED.set((int(sequence.batch_sizes[0]), sequence.sorted_indices))
+    samples = int(sequence.batch_sizes[0])
+    token = _PACKED.set((samples, sequence.sorted_indices, sequence.data))
     try:
         yield
     finally:
@@ -52,12 +54,13 @@ class RNNLinearRule(LinearRule):
 
     def rows(self, layer: Any, *inputs: Any) -> tuple[int, Tensor, bool] | None:
         packed = _PACKED.get()
-        return None if packed is None else (packed[0], inputs[0], False)
+        # The first states are zeros for whichever rows come first: the sequence says whose.
+        return None if packed is None else (packed[0], packed[2], False)
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         output, saved = super().forward(layer, x)
         packed = _PACKED.get()
-        batch_size, order_B = packed if packed is not None else (x.shape[0], None)
+        batch_size, order_B = packed[:2] if packed is not None else (x.shape[0], None)
         return output, (*saved, order_B, batch_size)
 
     def backward(

@@ -29,7 +29,7 @@ else:
         offset = tl.load(numbers_ptr + 1)
         high, low = _number_of(tl.load(numbers_ptr + 2), BLOCK // 8)
         args = (summed_ptr, out_ptr, BLOCK, low, 1.1774100225154747, 1.0, seed, offset, high)
-        _noisy_block(*args, tl.float32, True, True, False, BLOCK)
+        _noisy_block(*args, tl.float32, tl.float32, True, True, False, BLOCK)
 
     @triton.jit
     def _words_kernel(numbers_ptr, out_ptr, FAST: tl.constexpr):
