@@ -284,6 +284,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         refuse_around(module)
         refuse_max_norm(self._embeddings)
         self._guard_parameters()
+        if not self._looked_around:
+            recorder.recover()  # no stand-in of a failed step may be in the way
+            refuse_since(self if isinstance(self, nn.Module) else module)
+            self._looked_around = True
         may_rehearse = recorder.may_rehearse()
         if may_rehearse and (
             recorder.rehearsed != len(self._guarded) or may_tell_more(recorder, args, kwargs)
@@ -294,9 +298,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         recorder.check_drawn(module_call)
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
         self._call: Forward | None = module_call
-        if not self._looked_around:  # now that no stand-in of a failed step is in the way
-            refuse_since(self if isinstance(self, nn.Module) else module)
-            self._looked_around = True
 
     @staticmethod
     def _own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -215,8 +215,10 @@ class Forward:
     def end(self) -> None:
         """Nothing will be read any more."""
         self.ended = True
+        if torch.compiler.is_compiling():  # which does not know attributes of tensors
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
         if self.handed_on is not None and (output := self.handed_on[0]()) is not None:
-            del vars(output)[HANDED_ON]
+            vars(output).pop(HANDED_ON, None)
         self.handed_on = None
 
     def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
@@ -405,7 +407,7 @@ class Recorder:
     def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> Forward:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
-            self._recover()
+            self.recover()
         axis = self.batch_axis
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
         forward = Forward(
@@ -457,7 +459,7 @@ class Recorder:
                 "criterion one row per sample."
             )
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
         if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
             tape.put_back()

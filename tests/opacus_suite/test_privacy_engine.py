@@ -50,7 +50,7 @@ class TestConvNetFrozen(EngineCase, engine_tests.PrivacyEngineConvNetFrozenTest)
 
 class TestText(EngineCase, engine_tests.PrivacyEngineTextTest):
     test_make_private_with_epsilon = not_applicable(
-        "hands over inputs [T, batch] without batch_first=False, so that positions would be samples: "
+        "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
         "refused (tests/test_samples.py::test_time_first_input_is_refused_by_the_criterion)"
     )
 
@@ -69,7 +69,7 @@ class TestConvNetFrozenHooks(EngineCase, engine_tests.PrivacyEngineConvNetFrozen
 
 class TestTextHooks(EngineCase, engine_tests.PrivacyEngineTextHooksTest):
     test_make_private_with_epsilon = not_applicable(
-        "hands over inputs [T, batch] without batch_first=False, so that positions would be samples: "
+        "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
         "refused (tests/test_samples.py::test_time_first_input_is_refused_by_the_criterion)"
     )
 
