@@ -345,7 +345,7 @@ def test_fault_that_is_remembered(variant: str) -> None:
     """As an interactive session does in ``sys.last_exc``, with every frame of the failed step."""
     options = VARIANTS[variant]
     total = operators_in_a_step(**options)
-    assert fail_at_operators(options, range(3, total, total // 48), remember=True) >= 30
+    assert fail_at_operators(options, range(3, total, total // 64), remember=True) >= 30
 
 
 def raise_in_forward(trainer: Trainer) -> Any:
