@@ -136,15 +136,16 @@ class Bag(Factor):
         sums_N1 = sums_by_index(weights_N1, run_N, len(run_N))
         bag_N = torch.zeros_like(keys_N).index_put((run_N,), self.bags_N[order_N])
         multiplicity_B = sums_by_index(sums_N1.square(), bag_N, self.batch_size).squeeze(1)
-        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
-        return norm_B.square() * multiplicity_B
+        # In float64: the square of one may be lost in fp32, and the other make up for it.
+        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
+        return norm_B.square().mul_(multiplicity_B).to(dtype)
 
     def doubt(self, backend: str) -> Tensor | None:
         dtype = accumulation_dtype(self.G_Bd.dtype)
         weights_N1 = self.weights_N.to(dtype).abs().unsqueeze(1)
         weight_B = sums_by_index(weights_N1, self.bags_N, self.batch_size).squeeze(1)
-        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=dtype)
-        return certificate.doubt(norm_B * weight_B)
+        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
+        return certificate.doubt(norm_B.mul_(weight_B).to(dtype))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         G_Bd, weights_N = self.G_Bd, self.weights_N
