@@ -508,7 +508,9 @@ def _refusal(findings: list[_Finding], recorder: Recorder) -> str:
             f"gradients. Keep the batch the {axis} axis of what a layer reads and other axes "
             "(windows, positions) behind it; declare modules whose rows are parts of samples "
             "(folded_modules=[...]); give them a rule of their own (flash_clipping.register_rule); "
-            "or freeze their parameters (or use LoRA on other layers)."
+            "or freeze their parameters (or use LoRA on other layers). "
+            "A weight that a hook computes (weight_norm, spectral_norm, prune) looks like this as "
+            "well: use torch.nn.utils.parametrizations, or prune.remove(module, name)."
         )
     if values:
         advice.append(
