@@ -6,6 +6,9 @@ same batch. Two figures are compared with a reference method's:
 * norms: largest relative difference of a sample's gradient norm;
 * gradients: ``|g - r| / |r|`` of the clipped sums over all parameters.
 
+Where a method tells its coefficients, one more is told: the share of the samples that it clips by
+more than their norm, as rounding may hide a part of it.
+
 The reference is Opacus, hooks first (it has the per-sample gradients themselves), ghost where
 hooks is not asked for or does not fit; where neither runs, the first method that tells its norms
 is what the others are compared with. Tolerances are for the reference's rounding as much as for
@@ -36,6 +39,7 @@ class Fingerprint:
     """What a method computed for one batch, kept on the CPU."""
 
     norms_B: Tensor | None
+    coefficients_B: Tensor | None
     gradients: list[Tensor] | None
 
 
@@ -46,13 +50,24 @@ def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:
             method.backward(inputs, targets)
             method.zero_grad()
     method.backward(inputs, targets)
-    norms_B, gradients = method.norms(), method.gradients()
+    norms_B, coefs_B, gradients = method.norms(), method.coefficients(), method.gradients()
     taken = Fingerprint(
         None if norms_B is None else norms_B.detach().double().cpu(),
+        None if coefs_B is None else coefs_B.detach().double().cpu(),
         None if gradients is None else [g.detach().to("cpu", copy=True) for g in gradients],
     )
     method.zero_grad()
     return taken
+
+
+def doubtful(taken: Fingerprint, max_grad_norm: float) -> float | None:
+    """Share of the samples with a coefficient below ``max_grad_norm / norm``, of all that are
+    clipped; None where the method tells no coefficients."""
+    if taken.coefficients_B is None or taken.norms_B is None:
+        return None
+    products_B = taken.coefficients_B * taken.norms_B / max_grad_norm
+    clipped_B = taken.coefficients_B < 1
+    return ((products_B < 1 - 1e-5) & clipped_B).sum().item() / max(1, clipped_B.sum().item())
 
 
 def norm_error(ours: Fingerprint, reference: Fingerprint) -> float | None:

@@ -139,6 +139,10 @@ class Method(ABC):
         """After ``backward``: ``[B]`` norms of the per-sample gradients, if the method tells."""
         return None
 
+    def coefficients(self) -> Tensor | None:
+        """After ``backward``: what each sample's gradient was multiplied by, if the method tells."""
+        return None
+
     def gradients(self) -> Iterator[Tensor] | None:
         """After ``backward``: the clipped sums, one per trainable parameter in order, or None.
 
@@ -246,6 +250,7 @@ class Flash(_Opacus):
     graphs = True
     grad_sample_mode = "flash"
     mode = "one_pass"
+    sum_dtype = "float32"
 
     def _engine(self) -> Any:
         from flash_clipping import FlashPrivacyEngine
@@ -253,10 +258,15 @@ class Flash(_Opacus):
         return FlashPrivacyEngine()
 
     def _set_up(self, model: nn.Module) -> None:
-        self.module, self.optimizer, *_ = self._make_private(model, mode=self.mode)
+        self.module, self.optimizer, *_ = self._make_private(
+            model, mode=self.mode, sum_dtype=self.sum_dtype
+        )
 
     def norms(self) -> Tensor:
         return self.module.get_norm_sample()
+
+    def coefficients(self) -> Tensor:
+        return self.module.get_clipping_coef()
 
     def gradients(self) -> Iterator[Tensor]:
         return (p.grad for p in self._trainable())
@@ -266,6 +276,12 @@ class FlashTwoPass(Flash):
     """Flash clipping, nothing kept between two backward passes."""
 
     mode = "two_pass"
+
+
+class FlashRoundedSums(Flash):
+    """Flash clipping that rounds sums to the parameters' dtype before noise is added."""
+
+    sum_dtype = "parameter"
 
 
 class FastDP(Method):
@@ -332,6 +348,7 @@ METHODS: dict[str, type[Method]] = {
     "nonprivate": NonPrivate,
     "flash": Flash,
     "flash-two-pass": FlashTwoPass,
+    "flash-rounded-sums": FlashRoundedSums,
     "opacus-ghost": OpacusGhost,
     "opacus-hooks": OpacusHooks,
     "fastdp": FastDP,

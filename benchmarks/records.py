@@ -24,6 +24,7 @@ class Row:
         milliseconds: one step's time, a value per round.
         peak_bytes: see ``measure.PeakMemory``.
         norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
+        doubtful: share of the samples that were clipped by more than their norm; see ``agreement``.
     """
 
     method: str
@@ -36,6 +37,7 @@ class Row:
     peak_bytes: int | None = None
     norm_error: float | None = None
     gradient_error: float | None = None
+    doubtful: float | None = None
 
     @property
     def workload(self) -> tuple[str, int, int]:

@@ -83,6 +83,8 @@ class Session:
         def take(name: str, row: Row, setting: Setting) -> Fingerprint | None:
             taken = self._attempt(row, partial(_fingerprint, name, setting, self._batches[0]))
             settle(setting.device)
+            if taken is not None:
+                row.doubtful = agreement.doubtful(taken, setting.max_grad_norm)
             done(f"checked {name}")
             return taken
 

@@ -157,17 +157,18 @@ def _range(spread: Spread, digits: int) -> str:
 
 def _print_agreement(session: Session, console: Console) -> None:
     table = Table()
-    for heading in ("method", "norms", "clipped sums"):
+    for heading in ("method", "norms", "clipped sums", "doubtful"):
         table.add_column(heading)
     notes: list[str] = []
     for name, row in session.rows.items():
         if name == session.reference:
-            table.add_row(name, "reference", "reference")
+            table.add_row(name, "reference", "reference", _share(row.doubtful))
         elif row.status != "ok":
-            table.add_row(name, f"[bold]{row.status}[/]", "")
+            table.add_row(name, f"[bold]{row.status}[/]", "", "")
             notes += [f"{name}: {row.note}"] if row.note else []
         elif METHODS[name].flat:
-            table.add_row(name, _error(row.norm_error), _error(row.gradient_error))
+            errors = _error(row.norm_error), _error(row.gradient_error)
+            table.add_row(name, *errors, _share(row.doubtful))
     if session.reference not in session.rows:
         reference = session.reference or "nothing: no method could be a reference"
         notes.append(f"compared with {reference}")
@@ -177,6 +178,10 @@ def _print_agreement(session: Session, console: Console) -> None:
 
 def _error(value: float | None) -> str:
     return "not told" if value is None else f"{value:.1e}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _progress(console: Console) -> Progress:

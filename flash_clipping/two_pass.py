@@ -32,8 +32,11 @@ class TwoPassForward(RootForward):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         call = _Call(self, leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # An input that requires grad, so that the outputs do, whatever the inputs are.
-        anchor = torch.empty(0, requires_grad=True)
+        # An input that requires grad, so that the outputs do, whatever the inputs are. On the
+        # model's device: autograd's engine runs its callbacks on the caller's streams only if a
+        # leaf of the graph is there.
+        device = next((param.device for param in self.layer.parameters()), None)
+        anchor = torch.empty(0, device=device, requires_grad=True)
         outputs = _TwoPass.apply(call, anchor, *tensors)
         return call.rebuild(outputs)
 

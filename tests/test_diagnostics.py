@@ -1002,10 +1002,9 @@ def test_links_of_the_documentation_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
-def test_tests_named_in_the_guarantees_exist() -> None:
-    named = re.findall(
-        r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/guarantees.md").read_text()
-    )
+@pytest.mark.parametrize("page", ["guarantees.md", "attacks.md"])
+def test_tests_that_are_named_in_the_documentation_exist(page: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / page).read_text())
     assert len(named) > 15
     for file, test in named:
         assert (ROOT / file).exists(), file

@@ -91,6 +91,36 @@ def test_a_step_never_waits_and_repeats_bitwise(mode: str) -> None:
     assert torch.equal(first, step_without_waiting(mode))
 
 
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_everything_runs_on_the_stream_of_the_caller(mode: str) -> None:
+    """Nothing reads on another stream what this one has yet to write."""
+    case = CASES["mixed"]
+    model, batch = on_gpu(case, torch.float32)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    case.loss(module, batch).mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    torch.cuda.synchronize()
+    streams: list[int] = []
+    clip = module._recorder.clip
+
+    def note_stream(*args: object) -> Tensor:
+        streams.append(torch.cuda.current_stream().cuda_stream)
+        return clip(*args)
+
+    module._recorder.clip = note_stream
+    side = torch.cuda.Stream()
+    for _ in range(30):  # which of autograd's threads ends a backward differs from time to time
+        module.zero_grad(set_to_none=True)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            late = [x.clone() for x in batch]
+            case.loss(module, late).mean().backward()
+        side.synchronize()
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.grad, grad)
+    assert set(streams) == {side.cuda_stream}
+
+
 class TwoDevices(nn.Module):
     """Layers that take gram norms, stored gradients, stacked vectors and products of every kind."""
 
