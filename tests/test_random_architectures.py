@@ -43,13 +43,13 @@ ZERO = 1e-20
 
 #: Layout of the input -> examples in CI.
 EXAMPLES = {
-    "ids": 250,
-    "vector": 150,
-    "sequence": 350,
-    "grid": 150,
-    "signal": 150,
-    "image": 200,
-    "volume": 150,
+    "ids": 120,
+    "vector": 80,
+    "sequence": 160,
+    "grid": 80,
+    "signal": 80,
+    "image": 100,
+    "volume": 80,
 }
 
 
