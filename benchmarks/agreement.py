@@ -6,8 +6,9 @@ same batch. Two figures are compared with a reference method's:
 * norms: largest relative difference of a sample's gradient norm;
 * gradients: ``|g - r| / |r|`` of the clipped sums over all parameters.
 
-Where a method tells its coefficients, one more is told: the share of the samples that it clips by
-more than their norm, as rounding may hide a part of it.
+Where a method tells its coefficients, two more are told: by how much at most it clips a sample
+further than its norm asks for, as rounding may hide a part of it, and the share of the samples for
+which that is more than :data:`DOUBTFUL`.
 
 The reference is Opacus, hooks first (it has the per-sample gradients themselves), ghost where
 hooks is not asked for or does not fit; where neither runs, the first method that tells its norms
@@ -25,6 +26,9 @@ from torch import Tensor
 from benchmarks.methods import Method
 
 REFERENCES = ("opacus-hooks", "opacus-ghost")
+
+DOUBTFUL = 1e-3
+"""A sample is doubtful if it is clipped further than its measured norm asks for by this much."""
 
 TOLERANCE = {
     torch.float64: 1e-8,
@@ -60,14 +64,13 @@ def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:
     return taken
 
 
-def doubtful(taken: Fingerprint, max_grad_norm: float) -> float | None:
-    """Share of the samples with a coefficient below ``max_grad_norm / norm``, of all that are
-    clipped; None where the method tells no coefficients."""
+def shortened(taken: Fingerprint, max_grad_norm: float) -> Tensor | None:
+    """By how much each clipped sample is shorter than ``max_grad_norm``, relative to it; None where
+    the method tells no coefficients."""
     if taken.coefficients_B is None or taken.norms_B is None:
         return None
-    products_B = taken.coefficients_B * taken.norms_B / max_grad_norm
     clipped_B = taken.coefficients_B < 1
-    return ((products_B < 1 - 1e-5) & clipped_B).sum().item() / max(1, clipped_B.sum().item())
+    return 1 - (taken.coefficients_B * taken.norms_B / max_grad_norm)[clipped_B]
 
 
 def norm_error(ours: Fingerprint, reference: Fingerprint) -> float | None:

@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks import environment, models
+from benchmarks.agreement import DOUBTFUL
 from benchmarks.options import UsageError
 from benchmarks.report import table
 
@@ -41,9 +42,6 @@ EQUAL_SAMPLES = (64, 512, 2048, 8192)
 
 #: Of the tries: the interpreter takes ten times as long.
 INTERPRETER_SHARE = 0.25
-
-#: A sample is doubtful if it is released shorter than its own norm and bound ask for by this much.
-DOUBTFUL = 1e-3
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -24,7 +24,8 @@ class Row:
         milliseconds: one step's time, a value per round.
         peak_bytes: see ``measure.PeakMemory``.
         norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
-        doubtful: share of the samples that were clipped by more than their norm; see ``agreement``.
+        shortened, doubtful: how much shorter than their norm asks for clipped samples are, the
+            largest, and the share of samples for which it matters; see ``agreement``.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Row:
     peak_bytes: int | None = None
     norm_error: float | None = None
     gradient_error: float | None = None
+    shortened: float | None = None
     doubtful: float | None = None
 
     @property

@@ -83,8 +83,10 @@ class Session:
         def take(name: str, row: Row, setting: Setting) -> Fingerprint | None:
             taken = self._attempt(row, partial(_fingerprint, name, setting, self._batches[0]))
             settle(setting.device)
-            if taken is not None:
-                row.doubtful = agreement.doubtful(taken, setting.max_grad_norm)
+            shorter = None if taken is None else agreement.shortened(taken, setting.max_grad_norm)
+            if shorter is not None and len(shorter):
+                row.shortened = shorter.max().item()
+                row.doubtful = (shorter > agreement.DOUBTFUL).double().mean().item()
             done(f"checked {name}")
             return taken
 

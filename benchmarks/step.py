@@ -157,18 +157,18 @@ def _range(spread: Spread, digits: int) -> str:
 
 def _print_agreement(session: Session, console: Console) -> None:
     table = Table()
-    for heading in ("method", "norms", "clipped sums", "doubtful"):
+    for heading in ("method", "norms", "clipped sums", "shortened", "doubtful"):
         table.add_column(heading)
     notes: list[str] = []
     for name, row in session.rows.items():
         if name == session.reference:
-            table.add_row(name, "reference", "reference", _share(row.doubtful))
+            table.add_row(name, "reference", "reference", *_shortened(row))
         elif row.status != "ok":
-            table.add_row(name, f"[bold]{row.status}[/]", "", "")
+            table.add_row(name, f"[bold]{row.status}[/]", "", "", "")
             notes += [f"{name}: {row.note}"] if row.note else []
         elif METHODS[name].flat:
             errors = _error(row.norm_error), _error(row.gradient_error)
-            table.add_row(name, *errors, _share(row.doubtful))
+            table.add_row(name, *errors, *_shortened(row))
     if session.reference not in session.rows:
         reference = session.reference or "nothing: no method could be a reference"
         notes.append(f"compared with {reference}")
@@ -180,8 +180,10 @@ def _error(value: float | None) -> str:
     return "not told" if value is None else f"{value:.1e}"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _shortened(row: Row) -> tuple[str, str]:
+    if row.shortened is None or row.doubtful is None:
+        return "", ""
+    return f"{row.shortened:.1e}", f"{row.doubtful:.1%}"
 
 
 def _progress(console: Console) -> Progress:

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import options, records
-from benchmarks.agreement import Fingerprint, doubtful
+from benchmarks.agreement import Fingerprint, shortened
 from benchmarks.methods import METHODS, Flash, Method, NonPrivate, OpacusHooks
 from benchmarks.options import Shape, UsageError, stop_without_triton
 from benchmarks.records import Record, Row, Spread
@@ -241,11 +241,12 @@ def test_flash_clipping_failing_is_an_error_exit(
 # -------------------------------------------------------------------------------- disagreement
 
 
-def test_doubtful_samples_are_those_clipped_by_more_than_their_norm() -> None:
+def test_how_much_further_than_their_norm_samples_are_clipped() -> None:
     norms = torch.tensor([2.0, 4.0, 8.0, 0.5])
     coefs = torch.tensor([0.5, 0.2, 0.125, 1.0])  # the second would be 0.25
-    assert doubtful(Fingerprint(norms, coefs, None), 1.0) == pytest.approx(1 / 3)
-    assert doubtful(Fingerprint(norms, None, None), 1.0) is None
+    found = shortened(Fingerprint(norms, coefs, None), 1.0)
+    assert found is not None and found.tolist() == pytest.approx([0.0, 0.2, 0.0])
+    assert shortened(Fingerprint(norms, None, None), 1.0) is None
 
 
 class WrongNorm(Flash):
