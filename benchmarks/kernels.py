@@ -29,9 +29,9 @@ from benchmarks import environment
 from benchmarks.measure import milliseconds, settle
 from benchmarks.options import DTYPES
 from flash_clipping import ops
-from flash_clipping.ops import cost
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
+from flash_clipping.ops.runtime import cost
 
 LAYERS = 8
 """Layers in one gram launch; a step has more."""

@@ -1,20 +1,20 @@
 """Differentially private training at the speed of training without it, as an Opacus plugin."""
 
-from flash_clipping.clipping import clipping_coefficients
-from flash_clipping.criterion import FlashLoss
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
-from flash_clipping.ghost_norms import register_flash_norm_samplers
-from flash_clipping.grad_sample_module import (
+from flash_clipping.finish.clipping import clipping_coefficients
+from flash_clipping.integration.criterion import FlashLoss
+from flash_clipping.integration.ghost_norms import register_flash_norm_samplers
+from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.graphed_step import GraphedStep
-from flash_clipping.ops.backend import is_triton_available
-from flash_clipping.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.privacy_engine import FlashPrivacyEngine
+from flash_clipping.integration.graphed_step import GraphedStep
+from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
+from flash_clipping.integration.sampling import NotPoissonWarning
+from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.rules import Needs, Rule, register_rule
-from flash_clipping.sampling import NotPoissonWarning
 
 __version__ = "0.1.0"
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from flash_clipping import diagnostics
 from flash_clipping.diagnostics import report as reports
-from flash_clipping.ops.backend import BACKENDS
+from flash_clipping.ops.runtime.backend import BACKENDS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 

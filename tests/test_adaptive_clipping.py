@@ -63,7 +63,7 @@ def test_sum_and_count_cost_what_is_accounted(
     released: Released,  # noqa: F811
 ) -> None:
     """One count over the whole logical batch, by the expected size: the drawn one is private."""
-    import flash_clipping.optimizer
+    import flash_clipping.integration.optimizer
 
     stds: list[float] = []
 
@@ -71,7 +71,7 @@ def test_sum_and_count_cost_what_is_accounted(
         stds.append(std)
         return torch.full_like(reference, 2.0)
 
-    monkeypatch.setattr(flash_clipping.optimizer, "_generate_noise", noise)
+    monkeypatch.setattr(flash_clipping.integration.optimizer, "_generate_noise", noise)
     private = Private(**{**ADAPTIVE, "noise_multiplier": multiplier})
     drawn = 40  # of an expected 64
     for part in range(parts):

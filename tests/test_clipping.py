@@ -21,7 +21,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     clipping_coefficients,
 )
-from flash_clipping.clipping import AUTOMATIC_GAMMA
+from flash_clipping.finish.clipping import AUTOMATIC_GAMMA
 from tests.models import CASES
 from tests.oracle import assert_close, per_sample_truth
 from tests.test_norms import make, step

@@ -32,8 +32,8 @@ from flash_clipping import (
 from flash_clipping.__main__ import _print_rich, main
 from flash_clipping.diagnostics import BadBatchError, CheckReport, check, environment
 from flash_clipping.factors import RowSum
-from flash_clipping.ops import backend as backends
 from flash_clipping.ops import linear
+from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from tests.models import CASES, Branchy, Wrapped

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_clipping import FlashClippingError
-from flash_clipping.drawn import DrawnStates
+from flash_clipping.integration.drawn_noise import DrawnStates
 from tests.test_step_record import Private, data
 
 

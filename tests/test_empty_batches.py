@@ -22,7 +22,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.no_samples import CollateWithEmpty
+from flash_clipping.capture.no_samples import CollateWithEmpty
 
 C = 0.5
 T, CLASSES = 6, 3

@@ -35,10 +35,10 @@ from flash_clipping import (
     FlashDPOptimizer,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
-    tap,
 )
-from flash_clipping.ops.gram_torch import TILE
-from flash_clipping.tape import Tape
+from flash_clipping.capture import tap
+from flash_clipping.finish.tape import Tape
+from flash_clipping.ops.gram.reference import TILE
 from tests.models import Block, Scale
 
 MODES = ["one_pass", "two_pass"]

@@ -29,8 +29,8 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     GraphedStep,
 )
-from flash_clipping.graphed_step import Graph
-from flash_clipping.ops.upload import to_device
+from flash_clipping.integration.graphed_step import Graph
+from flash_clipping.ops.runtime.upload import to_device
 from tests.models import CASES, Case, squared_loss
 from tests.oracle import assert_close, per_sample_truth
 

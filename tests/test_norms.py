@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense
-from flash_clipping.ops.backend import is_interpreting
+from flash_clipping.finish.tape import Tape
+from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
 from flash_clipping.rules.registry import Needs, Rule
-from flash_clipping.tape import Tape
 from tests.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.oracle import Truth, assert_close, per_sample_truth
 

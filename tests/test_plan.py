@@ -12,18 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping, tape
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense, Lookup, Outer, RowSum
-from flash_clipping.ops import backend
-from flash_clipping.ops.backend import is_interpreting
+from flash_clipping.finish import tape
+from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
+from flash_clipping.finish.tape import Tape
 from flash_clipping.ops.row_sum import WIDE
-from flash_clipping.ops.shapes import Normalized
-from flash_clipping.plan import Plan, Plans, layout_of_step, plan_of
+from flash_clipping.ops.runtime import backend
+from flash_clipping.ops.runtime.backend import is_interpreting
+from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules import registry
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Rule
-from flash_clipping.tape import Tape
 from tests.oracle import Truth, assert_close, per_sample_truth
 
 BACKENDS = [
@@ -422,7 +423,7 @@ def test_a_kernel_that_fails_between_steps_leaves_norms_in_order(
     wrapped: GradSampleModuleFlashClipping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels take the norms of wide layers first, the reference those of one group at a time."""
-    kernels = pytest.importorskip("flash_clipping.ops.gram_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.gram.triton")
     monkeypatch.setattr(backend, "_broken", set())
     monkeypatch.setattr(backend, "_warned", set())
     for seed in range(2):

@@ -174,7 +174,7 @@ def test_positions_are_never_samples(kind: str) -> None:
 def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     """A position embedding is read as ``[1, T]`` and added: its factor is a lookup."""
     from flash_clipping.factors import Lookup
-    from flash_clipping.tape import Tape
+    from flash_clipping.finish.tape import Tape
 
     seen: list[Any] = []
 
@@ -612,7 +612,7 @@ def test_time_first_input_is_refused_by_the_criterion(clipping: str, mode: str) 
     """``[T, B]`` with ``batch_first=True``: ``T`` samples. The targets know better."""
     from opacus.optimizers import DPOptimizerFastGradientClipping
 
-    from flash_clipping.criterion import FlashAdaptiveLoss, FlashLoss
+    from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 
     ids, target = torch.randint(9, (6, 4)), torch.randint(3, (4,))
     for batch_first in (True, False):
@@ -637,7 +637,7 @@ def test_tokens_are_refused_by_the_criterion() -> None:
     """``[total]``: every token a sample, but one loss for each sequence."""
     from opacus.optimizers import DPOptimizerFastGradientClipping
 
-    from flash_clipping.criterion import FlashLoss
+    from flash_clipping.integration.criterion import FlashLoss
 
     class Sequences(Recurrent):
         def forward(self, ids_N: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_clipping import GradSampleModuleFlashClipping, Needs, register_rule, tap
+from flash_clipping import GradSampleModuleFlashClipping, Needs, register_rule
+from flash_clipping.capture import tap
 from flash_clipping.factors import RowSum
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule

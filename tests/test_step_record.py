@@ -20,7 +20,7 @@ from opacus import schedulers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import flash_clipping.optimizer
+import flash_clipping.integration.optimizer
 from flash_clipping import (
     FlashClippingError,
     FlashDPOptimizer,
@@ -48,7 +48,7 @@ class Released:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.releases: list[tuple[float, float]] = []
         self.sums: list[list[Tensor]] = []
-        real = flash_clipping.optimizer.noisy_means
+        real = flash_clipping.integration.optimizer.noisy_means
 
         def noisy_means(sums: list[Tensor], std: float, *args: Any, **kwargs: Any) -> Any:
             total = torch.cat([s.double().flatten() for s in sums]).norm().item()
@@ -56,7 +56,7 @@ class Released:
             self.sums.append([s.clone() for s in sums])
             return real(sums, std, *args, **kwargs)
 
-        monkeypatch.setattr(flash_clipping.optimizer, "noisy_means", noisy_means)
+        monkeypatch.setattr(flash_clipping.integration.optimizer, "noisy_means", noisy_means)
 
     def ratio(self, multiplier: float = 1.0) -> float:
         norm, std = self.releases[-1]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import Dense, FlashClippingError, Rule, bare, register_rule
+from flash_clipping import Dense, FlashClippingError, Rule, register_rule
+from flash_clipping.capture import bare
 from flash_clipping.rules import registry
 from tests.oracle import Truth, assert_close
 from tests.test_shared_parameters import MODES, WRAPPERS, mean_squares, truth_by_autograd
@@ -352,7 +353,7 @@ def test_what_gets_past_all_functions_is_noticed_in_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The net below the others: as if the look at the first forward's graph found nothing."""
-    monkeypatch.setattr("flash_clipping.tap.refuse_bypassed", lambda *_: None)
+    monkeypatch.setattr("flash_clipping.capture.tap.refuse_bypassed", lambda *_: None)
     model = make(all_kinds(USES["autograd_function"]))
     flash = WRAPPERS["wrapped"](model, strict=False)
     with pytest.raises(FlashClippingError, match=r"middle \(Holder\): .*autograd.Function"):

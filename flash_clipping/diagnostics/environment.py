@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flash_clipping.ops import backend as backends
+from flash_clipping.ops.runtime import backend as backends
 
 _PACKAGES = ("flash-clipping", "torch", "opacus", "triton", "numpy", "transformers")
 _VARIABLES = (

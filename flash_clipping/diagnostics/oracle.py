@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.clipping import NORM_EPSILON
 from flash_clipping.diagnostics.batch import Samples, Task, cast
 from flash_clipping.diagnostics.sections import section_axis
+from flash_clipping.finish.clipping import NORM_EPSILON
 
 #: Relative error allowed, by the narrowest dtype that takes part. The oracle computes everything in
 #: float64, so the rounding of the model's own forward and backward is part of the error.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.session import Readers
 from flash_clipping.diagnostics.batch import Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
@@ -27,11 +28,10 @@ from flash_clipping.factors import (
     RowSum,
     TiedEmbedding,
 )
-from flash_clipping.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.ops import backend as backends
-from flash_clipping.ops import cost
-from flash_clipping.recorder import Readers
-from flash_clipping.tape import Tape
+from flash_clipping.finish.tape import Tape
+from flash_clipping.integration.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime import cost
 
 
 @dataclass

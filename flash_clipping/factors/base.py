@@ -84,7 +84,7 @@ class Factor(ABC):
 
     def operands(self) -> tuple[Any, ...]:
         """What decides, besides its type, how it is handled together with others: tensors by
-        their layout, anything else by its value (:mod:`flash_clipping.plan`)."""
+        their layout, anything else by its value (:mod:`flash_clipping.finish.plan`)."""
         return (self.batch_size,)
 
     @classmethod

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
 from flash_clipping.factors.linear import Outer
-from flash_clipping.ops import certificate, cost
-from flash_clipping.ops.backend import full_precision
+from flash_clipping.ops import certificate
 from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.runtime.backend import full_precision
 
 
 class Convolution(Factor):

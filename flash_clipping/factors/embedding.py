@@ -19,7 +19,7 @@ from flash_clipping.ops.embedding import (
     embedding_sqnorms,
     tied_cross_term,
 )
-from flash_clipping.ops.embedding_torch import sums_by_index
+from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.row_scale import row_scale
 
 

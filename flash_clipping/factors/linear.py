@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors.base import Dense, Factor, parts_of_sample
-from flash_clipping.ops import certificate, cost
+from flash_clipping.ops import certificate
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms
+from flash_clipping.ops.runtime import cost
 
 
 class Outer(Factor):

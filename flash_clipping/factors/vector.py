@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_clipping.factors.base import Dense, Factor, accumulation_dtype, parts_of_sample
 from flash_clipping.ops.outer import weighted_sum
 from flash_clipping.ops.row_sum import row_sums
-from flash_clipping.ops.shapes import Memo, Normalized
+from flash_clipping.ops.runtime.shapes import Memo, Normalized
 
 
 class RowSum(Factor):

@@ -1,11 +1,11 @@
 """Per-sample norms and clipped sums as plain functions on tensors.
 
-Nothing here knows modules, autograd or Opacus. Every operation is three files: ``<op>.py`` (the
-public function: checks, cost model, choice of backend), ``<op>_torch.py`` (the readable reference,
-which is also the CPU path and the fallback) and ``<op>_triton.py`` (the kernel).
+Nothing here knows modules, autograd or Opacus. Every operation is a folder: ``__init__.py`` (the
+public function: checks, choice of backend), ``reference.py`` (the readable mathematics, which is
+also the CPU path and the fallback) and ``triton.py`` (the kernel); ``hopper.py`` where that GPU has
+a kernel of its own. ``runtime`` holds what they share.
 """
 
-from flash_clipping.ops.backend import TritonFallbackWarning, is_triton_available
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.embedding import (
     embedding_clipped_sum,
@@ -17,6 +17,7 @@ from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
 from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.runtime.backend import TritonFallbackWarning, is_triton_available
 
 __all__ = [
     "TritonFallbackWarning",

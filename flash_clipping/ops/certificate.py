@@ -29,14 +29,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.shapes import accumulator
+from flash_clipping.ops.runtime.shapes import accumulator
 
 FLOOR = 2.0**-103
 """Added to squared norms of rows for each feature. A square below 2**-126 may be lost, and the
 other operand may be large enough for its product to count; times any CANCELLATION, this is more."""
 
 SLACK = 5e-5
-"""How far the bound may lie below the norm of what is released, relative to it."""
+"""How far the bound may lie below the norm of what is released, relative to it; in float64 it does
+not, as there ordinary samples are raised by nothing that could be seen."""
 
 
 def spread(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
@@ -74,5 +75,7 @@ def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:
     """
     if doubt is None:
         return norm
-    raised = torch.addcmul(doubt, norm, norm).sqrt_().mul_(1 / (1 + SLACK))
+    raised = torch.addcmul(doubt, norm, norm).sqrt_()
+    if raised.dtype != torch.float64:
+        raised.mul_(1 / (1 + SLACK))
     return torch.maximum(norm, raised)  # propagates NaN

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops import cost
 from flash_clipping.ops.certificate import doubt, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
-from flash_clipping.ops.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
+from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
 
 
 def linear_sqnorms(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
-from flash_clipping.ops.backend import is_autocasting
+from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.registry import (
     AccumulatingRule,
     Needs,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules.registry import (
     Needs,
     Rule,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.factors import Factor
-from flash_clipping.ops.backend import is_autocasting
+from flash_clipping.ops.runtime.backend import is_autocasting
 
 
 class UnsupportedLayer(ValueError):

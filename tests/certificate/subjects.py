@@ -299,7 +299,7 @@ def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 # -- all of them ----------------------------------------------------------------------------------
 
-#: How the norms of a linear map can be taken (:mod:`flash_clipping.ops.cost`).
+#: How the norms of a linear map can be taken (:mod:`flash_clipping.ops.runtime.cost`).
 ALGORITHMS = ("gram", "outer", "outer_store")
 EVEN = (2, 2, 4, 6, 8, 16, 64)
 

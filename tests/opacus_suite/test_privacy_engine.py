@@ -9,7 +9,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.tap import Tap
+from flash_clipping.capture.tap import Tap
 from tests.opacus_suite.substitutes import Engine, not_applicable, opacus_tests
 
 engine_tests = opacus_tests("privacy_engine_test", examples=8, PrivacyEngine=Engine)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.backend import is_interpreting
+from flash_clipping.ops.runtime.backend import is_interpreting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_clipping.ops import backend
+from flash_clipping.ops.runtime import backend
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flash_clipping.diagnostics import environment
-from flash_clipping.ops import backend, row_scale_torch
-from flash_clipping.ops.backend import TritonFallbackWarning, resolve
+from flash_clipping.ops.row_scale import reference as row_scale_torch
 from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.runtime import backend
+from flash_clipping.ops.runtime.backend import TritonFallbackWarning, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_missing_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPa
 
 def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Before the variable is set: it decides how the module's kernels are made.
-    kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.row_scale.triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def broken(*args: object) -> None:
@@ -84,7 +85,7 @@ def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_out_of_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     # Before the variable is set: it decides how the module's kernels are made.
-    kernels = pytest.importorskip("flash_clipping.ops.row_scale_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.row_scale.triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def out_of_memory(*args: object) -> None:

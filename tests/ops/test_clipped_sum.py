@@ -178,7 +178,7 @@ def test_a_coefficient_is_not_rounded_with_an_operand(case: Case) -> None:
 
 
 def kernels() -> Any:
-    return pytest.importorskip("flash_clipping.ops.clipped_sum_triton")
+    return pytest.importorskip("flash_clipping.ops.clipped_sum.triton")
 
 
 @pytest.mark.gpu

@@ -35,18 +35,23 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 
 jit.JITFunction.run = compile_only
 
-from flash_clipping.ops import (
-    clipped_sum_triton, embedding_triton, gram_triton, noise_triton, norm_layer_triton,
-    outer_triton, row_scale_triton, row_sum_triton, tiles_triton,
-)
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.clipped_sum import triton as clipped_sum_triton
+from flash_clipping.ops.embedding import triton as embedding_triton
+from flash_clipping.ops.gram import triton as gram_triton
+from flash_clipping.ops.noise import triton as noise_triton
+from flash_clipping.ops.norm_layer import triton as norm_layer_triton
+from flash_clipping.ops.outer import triton as outer_triton
+from flash_clipping.ops.row_scale import triton as row_scale_triton
+from flash_clipping.ops.row_sum import triton as row_sum_triton
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.shapes import Normalized
 
-tiles_triton.has_tma = tiles_triton.is_hopper = lambda device: tma
-tiles_triton.starts_early = lambda device: tma
-tiles_triton.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
+tiles.has_tma = tiles.is_hopper = lambda device: tma
+tiles.starts_early = lambda device: tma
+tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
 noise_triton._approximates = lambda device: backend == "cuda"
 if backend == "hip":
-    tiles_triton.dot_precision = lambda dtype: "ieee"
+    tiles.dot_precision = lambda dtype: "ieee"
 for dtype in (torch.bfloat16, torch.float32):
     A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
     coef, rstd = torch.ones(2), torch.empty(2, 512)
@@ -115,7 +120,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
         timeout=280,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    from flash_clipping.ops.launch_triton import has_gluon
+    from flash_clipping.ops.runtime.launches import has_gluon
 
     hopper = (
         {"_clipped_sum_ring_kernel", "_gram_ring_kernel"}

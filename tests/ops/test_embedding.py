@@ -6,15 +6,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from flash_clipping.ops.backend import is_triton_available
 from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
+from flash_clipping.ops.runtime.backend import is_triton_available
 from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
 
 V = 11
 
 
 def kernels() -> ModuleType:
-    return importlib.import_module("flash_clipping.ops.embedding_triton")
+    return importlib.import_module("flash_clipping.ops.embedding.triton")
 
 
 def per_sample_tables(ids: torch.Tensor, G: torch.Tensor, padding_idx: int | None) -> torch.Tensor:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.ops import gram_torch
 from flash_clipping.ops.certificate import cancellation
 from flash_clipping.ops.gram import gram_blocks, gram_sqnorms
+from flash_clipping.ops.gram import reference as gram_torch
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
 SHAPES = [
@@ -146,11 +146,11 @@ def test_groups_of_all_sorts_together(case: Case) -> None:
 
 
 def launches() -> Any:
-    return pytest.importorskip("flash_clipping.ops.launch_triton")
+    return pytest.importorskip("flash_clipping.ops.runtime.launches")
 
 
 def gram_triton() -> Any:
-    return pytest.importorskip("flash_clipping.ops.gram_triton")
+    return pytest.importorskip("flash_clipping.ops.gram.triton")
 
 
 @pytest.mark.gpu
@@ -296,7 +296,7 @@ def test_layers_of_many_features_are_shared_out(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.backend == "triton":
-        gram_table = pytest.importorskip("flash_clipping.ops.gram_table")
+        gram_table = pytest.importorskip("flash_clipping.ops.gram.table")
         monkeypatch.setattr(gram_table, "SLICE", 64)
         monkeypatch.setattr(gram_table, "SLICE_IN_INPUTS", 2)
     memo: dict = {}

@@ -9,7 +9,7 @@ import torch
 
 from flash_clipping.ops.outer import weighted_sum
 
-launching = pytest.importorskip("flash_clipping.ops.launch_triton")
+launching = pytest.importorskip("flash_clipping.ops.runtime.launches")
 
 
 def allocator() -> Any:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from flash_clipping.ops import cost
 from flash_clipping.ops.certificate import cancellation
 from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.runtime import cost
 from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.backend import is_interpreting
 from flash_clipping.ops.noise import noisy_means
+from flash_clipping.ops.runtime.backend import is_interpreting
 
 try:
     import triton
     import triton.language as tl
 
-    from flash_clipping.ops import noise_triton
-    from flash_clipping.ops.noise_triton import _noisy_block, _number_of, _pair, _words
+    from flash_clipping.ops.noise import triton as noise_triton
+    from flash_clipping.ops.noise.triton import _noisy_block, _number_of, _pair, _words
 except ImportError:
     pass
 else:
@@ -180,7 +180,7 @@ class Generator:
 
 
 def test_launches_take_all_tensors_and_an_offset_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     source, launches = Generator(), []
 
     def draw(
@@ -206,7 +206,7 @@ def test_launches_take_all_tensors_and_an_offset_each(monkeypatch: pytest.Monkey
 
 
 def test_devices_with_one_seed_draw_different_noise() -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     seeds = [kernels.seed_of(Generator(), index) for index in range(8)]
     assert seeds[0] == Generator().initial_seed() and len(set(seeds)) == 8
 
@@ -236,7 +236,7 @@ def test_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_sum_is_divided_in_its_place(dtype: torch.dtype, first: int, device: str) -> None:
     """With noise of no size; of every element, in whole blocks and in those that are not."""
-    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     if device == "cpu" and not is_interpreting():
         pytest.skip("kernels are compiled for the GPU in this run")
     sizes = (3, 2047, 8191, 8192, 20_000)
@@ -288,7 +288,7 @@ def test_kernel_on_the_gpu(dtype: torch.dtype) -> None:
 def test_the_device_s_own_functions_say_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     if not kernels._approximates(torch.device("cuda")):
         pytest.skip("needs a GPU by NVIDIA")
     sums = [torch.zeros(n, device="cuda", dtype=dtype) for n in (100_003, 5000)]
@@ -303,7 +303,7 @@ def test_the_device_s_own_functions_say_the_same(
 @pytest.mark.parametrize("c2", [0, 1, 3, 7, 2**31 + 5, 2**32 - 1])
 def test_words_are_those_of_philox(c2: int, device: str) -> None:
     """On a GPU what all threads share is computed apart, and by other instructions."""
-    kernels = pytest.importorskip("flash_clipping.ops.noise_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     if device == "cpu" and not is_interpreting():
         pytest.skip("kernels are compiled for the GPU in this run")
     seed, c1, c3 = 2**62 + 12345, 2**32 - 3, 2**31 + 9

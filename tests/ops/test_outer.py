@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops import outer_torch
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms, weighted_sum
+from flash_clipping.ops.outer import reference as outer_torch
 from tests.ops.cases import (
     Case,
     every_case,
@@ -55,7 +55,7 @@ def test_kept_gradients_are_rounded_to_nearest(case: Case) -> None:
 
 
 def test_tiles_are_wide_where_a_matrix_is_large_and_fills_them() -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.outer_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.outer.triton")
 
     def block_d(d: int, p: int) -> int:
         return kernels.config_for(torch.bfloat16, 1024, d, p, True, True).block_d
@@ -70,7 +70,7 @@ def test_tiles_are_wide_where_a_matrix_is_large_and_fills_them() -> None:
 def test_tiles_of_large_matrices(
     case: Case, p: int, store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.outer_triton")
+    kernels = pytest.importorskip("flash_clipping.ops.outer.triton")
     monkeypatch.setattr(kernels, "WIDE", 1)
     kernels.config_for.cache_clear()
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.row_sum import row_sums
-from flash_clipping.ops.shapes import Normalized
+from flash_clipping.ops.runtime.shapes import Normalized
 from tests.ops.cases import Case, every_case, relative_error
 
 

@@ -1,0 +1,297 @@
+"""Modules without a rule, under ``vmap``: one view of every parameter per sample, so that autograd
+itself delivers their per-sample gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.session import Recorder, in_backward
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Dense, Factor
+
+
+class GenericTap(Protocol):
+    """What is asked of the tap that stands in for a module
+    (:class:`~flash_clipping.capture.tap.Tap`)."""
+
+    path: str
+    recorder: Recorder
+    layer: nn.Module
+    loops: bool
+
+    def original(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def record(
+        self, params: Sequence[nn.Parameter], factors: Sequence[Factor], recomputed: bool
+    ) -> None: ...
+
+
+class ReadsNoSamples(Exception):
+    """All that a module reads is the same for all samples."""
+
+
+class PerSampleView(torch.autograd.Function):
+    """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: GenericTap, param: nn.Parameter, batch_size: int) -> Tensor:
+        ctx.tap, ctx.param = tap, param
+        ctx.recomputed = in_backward()
+        return param.expand(batch_size, *param.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        tap: GenericTap = ctx.tap
+        if not tap.recorder.enabled:
+            return None, grads.sum(0), None
+        tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
+        return None, None, None
+
+
+class _Original(nn.Module):
+    """Calls a tapped module's own forward, without its hooks, which the outer call runs already."""
+
+    def __init__(self, tap: GenericTap):
+        super().__init__()
+        self.module = tap.layer
+        self._call = tap.original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any module that owns parameters: forward under ``vmap`` with per-sample parameters.
+
+    Every tensor argument whose batch axis has the batch's size is mapped over; anything else is
+    handed to every sample as it is. A module that ``vmap`` cannot run (data-dependent control
+    flow, an operator without a batching rule) is run sample by sample instead, with one warning.
+    """
+    recorder, layer = tap.recorder, tap.layer
+    axis = recorder.batch_axis
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    mapped = _mapped(tap, leaves, axis)
+    sizes = {leaf.shape[axis] for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped}
+    if not sizes:
+        raise ReadsNoSamples
+    if len(sizes) > 1:
+        raise FlashClippingError(
+            f"{tap.path}: its inputs have different numbers of samples along the batch axis: "
+            f"{', '.join(map(str, sorted(sizes)))}. Give all of them one row per sample."
+        )
+    batch_size = sizes.pop()
+    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
+    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden(tap, leaf, "is called with", axis, batch_size)
+    shim = _Original(tap)
+
+    def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
+        batch_of_one = [
+            leaf.unsqueeze(axis) if is_mapped else leaf
+            for leaf, is_mapped in zip(sample, mapped, strict=True)
+        ]
+        one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
+        output = torch.func.functional_call(shim, params, one_args, one_kwargs)
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
+
+    with recorder.bypass(), _PaddingStays(tap):
+        if batch_size == 0:
+            # Nothing to map over. The empty views keep the output in the graph.
+            output = torch.func.functional_call(
+                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
+            )
+            empty = sum(view.sum() for view in views.values())
+            return pytree.tree_map_only(
+                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
+            )
+        if not tap.loops:
+            in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
+            try:
+                return torch.func.vmap(
+                    one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
+                )(views, *leaves)
+            except FlashClippingError:
+                raise
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if not _is_of_vmap(error):
+                    raise
+                outputs = _sample_by_sample(
+                    tap, one_sample, views, leaves, mapped, axis, batch_size
+                )
+                tap.loops = True  # the loop works where vmap does not: stay with it
+                warnings.warn(
+                    f"{tap.path}: torch.func.vmap cannot run this module "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}); it runs sample by "
+                    "sample, which is exact but slow. A rule of its own "
+                    "(flash_clipping.register_rule) makes it fast.",
+                    stacklevel=2,
+                )
+                return outputs
+        return _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
+
+
+#: What vmap's own errors speak of: itself, what it lacks for an operator, tensors of its that have
+#: no memory to look at, that are too large for what they are written into, or outside autograd.
+_VMAP_SPEAKS_OF = (
+    "vmap",
+    "functorch",
+    "atching rule",
+    "data pointer",
+    "storage",
+    "match the broadcast shape",
+    "does not have a grad_fn",
+)
+
+
+def _is_of_vmap(error: BaseException | None) -> bool:
+    """Whether an error is vmap's, or was raised because of one; what a module says is its own."""
+    while error is not None:
+        if any(word in str(error) for word in _VMAP_SPEAKS_OF):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class _PaddingStays(TorchFunctionMode):
+    """Embeddings whose ``padding_idx`` gets no gradient: under ``vmap``, with a weight per sample,
+    PyTorch itself would give it one."""
+
+    def __init__(self, tap: GenericTap):
+        super().__init__()
+        self.tap = tap
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func is torch.embedding:
+            return self._aten_embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if scale_grad_by_freq:
+            raise FlashClippingError(
+                f"{self.tap.path}: an embedding with scale_grad_by_freq=True mixes samples: its "
+                "gradient depends on how often an id occurs in the whole batch. Set "
+                "scale_grad_by_freq=False."
+            )
+        rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
+        if padding_idx is None:
+            return rows
+        is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
+
+    def _aten_embedding(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        padding_idx: int = -1,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        padding = None if padding_idx < 0 else padding_idx
+        return self._embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def _refuse_hidden(
+    tap: GenericTap, value: Any, verb: str, axis: int, batch_size: int | None = None
+) -> None:
+    """Refuse an object whose tensors vmap does not see: one sample would get, or give, them all."""
+    for x in tensors_in(value):
+        if batch_size is None or (x.dim() > axis and x.shape[axis] == batch_size > 1):
+            raise FlashClippingError(
+                f"{tap.path}: this module runs under torch.func.vmap, and {verb} a "
+                f"{type(value).__name__} that holds a tensor of shape {tuple(x.shape)}, which vmap "
+                "cannot divide into samples. Use tensors, or tuples, lists or dicts of tensors, "
+                "freeze the module's parameters, or write a rule for it "
+                "(flash_clipping.register_rule)."
+            )
+
+
+def _sample_by_sample(
+    tap: GenericTap,
+    one_sample: Callable[..., Any],
+    views: dict[str, Tensor],
+    leaves: list[Any],
+    mapped: list[bool],
+    axis: int,
+    batch_size: int,
+) -> Any:
+    # Unbound once: selecting row after row would make backward add up B tensors of B rows each.
+    rows = {name: view.unbind(0) for name, view in views.items()}
+    outputs = [
+        one_sample(
+            {name: row[b] for name, row in rows.items()},
+            *(
+                leaf.select(axis, b) if is_mapped else leaf
+                for leaf, is_mapped in zip(leaves, mapped, strict=True)
+            ),
+        )
+        for b in range(batch_size)
+    ]
+    for leaf in pytree.tree_leaves(outputs[0]):
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden(tap, leaf, "returns", axis)
+    return pytree.tree_map(
+        lambda *parts: torch.stack(parts, axis) if isinstance(parts[0], Tensor) else parts[0],
+        outputs[0],
+        *outputs[1:],
+    )
+
+
+def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
+    """Which of a module's arguments have a row per sample; the others every sample sees as a whole.
+
+    Raises:
+        FlashClippingError: there is no tensor that could have.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    if not tensors:
+        raise FlashClippingError(
+            f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
+            "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
+        )
+    recorder = tap.recorder
+    call = recorder.current_forward
+    if call is None or call.batch_size is None:
+        sizes = [tensor.shape[axis] for tensor in tensors]
+        return [
+            isinstance(x, Tensor) and x.dim() > axis and x.shape[axis] == sizes[0] for x in leaves
+        ]
+    # One of them must be the samples: what was computed from them, if anything was.
+    fitting = (x for x in tensors if x.shape[axis] == call.batch_size)
+    first = next((x for x in tensors if x.requires_grad), next(fitting, tensors[0]))
+    mapped = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= axis:
+            mapped.append(False)
+            continue
+        sure = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+        beside = leaf is not first
+        mapped.append(recorder.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
+    return mapped

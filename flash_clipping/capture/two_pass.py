@@ -1,0 +1,229 @@
+"""``mode="two_pass"``: norms in one backward pass, clipped gradients in a second.
+
+The root module runs inside one autograd function that keeps the model's own graph to itself. When
+the gradient of the root's outputs arrives, that graph is walked twice: the first time every
+factor is reduced to norms and dropped, the second time to clipped sums. Nothing is kept between
+layers, and the loss may be anything, as both walks start from the same output gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _will_engine_execute_node as will_engine_execute_node
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.no_samples import RootForward
+from flash_clipping.capture.session import Recorder
+from flash_clipping.errors import FlashClippingError
+
+
+class TwoPassForward(RootForward):
+    """The root module's ``forward``, with the model's graph kept to itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.recorder.recording:
+            return self.original(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        call = _Call(self, leaves, spec)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # An input that requires grad, so that the outputs do, whatever the inputs are. On the
+        # model's device: autograd's engine runs its callbacks on the caller's streams only if a
+        # leaf of the graph is there.
+        device = next((param.device for param in self.layer.parameters()), None)
+        anchor = torch.empty(0, device=device, requires_grad=True)
+        outputs = _TwoPass.apply(call, anchor, *tensors)
+        return call.rebuild(outputs)
+
+
+class _Call:
+    """One call of the root: its arguments, its inner graph, and how to put outputs together."""
+
+    def __init__(self, root: TwoPassForward, leaves: list[Any], spec: Any):
+        self.root = root
+        self.leaves = leaves
+        self.spec = spec
+        self.inner_inputs: list[Tensor] = []
+        #: What the model returned, and the tensors in it that require grad, until it is rebuilt.
+        self.output: Any = None
+        self.inner_outputs: list[Tensor] = []
+        #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
+        self.forward = root.recorder.current_forward
+        #: Gradients of the outputs, until the second walk takes them.
+        self.grads: list[Tensor | None] = []
+        #: The inner graph's root; ``None`` once it was walked for good.
+        self.seed: Tensor | None = None
+        #: The outer backward that reached this call.
+        self.task = -1
+
+    @staticmethod
+    def task_now() -> int:
+        return torch._C._current_graph_task_id()
+
+    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
+        needs = [leaf.requires_grad for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.inner_inputs = [
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(tensors, needs, strict=True)
+        ]
+        inner = iter(self.inner_inputs)
+        leaves = [next(inner) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        self.leaves = []
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with torch.enable_grad():
+            output = self.root.original(*args, **kwargs)
+            self.output = output
+            # By id: what is returned twice is one tensor outside as well.
+            outputs = list({id(x): x for x in tensors_in(output) if x.requires_grad}.values())
+            if not outputs:
+                raise FlashClippingError(
+                    f"{self.root.path}: mode='two_pass' found no tensor that requires grad among "
+                    f"the model's outputs ({type(output).__name__}). Return tensors, or tuples, "
+                    "lists, dicts or dataclasses of tensors, or use mode='one_pass'."
+                )
+            self.inner_outputs = outputs
+            self.root.recorder.returned = _opaque_types(output)
+            self.seed = _Seed.apply(self, *outputs)
+        return tuple(tensor.detach() for tensor in outputs)
+
+    def rebuild(self, outputs: tuple[Tensor, ...]) -> Any:
+        """What the model returned, with these in the place of its own tensors; objects that held
+        some are copies."""
+        inner, output = self.inner_outputs, self.output
+        self.inner_outputs, self.output = [], None
+        outer = {id(own): other for own, other in zip(inner, outputs, strict=True)}
+        return map_tensors(lambda x: outer.get(id(x), x), output, packed=True)
+
+    def walk(self, *, last: bool) -> None:
+        """Run the inner graph's backward; the last time, free it on the way."""
+        assert self.seed is not None
+        for tensor in self.inner_inputs:
+            tensor.grad = None
+        torch.autograd.backward(self.seed, retain_graph=not last)
+
+
+class _Walks:
+    """The calls of the root that one outer backward reached: a sample's uses are one gradient."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.calls: list[_Call] = []
+
+    def run(self) -> None:
+        """Norms over all calls, then clipped gradients (or one pass while recording is off)."""
+        recorder = self.recorder
+        call_of_root = self.calls[0].forward
+        if recorder.enabled and call_of_root is not None:
+            recorder.check_thread(call_of_root)  # before anything that would end another's backward
+        try:
+            if recorder.enabled:
+                tape = recorder.new_tape()
+                tape.thread = None if call_of_root is None else call_of_root.thread
+                tape.norms_only = True
+                with torch.no_grad():
+                    for call in self.calls:
+                        call.walk(last=False)
+                    tape.put_back()
+                    tape.take_norms()
+                    tape.forget()
+                    tape.norms_only = False
+                    tape.stand_in()
+                    for call in self.calls:
+                        call.walk(last=True)
+                    tape.put_back()
+                    tape.add_clipped_sums()
+            else:
+                for call in self.calls:
+                    call.walk(last=True)
+        finally:
+            for call in self.calls:
+                call.seed = None
+                call.grads = []
+            recorder.end_backward()
+
+
+def _opaque_types(output: Any) -> str:
+    """Types of what was returned in which tensors may be hidden, for messages."""
+    leaves = [
+        x for x in pytree.tree_leaves(output) if not isinstance(x, Tensor | str | int | float)
+    ]
+    hidden = [type(x).__name__ for x in leaves if not tensors_in(x)]
+    return ", ".join(dict.fromkeys(hidden)) or "nothing that could hold it"
+
+
+class _Seed(torch.autograd.Function):
+    """The inner graph's root: a scalar whose backward hands the outputs their gradients.
+
+    Gradients given to ``torch.autograd.backward`` are held by its caller until it returns; those
+    of a language model's logits would be the largest tensor of the step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *outputs: Tensor) -> Tensor:
+        # Not owned: the call owns this graph, and what a failed step leaves must go at once.
+        ctx.call = weakref.ref(call)
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        call: _Call = ctx.call()
+        grads = call.grads
+        tape = call.root.recorder.tape
+        if tape is None or not tape.norms_only:
+            call.grads = []  # nobody needs them again
+        return None, *grads
+
+
+class _TwoPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.run(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        if call.seed is None:
+            raise FlashClippingError(
+                f"{call.root.path}: mode='two_pass' has freed this forward's graph; it serves one "
+                "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
+            )
+        call.grads = list(grad_outputs)
+        recorder = call.root.recorder
+        if recorder.enabled and not will_engine_execute_node(ctx.next_functions[0][0]):
+            raise FlashClippingError(
+                f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
+                "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
+                "sums in p.grad on the way. Use mode='one_pass', or call the model and backward "
+                "between module.disable_hooks() and module.enable_hooks()."
+            )
+        if any(tensor.requires_grad for tensor in call.inner_inputs):
+            # Somebody waits for the gradient of the model's input, so it cannot be put off.
+            if recorder.enabled and recorder.live_calls() > 1:
+                raise FlashClippingError(
+                    f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
+                    "one backward whose inputs require grad. Detach the inputs, or use "
+                    "mode='one_pass'."
+                )
+            walks = _Walks(recorder)
+            walks.calls.append(call)
+            recorder.walked_in = call.task_now()
+            walks.run()
+            return None, None, *(tensor.grad for tensor in call.inner_inputs)
+        # After the outer backward: all calls are known, and neither the loss nor its caller hold
+        # memory any more. The engine's callback is the only owner.
+        owner = recorder.walks() if recorder.walks is not None else None
+        if owner is None or not owner.calls or owner.calls[0].task != call.task_now():
+            owner = _Walks(recorder)
+            recorder.walks = weakref.ref(owner)
+            Variable._execution_engine.queue_callback(owner.run)
+        call.task = call.task_now()
+        owner.calls.append(call)
+        return None, None, *[None] * len(call.inner_inputs)

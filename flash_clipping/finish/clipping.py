@@ -1,0 +1,123 @@
+"""From per-sample norms to clipping coefficients.
+
+Shape suffixes: ``B`` samples, ``P`` parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.ops.runtime.upload import to_device
+
+Clipping = Literal["flat", "per_layer", "automatic"]
+
+#: Added to a norm before dividing by it; Opacus uses the same figure.
+NORM_EPSILON = 1e-6
+
+#: Stability constant of automatic clipping (Bu, Wang, Zha and Karypis 2023, section 4).
+AUTOMATIC_GAMMA = 0.01
+
+
+def check_clipping(clipping: str) -> None:
+    """Raise ``ValueError`` unless ``clipping`` names a way to clip."""
+    if clipping not in get_args(Clipping):
+        raise ValueError(
+            f"clipping={clipping!r} is unknown; expected one of {', '.join(get_args(Clipping))}."
+        )
+
+
+def total_norm(norms_PB: Tensor) -> Tensor:
+    """Norm over all parameters, ``[B]``, from per-parameter norms ``[P, B]``."""
+    return torch.linalg.vector_norm(norms_PB, dim=0)
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """What rounding may hide of squared norms (:mod:`flash_clipping.ops.certificate`).
+
+    Attributes:
+        blocks: ids of parameters, and for each of them a row ``[B]``, in gradients as they arrived;
+            parameters that are in none are measured as they are released.
+        scale: from gradients as they arrived to samples' own.
+    """
+
+    blocks: Sequence[tuple[Sequence[int], Tensor]]
+    scale: float
+
+    def bound_total(self, total_B: Tensor) -> Tensor:
+        """Norms over all parameters -> what is at least the norm of what is released, ``[B]``."""
+        if not self.blocks:
+            return total_B
+        rows = [doubt.to(total_B, non_blocking=True) for _, doubt in self.blocks]
+        doubt_B = (rows[0] if len(rows) == 1 else torch.cat(rows)).sum(0)
+        return upper_bound(total_B, doubt_B.mul_(self.scale**2))
+
+    def bound_each(self, keys: Sequence[int], norms_PB: Tensor) -> Tensor:
+        """The same parameter by parameter, ``[P, B]``; ``keys`` are their ids."""
+        if not self.blocks:
+            return norms_PB
+        found = {
+            key: row
+            for members, doubt in self.blocks
+            for key, row in zip(members, doubt.to(norms_PB, non_blocking=True), strict=True)
+        }
+        none_B = torch.zeros_like(norms_PB[0])
+        doubt_PB = torch.stack([found.get(key, none_B) for key in keys])
+        return upper_bound(norms_PB, doubt_PB.mul_(self.scale**2))
+
+
+def clipping_coefficients(
+    norms_PB: Tensor,
+    max_grad_norm: float | Tensor | Sequence[float],
+    clipping: str = "flat",
+    total_B: Tensor | None = None,
+) -> Tensor:
+    """Coefficient of every sample: ``[B]``, or ``[P, B]`` for per-layer clipping.
+
+    * ``flat``: ``min(1, C / norm)`` with the norm over all parameters.
+    * ``per_layer``: the same for every parameter with its own ``C``.
+    * ``automatic``: ``C / (norm + gamma)``, AUTO-S of Bu et al. 2023.
+
+    A sample whose norm is not finite gets 0. A coefficient is never NaN. ``total_B`` are the norms
+    over all parameters, where they are known already. A step gives upper bounds for norms
+    (:class:`Doubts`).
+
+    Guarantees:
+        ``coefficient * norm <= C`` for every sample (and parameter, when per layer), up to the
+        rounding of one division.
+
+    Raises:
+        ValueError: ``max_grad_norm`` has not one entry per parameter in per-layer clipping, or is
+            a list in any other.
+    """
+    if clipping == "per_layer":
+        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(norms_PB):
+            raise ValueError(
+                "clipping='per_layer' needs max_grad_norm to be a list with one bound per "
+                f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
+            )
+        norms = norms_PB
+        bound: float | Tensor = to_device(max_grad_norm, norms_PB.device, norms_PB.dtype).unsqueeze(
+            1
+        )
+    else:
+        if isinstance(max_grad_norm, Sequence):
+            raise ValueError(
+                f"clipping={clipping!r} takes one max_grad_norm; found a list of "
+                f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
+            )
+        norms = total_norm(norms_PB) if total_B is None else total_B
+        bound = max_grad_norm
+    if clipping == "automatic":
+        coef = bound / (norms + AUTOMATIC_GAMMA)
+    else:
+        coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
+    # bound / inf is 0 already; what is NaN comes from a norm that is.
+    return coef.nan_to_num_(nan=0.0, posinf=math.inf)

@@ -1,0 +1,205 @@
+"""How the factors of a step are handled together: worked out once for every layout.
+
+Which layers share launches, and what those launches must be told, follows from shapes, dtypes and
+strides that are taken. Only addresses differ from step to step, and small models wait for the host,
+so a recorder remembers its plans. A plan holds no tensor of a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import not_
+from typing import Any
+
+from torch import Tensor, nn
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Dense, Factor, Outer, RowSum
+from flash_clipping.ops.row_sum import WIDE
+from flash_clipping.ops.runtime.shapes import ALIGNMENT, Memo
+
+
+@dataclass(slots=True)
+class Plan:
+    """Parameters, by their ``id``, in the groups in which they are handled.
+
+    Attributes:
+        trainable: all that are trainable, in the model's order.
+        one_device: whether they are all on one device.
+        linear: linear maps that read one input.
+        sums: sums over positions that one launch adds up.
+        vectors: small gradients of one shape that are stacked.
+        stored: other gradients that are kept as they are.
+        others: everything else, one by one.
+        unreached: trainable parameters that backward did not reach; known once norms are.
+        rows_of: whose norms were taken, in their order; likewise.
+        order: row of each trainable parameter's norms among these.
+        small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
+        memos: what operations keep, by the name of the operation.
+    """
+
+    trainable: list[int]
+    one_device: bool
+    linear: list[list[int]] = field(default_factory=list)
+    sums: list[list[int]] = field(default_factory=list)
+    vectors: list[list[int]] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
+    rows_of: list[int] = field(default_factory=list)
+    order: Tensor | None = None
+    small: list[int] | None = None
+    memos: dict[Hashable, Memo] = field(default_factory=dict)
+
+    def memo(self, name: Hashable) -> Memo:
+        """What one operation keeps."""
+        return self.memos.setdefault(name, {})
+
+
+class Plans:
+    """The plans that were used last, by layout."""
+
+    #: Poisson batches come in this many sizes, or a few more.
+    SIZE = 64
+
+    def __init__(self) -> None:
+        # By hash, taken once: that of a layout of hundreds of tensors takes a while.
+        self._plans: OrderedDict[int, tuple[Hashable, Plan]] = OrderedDict()
+
+    def find(self, number: int, layout: Hashable) -> Plan | None:
+        """The plan for a layout whose hash is ``number``."""
+        found = self._plans.get(number)
+        if found is None or found[0] != layout:
+            return None
+        self._plans.move_to_end(number)
+        return found[1]
+
+    def keep(self, number: int, layout: Hashable, plan: Plan) -> None:
+        self._plans[number] = layout, plan
+        if len(self._plans) > self.SIZE:
+            self._plans.popitem(last=False)
+
+
+def layout_of_step(
+    keys: Sequence[int],
+    factors: Sequence[Factor],
+    params: Sequence[nn.Parameter],
+    done: Iterable[int],
+) -> Hashable:
+    """What a plan depends on as far as tensors and parameters go.
+
+    Args:
+        keys, factors: every use of a parameter: its ``id`` and what came of it.
+        params: the trainable parameters.
+        done: ids of parameters whose norms are known already.
+    """
+    of_each = [factor.operands() for factor in factors]
+    operands = [*chain.from_iterable(of_each)]
+    # Several factors hold the same tensor, which is looked at once. Property by property, which
+    # takes Python three quarters of the time of tensor by tensor; in one flat tuple, shapes and
+    # all, as hundreds of objects would make the garbage collector look for cycles in every step.
+    names = [*map(id, operands)]
+    named = dict(zip(names, operands, strict=True))
+    different = named.values()
+    are_tensors = [isinstance(operand, Tensor) for operand in different]
+    tensors = [*compress(different, are_tensors)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    # What is contiguous needs no strides told: they follow from its shape, except along axes of one
+    # element, where nothing takes a stride.
+    contiguous = [*map(Tensor.is_contiguous, tensors)]
+    scattered = [*compress(tensors, map(not_, contiguous))]
+    return (
+        *keys,
+        *map(type, factors),
+        *map(len, of_each),
+        *_places(names, named),
+        *are_tensors,
+        *[operand for operand in different if not isinstance(operand, Tensor)],
+        *[tensor.dtype for tensor in tensors],
+        *[tensor.get_device() for tensor in tensors],
+        *map(Tensor.dim, tensors),
+        *chain.from_iterable(map(Tensor.size, tensors)),
+        *contiguous,
+        *chain.from_iterable(map(Tensor.stride, scattered)),
+        *[address % ALIGNMENT for address in addresses],
+        *_places(addresses, dict.fromkeys(addresses)),
+        *map(id, params),
+        *[param.dtype for param in params],
+        *[param.get_device() for param in params],
+        *done,
+    )
+
+
+def _places(names: Iterable[int], different: Collection[int]) -> Iterable[int]:
+    """Which of these are the same: for each, its place among the different ones."""
+    places = dict(zip(different, range(len(different)), strict=True))
+    return map(places.__getitem__, names)
+
+
+def plan_of(
+    factors: Mapping[int, Factor], params: Sequence[nn.Parameter], paths: Mapping[int, str]
+) -> Plan:
+    """Put factors that can be handled in one go together.
+
+    Raises:
+        FlashClippingError: a factor is of a frozen parameter, or does not fit together.
+    """
+    trainable = {id(param): param for param in params}
+    _check_trainable(trainable, paths)
+    devices = {param.device for param in params}
+    plan = Plan(trainable=list(trainable), one_device=len(devices) == 1)
+    kind: Any  # what members of one group have in common
+    linear: dict[Any, list[int]] = {}
+    sums: dict[Any, list[int]] = {}
+    vectors: dict[Any, list[int]] = {}
+    for key, factor in factors.items():
+        # Exactly these: a subclass may have its own way with norms and sums.
+        if type(factor) is Outer:
+            _check_operands(factor, paths[key])
+            linear.setdefault(factor.shares_input_with(), []).append(key)
+        elif type(factor) is RowSum:
+            rows, x_hat = factor.rows_BTn, factor.normalized
+            # Sums that have none go with those whose x̂ is of the rows' dtype, as it mostly is.
+            x_dtype = rows.dtype if x_hat is None else x_hat.x_BTn.dtype
+            wide = rows.shape[2] > WIDE
+            kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype, wide)
+            sums.setdefault(kind, []).append(key)
+        elif type(factor) is not Dense:
+            plan.others.append(key)
+        elif factor.sq_parts_Bn is None and factor.is_small:
+            grads = factor.grads
+            kind = (grads.dtype, grads.device, trainable[key].dtype, grads.shape)
+            vectors.setdefault(kind, []).append(key)
+        else:
+            plan.stored.append(key)
+    plan.linear, plan.sums = list(linear.values()), list(sums.values())
+    for alike in vectors.values():
+        if len(alike) > 1:
+            plan.vectors.append(alike)
+        else:
+            plan.stored += alike
+    return plan
+
+
+def _check_trainable(trainable: Mapping[int, nn.Parameter], paths: Mapping[int, str]) -> None:
+    frozen = paths.keys() - trainable.keys()
+    if frozen:
+        names = ", ".join(sorted({paths[key] for key in frozen}))
+        raise FlashClippingError(
+            f"{names}: found a parameter that was trainable in forward and is frozen in "
+            "backward; its part of the norms would be missing. Change requires_grad between "
+            "steps, before forward()."
+        )
+
+
+def _check_operands(factor: Outer, path: str) -> None:
+    A, G = factor.A_BTd, factor.G_BTp
+    if A.dim() != 3 or G.dim() != 3 or G.shape[:2] != A.shape[:2] or A.device != G.device:
+        raise FlashClippingError(
+            f"{path}: its rule returned an Outer of A_BTd {tuple(A.shape)} on {A.device} and "
+            f"G_BTp {tuple(G.shape)} on {G.device}; expected [B, T, d] and [B, T, p] of the same "
+            "B and T on one device. Flatten the axes between batch and features of both alike."
+        )

@@ -1,0 +1,527 @@
+"""One backward pass's records: factors -> norms -> coefficients -> clipped gradients.
+
+A :class:`Tape` lives as long as the backward pass that fills it: autograd's engine owns it through
+the callback that will finish it, so a backward that fails takes its records with it.
+
+Shape suffixes: ``B`` samples, ``P`` parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._C import _will_engine_execute_node as will_engine_execute_node
+from torch.autograd.graph import get_gradient_edge
+
+from flash_clipping.capture.session import Readers, Recorder
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import (
+    Dense,
+    Factor,
+    RowSum,
+    VectorStack,
+    accumulation_dtype,
+    merge,
+)
+from flash_clipping.finish.clipping import Doubts
+from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
+from flash_clipping.ops.linear import linear_sqnorm_blocks
+from flash_clipping.ops.outer import sum_parts, weighted_sums_many
+from flash_clipping.ops.runtime.backend import asked_for
+from flash_clipping.ops.runtime.shapes import Group
+from flash_clipping.ops.runtime.upload import to_device
+
+#: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
+#: little beside what letting go of the stored gradients frees.
+STORED_AT_ONCE = 1 << 26
+
+#: Rows ``[n, B]`` of several parameters, and the ids of these.
+Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
+
+
+class Tape:
+    """The records of one backward pass.
+
+    Parameters go by their ``id`` (``key``): hashing one costs more than the rest of recording it.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.backend = recorder.backend
+        #: Layer calls whose factors are held to the end, by path and by parameters, and these
+        #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
+        self.calls: list[str] = []
+        self.used: list[Sequence[nn.Parameter]] = []
+        self.factors: list[Factor] = []
+        #: Parameters that a batch without samples would have used.
+        self.without_samples: Sequence[nn.Parameter] = ()
+        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and what
+        #: rounding may hide of them.
+        self.sqnorms_B: dict[int, Tensor] = {}
+        self.doubts_B: dict[int, Tensor] = {}
+        #: Of the layers that recorded parameters; complete where a new plan is made.
+        self.paths: dict[int, str] = {}
+        # Once norms are asked for: the trainable parameters, and the factors by how they are
+        # handled together.
+        self.params: dict[int, nn.Parameter] = {}
+        self.linear: dict[int, Group] = {}  # by their number in the plan
+        self.stacks: list[VectorStack] = []
+        self.stored: dict[int, Dense] = {}
+        self.others: dict[int, Factor] = {}
+        self.plan: Plan | None = None
+        self.batch_size: int | None = None
+        self.first_path = ""
+        #: Coefficients by parameter; while the second pass of ``mode="two_pass"`` runs they are
+        #: known before the factors.
+        self.coef: dict[int, Tensor] | None = None
+        #: Whether one tensor holds the coefficients of all parameters.
+        self.coef_is_one = False
+        #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
+        self.norms_only = False
+        self.thread: int | None = None
+        #: Parameters, by ``id``, whose gradients this backward was asked for.
+        self.asked: set[int] = set()
+        #: Whether that is all that were recorded.
+        self.asked_for_all = True
+
+        self._stand_ins = ExitStack()
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def stand_in(self) -> None:
+        """Let checkpoints recompute with stand-ins, as they computed."""
+        for make in self.recorder.recomputed.values():
+            self._stand_ins.enter_context(make())
+
+    def put_back(self) -> None:
+        """The parameters themselves again."""
+        self._stand_ins.close()
+
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
+        readers: Readers | None = None,
+    ) -> None:
+        """Take the factors of one layer call, one for each of these parameters.
+
+        ``readers`` tells which layers read the same input. None is worth storing by itself without,
+        or if the call's parameters have other uses in the same call of the root, or may have.
+        """
+        # This runs for every layer of every backward: whatever can wait is done for all at once.
+        if self.coef is not None or self.norms_only:
+            self._use_now(path, params, factors)
+            return
+        if readers is not None:
+            for factor in factors:
+                if factor.may_be_stored():  # readers are counted only where that decides something
+                    call, place = readers
+                    count = call.count_readers(place, params)
+                    factors = self._stored_where_cheaper(factors, count)
+                    break
+        self.calls.append(path)
+        self.used.append(params)
+        self.factors += factors
+
+    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
+        """Take note of a batch without samples, which used these parameters."""
+        self.without_samples = params
+
+    @cached_property
+    def uses(self) -> Counter[int]:
+        """How often each parameter was used in forward, by its ``id``."""
+        return self.recorder.uses()
+
+    def _use_now(
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+    ) -> None:
+        """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
+        for param, factor in zip(params, factors, strict=True):
+            key = id(param)
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
+            if self.coef is not None:
+                self._put(param, factor.clipped_sum(self.coef[key], self.backend))
+                continue
+            if key in self.sqnorms_B:
+                raise FlashClippingError(
+                    f"{path}: a parameter that was used once in forward received a second "
+                    "gradient. Call backward() once over everything that was computed from the "
+                    "model, before the next forward()."
+                )
+            if self.uses[key] == 1:
+                self.sqnorms_B[key] = factor.sqnorms(self.backend)
+                if (doubt_B := factor.doubt(self.backend)) is not None:
+                    self.doubts_B[key] = doubt_B
+                self.paths[key] = path
+            else:
+                self.calls.append(path)
+                self.used.append([param])
+                self.factors.append(factor)
+
+    def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
+        """Form per-sample gradients now where that is cheapest and takes no more memory."""
+        worth = [readers > 0 and factor.is_worth_storing(readers) for factor in factors]
+        if not any(worth):
+            return factors
+        # A bias alone would keep its rows to the end.
+        return [
+            factor.stored(self.backend) if is_worth or type(factor) is RowSum else factor
+            for factor, is_worth in zip(factors, worth, strict=True)
+        ]
+
+    def _check_batch_size(self, path: str, found: int) -> None:
+        expected = self.recorder.expected_batch_sizes()
+        axis = "first" if self.recorder.batch_first else "second"
+        advice = (
+            f"The batch must be the {axis} axis of the input of every layer that has parameters: "
+            "keep other axes (windows, positions) behind it, declare modules whose rows are parts "
+            "of samples (folded_modules=[...]), or give this part a rule of its own "
+            "(flash_clipping.register_rule)."
+        )
+        if expected and found not in expected:
+            sizes = " or ".join(map(str, sorted(expected)))
+            raise FlashClippingError(
+                f"{path}: found {found} samples along the batch axis, but the model was called "
+                f"with a batch of {sizes}. {advice}"
+            )
+        if self.batch_size is not None:
+            raise FlashClippingError(
+                f"{path}: found {found} samples along the batch axis, but {self.first_path} "
+                f"recorded {self.batch_size} in the same backward. {advice}"
+            )
+        self.batch_size, self.first_path = found, path
+
+    # -- finishing ----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
+        norms_taken = False
+        with torch.no_grad():
+            try:
+                self.put_back()
+                if self._is_for_parameters():
+                    norms_taken = True
+                    self.take_norms()
+                    self.add_clipped_sums()
+            finally:
+                self.forget()
+                self.recorder.end_backward(norms_taken)
+
+    def _is_for_parameters(self) -> bool:
+        """Whether the gradient of any parameter that was recorded was asked for.
+
+        ``torch.autograd.grad(loss, x)`` passes by layers, and must leave nothing in ``p.grad``.
+
+        Raises:
+            FlashClippingError: it was asked for by ``torch.autograd.grad``.
+        """
+        recorded = {id(param): param for params in self.used for param in params}
+        recorded.update((id(param), param) for param in self.without_samples)
+        asked = self.asked
+        if not asked.issuperset(recorded):
+            # Parameters that have no guard yet are looked up one by one.
+            asked |= {
+                key for key, param in recorded.items() if key not in asked and self._will_get(param)
+            }
+            self.asked_for_all = asked.issuperset(recorded)
+        if asked.isdisjoint(recorded):
+            return False
+        for key, param in recorded.items():
+            if key in asked:
+                self._will_get(param)  # torch.autograd.grad is the same for all
+                break
+        return True
+
+    def _will_get(self, param: nn.Parameter) -> bool:
+        """Whether the running backward is to leave a gradient with this parameter."""
+        try:
+            return bool(will_engine_execute_node(get_gradient_edge(param).node))
+        except RuntimeError as error:
+            if "autograd.grad" not in str(error):
+                raise
+            raise FlashClippingError(
+                "torch.autograd.grad was asked for gradients of a wrapped model's parameters; "
+                "clipped sums are only left by loss.backward(), in p.grad. Call that; or, for "
+                "ordinary gradients, call the model and torch.autograd.grad between "
+                "module.disable_hooks() and module.enable_hooks()."
+            ) from None
+
+    def forget(self) -> None:
+        """Let go of all factors."""
+        self.calls.clear()
+        self.used.clear()
+        self.factors.clear()
+        self.linear.clear()
+        self.stacks.clear()
+        self.stored.clear()
+        self.others.clear()
+
+    def take_norms(self) -> None:
+        """Complete the norms of all parameters and turn them into coefficients."""
+        params = self.recorder.trainable()
+        self.params = {id(param): param for param in params}
+        keys = [id(param) for of_call in self.used for param in of_call]
+        of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
+        layout = (of_step, asked_for(self.backend), self.norms_only)
+        plans, number = self.recorder.plans, hash(layout)
+        plan = plans.find(number, layout)
+        self._check_uses(first_only=plan is not None)
+        factors = self.merged(keys)
+        if plan is None:
+            plan = plan_of(factors, params, self.paths)
+            plans.keep(number, layout, plan)
+        self.plan = plan
+        self._sort(factors, plan)
+        del factors
+        # Squared norms [n, B] of several parameters at a time, and whose they are; and what
+        # rounding may hide of those that are released by another product.
+        blocks: Blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
+        doubts: Blocks = [([key], doubt_B.unsqueeze(0)) for key, doubt_B in self.doubts_B.items()]
+        self.sqnorms_B.clear()
+        self.doubts_B.clear()
+        memo = plan.memo("linear_sqnorms")
+        groups = list(self.linear.values())
+        for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
+            keys = [plan.linear[group][layer] for group, layer in block.order]
+            blocks.append((keys, block.sq_RB))
+            if block.doubt_RB is not None:
+                doubts.append((keys, block.doubt_RB))
+        del groups
+        blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
+        blocks += self._sqnorms_one_by_one()
+        for key, factor in self.others.items():
+            if (doubt_B := factor.doubt(self.backend)) is not None:
+                doubts.append(([key], doubt_B.unsqueeze(0)))
+        norms_PB = self._norms(params, blocks, plan)
+        # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
+        scale = self._own_gradient_scale()
+        coef = self.recorder.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
+        self.recorder.note_non_finite(coef)
+        self._hand_out(params, coef * scale, plan)
+
+    def _check_uses(self, first_only: bool) -> None:
+        """Look at the batch size of every use of a parameter; of a layout that has been met before
+        the first speaks for all."""
+        calls = zip(self.calls, self.used, strict=True)
+        paths = (path for path, params in calls for _ in params)
+        for path, factor in zip(paths, self.factors, strict=True):
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
+            if first_only:
+                return
+        for path, params in zip(self.calls, self.used, strict=True):
+            self.paths.update((id(param), path) for param in params)
+
+    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+        """One factor per parameter: all of its uses are in."""
+        uses, self.factors = self.factors, []
+        factors = dict(zip(keys, uses, strict=True))
+        if len(factors) == len(keys):
+            return factors
+        by_key: dict[int, list[Factor]] = {key: [] for key in factors}
+        for key, factor in zip(keys, uses, strict=True):
+            by_key[key].append(factor)
+        uses.clear()
+        for key in factors:  # letting go of what has been merged
+            factors[key] = merge(by_key.pop(key))
+        return factors
+
+    def _hand_out(self, params: Sequence[nn.Parameter], coef: Tensor, plan: Plan) -> None:
+        """Every parameter its coefficients, ``[B]`` on its device."""
+        by_param = coef.dim() == 2
+        if not by_param and plan.one_device and coef.get_device() == params[0].get_device():
+            self.coef = dict.fromkeys(plan.trainable, coef)
+            self.coef_is_one = True
+            return
+        rows = coef.unbind(0) if by_param else [coef] * len(params)
+        on_device: dict[tuple[int, int], Tensor] = {}
+        self.coef = {}
+        for key, param, row in zip(plan.trainable, params, rows, strict=True):
+            place = (id(row), param.get_device())
+            if place not in on_device:
+                on_device[place] = row.to(param.device, non_blocking=True)
+            self.coef[key] = on_device[place]
+
+    def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
+        """Put factors together as the plan has it."""
+        for number, keys in enumerate(plan.linear):
+            Gs = [factors[key].G_BTp for key in keys]
+            self.linear[number] = factors[keys[0]].A_BTd, Gs
+        for keys in plan.sums:
+            sums = [factors[key] for key in keys]
+            memo = plan.memo(("row_sums", keys[0]))
+            self.stacks.append(VectorStack.of_sums(keys, sums, self.backend, memo))
+        for keys in plan.vectors:
+            self.stacks.append(VectorStack.of_dense(keys, [factors[key] for key in keys]))
+        self.stored = {key: factors[key] for key in plan.stored}
+        self.others = {key: factors[key] for key in plan.others}
+
+    def _sqnorms_one_by_one(self) -> Blocks:
+        """Norms of stored gradients and all others; those that come in parts are added up together
+        where their shapes are one."""
+        of_one_part: Blocks = []
+        keys: list[int] = []
+        parts: list[Tensor] = []
+        for key, factor in (*self.stored.items(), *self.others.items()):
+            parts_Bn = factor.sqnorm_parts(self.backend)
+            if parts_Bn.shape[1] == 1:
+                of_one_part.append(([key], parts_Bn.mT))
+            else:
+                keys.append(key)
+                parts.append(parts_Bn)
+        return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
+
+    def _own_gradient_scale(self) -> float:
+        mean = self.recorder.loss_reduction == "mean"
+        return float(self.batch_size or 0) if mean else 1.0
+
+    def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
+        """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
+        device = blocks[0][1].device if blocks else params[0].device
+        kinds = {(sq.dtype, sq.device) for _, sq in blocks}
+        wide = any(dtype == torch.float64 for dtype, _ in kinds)
+        dtype = torch.float64 if wide else torch.float32
+        rows_of = [key for keys, _ in blocks for key in keys]
+        if plan.order is None or plan.rows_of != rows_of:  # blocks are cut as whoever ran cuts them
+            row_of = {key: row for row, key in enumerate(rows_of)}
+            plan.order = None  # until the rest is there: an interrupt may come at any line
+            plan.rows_of = rows_of
+            plan.unreached = [key for key in plan.trainable if key not in row_of]
+            rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
+            plan.order = to_device(rows, device, torch.int64)
+        found = [sq for _, sq in blocks]
+        if kinds != {(dtype, device)}:  # norms are few: once per step, and without waiting
+            found = [sq.to(device=device, dtype=dtype, non_blocking=True) for sq in found]
+        if plan.unreached:
+            found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
+        sq_PB = torch.cat(found).index_select(0, plan.order)
+        # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
+        sq_PB = sq_PB.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp_(min=0)
+        return sq_PB.sqrt_().mul_(self._own_gradient_scale())
+
+    def add_clipped_sums(self) -> None:
+        """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
+        assert self.coef is not None and self.plan is not None
+        self._add_small_products()
+        self._add_products()
+        while self.stacks:
+            stack = self.stacks.pop()
+            coefs = [self.coef[key] for key in stack.keys]
+            self._add(stack.keys, stack.clipped_sums(coefs, self.backend))
+        self._add_stored()
+        while self.others:
+            key, factor = self.others.popitem()
+            self._add([key], [factor.clipped_sum(self.coef[key], self.backend)])
+            del factor
+        # A parameter that this batch did not reach still takes part in the step: it gets noise.
+        for key in self.plan.unreached if self.asked_for_all else ():
+            param = self.params[key]
+            if param.grad is None:
+                self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
+        self.recorder.note_sums(
+            [p for key, p in self.params.items() if self.asked_for_all or key in self.asked]
+        )
+
+    def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        for key, grad in zip(keys, grads, strict=True):
+            if self.asked_for_all or key in self.asked:
+                self._put(self.params[key], grad)
+
+    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Where gradients go: add to ``p.grad`` as autograd would, but in the sum's own dtype.
+
+        Rounding a sum to 16 bits depends on all samples of the batch, so it waits until noise has
+        been added (:class:`~flash_clipping.FlashDPOptimizer`).
+        """
+        if self.recorder.sum_dtype == "parameter" and grad.dtype != param.dtype:
+            grad = grad.to(param.dtype)
+        if grad.shape != param.shape:
+            grad = grad.view_as(param)
+        if param.grad is None:
+            param.grad = grad
+        elif param.grad.dtype == grad.dtype:
+            param.grad.add_(grad)
+        else:  # of a backward with recording off, say
+            param.grad = param.grad + grad
+
+    def _alike(self, keys: Iterable[int]) -> list[list[int]]:
+        """Those of these parameters together that are clipped by the same coefficients."""
+        assert self.coef is not None
+        if self.coef_is_one:
+            found = [*keys]
+            return [found] if found else []
+        by_coef: dict[int, list[int]] = {}  # by id of the coefficients
+        for key in keys:
+            by_coef.setdefault(id(self.coef[key]), []).append(key)
+        return list(by_coef.values())
+
+    def _add_small_products(self) -> None:
+        """Linear maps that are bound by launches, many in one launch."""
+        plan = self._divided()
+        assert self.coef is not None and plan.small is not None
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for number in plan.small:
+            A_BTd, Gs = self.linear.pop(number)
+            for key, G in zip(plan.linear[number], Gs, strict=True):
+                pairs[key] = A_BTd, G
+        for keys in self._alike(pairs):
+            products = [pairs[key] for key in keys]
+            memo = plan.memo(("clipped_sums", *keys))
+            sums = clipped_sums_many(
+                products, self.coef[keys[0]], backend=self.backend, checked=True, memo=memo
+            )
+            self._add(keys, sums)
+
+    def _add_products(self) -> None:
+        """Linear maps that are worth a launch each."""
+        plan = self._divided()
+        assert self.coef is not None
+        while self.linear:
+            number, (A_BTd, Gs) = self.linear.popitem()
+            of_group = dict(zip(plan.linear[number], Gs, strict=True))
+            del Gs
+            # Per-layer clipping weights a shared input differently for every reader.
+            for keys in self._alike(of_group):
+                Gs = [of_group.pop(key) for key in keys]
+                coef_B = self.coef[keys[0]]
+                self._add(keys, clipped_sums(A_BTd, Gs, coef_B, backend=self.backend))
+                del Gs
+            del A_BTd
+
+    def _divided(self) -> Plan:
+        """The plan, which knows which linear maps are handled many in one launch."""
+        plan = self.plan
+        assert plan is not None
+        if plan.small is None:
+            plan.small = [
+                number
+                for number, (A_BTd, Gs) in self.linear.items()
+                if is_small(A_BTd, Gs, backend=self.backend)
+            ]
+        return plan
+
+    def _add_stored(self) -> None:
+        """Stored gradients, several at a time."""
+        assert self.coef is not None
+        for keys in self._alike(self.stored):
+            while keys:
+                batch: list[int] = []
+                elements = 0
+                while keys and (
+                    not batch or elements + self.params[keys[-1]].numel() <= STORED_AT_ONCE
+                ):
+                    batch.append(keys.pop())
+                    elements += self.params[batch[-1]].numel()
+                grads = [self.stored.pop(key).dense() for key in batch]
+                coef_B = self.coef[batch[0]]
+                self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))

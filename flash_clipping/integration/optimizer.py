@@ -1,0 +1,438 @@
+"""Opacus' optimizers for clipped sums, with noise, accumulation and scaling in one pass."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from opacus.optimizers import (
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizerFastGradientClipping,
+)
+from opacus.optimizers.optimizer import (
+    _check_processed_flag,
+    _generate_noise,
+    _mark_as_processed,
+)
+from torch import Tensor, nn
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.integration.adaptive import COUNT_NOISE, AdaptiveBound
+from flash_clipping.integration.drawn_noise import DrawnStates
+from flash_clipping.integration.step_record import (
+    Bound,
+    StepRecord,
+    checked_bound,
+    rescaled,
+    total_bound,
+)
+from flash_clipping.ops.noise import noisy_means
+
+
+class FlashDPOptimizer(DPOptimizerFastGradientClipping):
+    """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
+
+    ``p.grad`` becomes ``(p.summed_grad + N(0, (noise_multiplier * C)^2)) / expected_batch_size``,
+    drawn from ``generator`` if one is given, in Opacus' way in secure mode. ``C`` is the bound that
+    the step's sums were clipped by: see :meth:`follow`.
+
+    Args:
+        max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
+            where the sensitivity is the norm of the list.
+        **kwargs: as in Opacus.
+
+    Raises:
+        ValueError: in ``step``, for gradients that are not the clipped sums of this step.
+        FlashClippingError: in ``step``, where noise would be drawn a second time.
+    """
+
+    #: Moves the bound at the end of every step: adaptive clipping.
+    adaptive: AdaptiveBound | None = None
+
+    _bound: Bound
+    _module: Any = None
+    _replaced = False
+    _iterations = 1
+    #: Of the sums in ``p.summed_grad``, whose step has not ended.
+    _record: StepRecord | None = None
+    #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
+    _loop: FrameType | None = None
+    #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
+    _ahead: int | None = None
+
+    def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
+        self._drawn = DrawnStates()
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
+
+    # -- the model whose sums it takes ----------------------------------------------------------
+
+    def follow(self, module: Any) -> None:
+        """Take the clipped sums of this wrapped model, and no others.
+
+        Its bound and this optimizer's are one from now on. Noise is for the bound that the sums of
+        the step were clipped by. A step is refused unless ``p.grad`` of every parameter that would
+        be updated is what the model's backward left there.
+
+        Raises:
+            ValueError: another optimizer follows the model.
+        """
+        self.check_alone(module, self.original_optimizer)
+        before = module.follower
+        if before is not None and before is not self:
+            before._replaced = True
+            self._drawn = before._drawn
+        module.max_grad_norm = self._bound_now()
+        module.follower = self
+        self._module = module
+
+    @staticmethod
+    def check_alone(module: Any, optimizer: Any) -> None:
+        """Raise ``ValueError`` if a model is followed by anything but what wraps ``optimizer``."""
+        other = module.follower
+        plain = getattr(optimizer, "original_optimizer", optimizer)
+        if other is not None and other.original_optimizer is not plain:
+            raise ValueError(
+                f"This model has a private optimizer already ({type(other).__name__} around "
+                f"{type(other.original_optimizer).__name__}). Two of them would each take the "
+                "other's sums. Use one optimizer, with a parameter group for whatever needs "
+                "settings of its own. To replace it, pass that optimizer to make_private, or start "
+                "afresh from module.to_standard_module()."
+            )
+
+    @property
+    def step_record(self) -> StepRecord | None:
+        """What the sums were clipped by that the running step has taken so far."""
+        return self._record
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Sensitivity of the sum: the bound, or the norm of all parameters' bounds.
+
+        Setting it sets the model's; in per-layer clipping all bounds keep their proportions. It
+        applies from the next step on.
+        """
+        return total_bound(self._bound_now())
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        if self._module is not None:
+            self._module.max_grad_norm = rescaled(self._module.max_grad_norm, value)
+            return
+        before = getattr(self, "_bound", None)
+        self._bound = checked_bound(value) if before is None else rescaled(before, value)
+
+    @property
+    def max_grad_norms(self) -> list[float] | None:
+        """One bound for each trainable parameter, in per-layer clipping."""
+        bound = self._bound_now()
+        return [*bound] if isinstance(bound, list) else None
+
+    def _bound_now(self) -> Bound:
+        bound: Bound = self._bound if self._module is None else self._module.max_grad_norm
+        return bound
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch, for parameters of the model that was wrapped.
+
+        Raises:
+            ValueError: a parameter is none of them: its gradients would not be clipped.
+        """
+        if self._module is not None:
+            params = param_group["params"]
+            known = {id(param) for param in self._module._module.parameters()}
+            for param in [params] if isinstance(params, Tensor) else params:
+                tensor = param[1] if isinstance(param, tuple) else param
+                if id(tensor) not in known:
+                    raise ValueError(
+                        f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
+                        "the wrapped model has not; its gradients would not be clipped. Wrap the "
+                        "model when it is complete, and give the optimizer its parameters."
+                    )
+        self.original_optimizer.add_param_group(param_group)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Backward passes whose sums the running step adds up; the accountant counts them."""
+        pending = 0 if self._module is None else self._module.backward_count
+        return pending or self._iterations
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given.
+
+        Raises:
+            ValueError: always. The scale is in the norms, so that samples are clipped at
+                ``max_grad_norm / scale``; and a step that is skipped because of some sample's
+                overflow is a release without noise.
+        """
+        raise ValueError(
+            "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
+            "were clipped as they came, multiplied by the scale, and are divided by it before "
+            "noise is added. Call loss.backward() and optimizer.step() without the scaler (samples "
+            "that overflow are left out), or use bfloat16, which needs no scaling."
+        )
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: whether one more step, after those announced before, is skipped.
+
+        What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
+        when its loop was left, or goes on without.
+        """
+        caller = sys._getframe(1)
+        if not caller.f_code.co_flags & inspect.CO_GENERATOR:
+            self._loop = None  # by hand
+        elif caller is not self._loop:
+            self._loop, self._ahead = caller, None
+            self._step_skip_queue.clear()
+            self._discard("another loop over BatchMemoryManager's loader began")
+        elif self._ahead is not None:
+            while len(self._step_skip_queue) > self._ahead:  # the oldest was never stepped on
+                if not self._step_skip_queue.pop(0):
+                    self._discard("its last part was loaded, but optimizer.step() was not called")
+        super().signal_skip_step(do_skip)
+
+    def _discard(self, because: str) -> None:
+        """Let go of the sums of a logical batch that will never be complete; none was released."""
+        if self._record is None:
+            return
+        warnings.warn(
+            "The first parts of a logical batch had been added up when "
+            f"{because}. They are left out: nothing of them was released. Let every loop over "
+            "BatchMemoryManager's loader run to the end of a logical batch.",
+            stacklevel=3,
+        )
+        self.discard_step()
+
+    def discard_step(self) -> None:
+        """Let go of the sums that skipped steps have added up; nothing of them was released."""
+        self._record = None
+        self._is_last_step_skipped = False
+        for p in self._all_params():
+            p.summed_grad = None
+
+    def _all_params(self) -> list[Any]:
+        """All parameters that the wrapped optimizer knows, trainable or not."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def accumulate(self) -> None:
+        """Take ``p.grad`` over into ``p.summed_grad``, without a copy.
+
+        Raises:
+            ValueError: some ``p.grad`` is not the clipped sum that backward left; nothing changes.
+            FlashClippingError: the sums were clipped otherwise than those taken before.
+        """
+        announced = len(self._step_skip_queue)
+        if self._loop is not None and not announced:
+            self._discard("the loop over BatchMemoryManager's loader was left")
+        elif self._loop is not None and self._ahead is None:
+            self._ahead = announced - 1
+        params = self.params
+        record = self._checked(params)
+        for p in params:
+            if getattr(p, "summed_grad", None) is None:
+                p.summed_grad = p.grad
+            else:
+                p.summed_grad = p.summed_grad.add_(p.grad)
+            p.grad = None
+        if record is not None:
+            self._module.forget_record()
+            self._record, self._iterations = record, max(1, record.backwards)
+
+    def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
+        """The record of the step with what is in ``p.grad`` now, if it may be taken."""
+        if self._replaced:
+            raise ValueError(
+                "This optimizer was replaced by that of a later make_private(): use the one that "
+                "was returned last."
+            )
+        for p in params:
+            if (summed := getattr(p, "summed_grad", None)) is not None:
+                _check_processed_flag(summed)
+        if self._module is None:
+            if any(p.grad is None for p in params):
+                raise ValueError(
+                    "A parameter has no clipped sum: its p.grad is None. Call loss.backward() on "
+                    "the wrapped model's output before optimizer.step()."
+                )
+            return None
+        record: StepRecord = self._module.pending_record(params)
+        for p in self._all_params():
+            # The wrapped optimizer steps on whatever has a gradient.
+            if not p.requires_grad and p.grad is not None:
+                raise ValueError(
+                    f"{self._module.name_of(p)}: this parameter is frozen but has a gradient, "
+                    "which would be released without noise. Freeze parameters before backward(), "
+                    "or clear gradients (optimizer.zero_grad()) after."
+                )
+        return record if self._record is None else self._record.plus(record)
+
+    def _multiplier(self) -> float:
+        """The noise multiplier of the sum."""
+        if self.adaptive is not None:
+            return self.adaptive.noise_multiplier(self.noise_multiplier, self._expected_samples())
+        # What Opacus' own adaptive criterion leaves here.
+        multiplier = getattr(self, "_adjusted_noise_multiplier", None)
+        return self.noise_multiplier if multiplier is None else multiplier
+
+    def _noise_std(self) -> float:
+        bound = self.max_grad_norm if self._record is None else self._record.sensitivity
+        std = self._multiplier() * bound
+        if not math.isfinite(std) or std < 0:
+            raise ValueError(
+                f"The noise would have standard deviation {std}: found noise_multiplier="
+                f"{self.noise_multiplier} and max_grad_norm={bound}; expected finite numbers."
+            )
+        return std
+
+    def _divisor(self) -> float:
+        if self.loss_reduction == "mean":
+            assert self.expected_batch_size is not None  # Opacus refuses "mean" without it
+            return float(self.expected_batch_size * self.accumulated_iterations)
+        return 1.0
+
+    def add_noise(self) -> None:
+        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
+        std, divisor = self._noise_std(), self._divisor()
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+        sums = [p.summed_grad for p in self.params]
+        dtypes = [self._noisy_dtype(p) for p in self.params]
+        generators = self._generators(sums) if std else []
+        self._drawn.check(generators)
+        self._drawn.note(generators)
+        if self.secure_mode:
+            noisy = [
+                (self._with_secure_noise(summed, std) / divisor).to(dtype)
+                for summed, dtype in zip(sums, dtypes, strict=True)
+            ]
+        else:
+            noisy = noisy_means(sums, std, divisor, dtypes=dtypes, generator=self.generator)
+        self._drawn.note_end(generators)
+        for p, grad in zip(self.params, noisy, strict=True):
+            p.grad = grad.view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        """Of noisy gradients: the parameter's, as optimizers want them."""
+        return p.dtype
+
+    def _generators(self, sums: Sequence[Tensor]) -> list[torch.Generator]:
+        """The generators that noise comes from; those of secure mode have no state to repeat."""
+        if self.secure_mode:
+            return []
+        if self.generator is not None:
+            return [self.generator]
+        devices = {summed.device for summed in sums}
+        if self.adaptive is not None:
+            devices.add(torch.device("cpu"))  # the count's
+        return [
+            torch.cuda.default_generators[device.index]
+            if device.type == "cuda"
+            else torch.default_generator
+            for device in devices
+        ]
+
+    def _with_secure_noise(self, summed: Tensor, std: float) -> Tensor:
+        return summed + _generate_noise(
+            std=std, reference=summed, generator=self.generator, secure_mode=True
+        )
+
+    def scale_grad(self) -> None:
+        """Nothing: :meth:`add_noise` divides in the same pass."""
+
+    def pre_step(self, closure: Any = None) -> Any:
+        """As in Opacus; a whole step ends the record, and moves an adaptive bound."""
+        whole = super().pre_step(closure)
+        if whole:
+            record, self._record = self._record, None
+            if self.adaptive is not None:
+                self._move_bound(record)
+        return whole
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; to ``None`` unless told otherwise, as PyTorch's optimizers do.
+
+        Sums of skipped steps stay, as in Opacus.
+        """
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            self.discard_step()
+        if self._module is not None:
+            self._module.note_cleared(self._all_params())
+
+    # -- adaptive clipping ----------------------------------------------------------------------
+
+    def _expected_samples(self) -> float:
+        """Samples that are expected in the running step, over all processes."""
+        if self.expected_batch_size is None or self._module is None:
+            raise FlashClippingError(
+                "Adaptive clipping needs an optimizer with expected_batch_size that follows the "
+                "wrapped model (make_private makes one)."
+            )
+        return float(self.expected_batch_size * self.accumulated_iterations)
+
+    def _move_bound(self, record: StepRecord | None) -> None:
+        """Set the next step's bound by the samples of this one that were within its bound."""
+        assert self.adaptive is not None
+        if record is None or record.unclipped is None or isinstance(record.bound, tuple):
+            raise FlashClippingError(
+                "Adaptive clipping: the step has no count of the samples within its bound. Make "
+                "the criterion before the first backward (make_private does)."
+            )
+        samples = self._expected_samples()
+        noisy = float(self._noisy_count(record.unclipped, COUNT_NOISE * samples))
+        self.max_grad_norm = self.adaptive.next_bound(record.bound, noisy, samples)
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        generator = self.generator
+        device = torch.device("cpu") if generator is None else generator.device
+        reference = torch.zeros(1, device=device)
+        noise = _generate_noise(
+            std=std, reference=reference, generator=generator, secure_mode=self.secure_mode
+        )
+        return count + noise.to(count.device).squeeze(0)
+
+
+class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
+    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed, and
+    the noisy sum is rounded to the parameter's dtype."""
+
+    def add_noise(self) -> None:
+        if self.rank == 0:
+            FlashDPOptimizer.add_noise(self)
+            return
+        divisor = self._divisor()
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            p.grad = (p.summed_grad / divisor).view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        # The other workers' part has no noise of its own: it is not rounded by itself.
+        dtype: torch.dtype = p.summed_grad.dtype  # type: ignore[attr-defined]
+        return dtype
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for p in self.params:
+            if p.grad.dtype != p.dtype:
+                p.grad = p.grad.to(p.dtype)
+
+    def _expected_samples(self) -> float:
+        return super()._expected_samples() * self.world_size
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        """All processes count; worker 0 adds the noise, and its sum holds for all."""
+        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.SUM)
+        if self.rank == 0:
+            count = super()._noisy_count(count, std)
+        torch.distributed.broadcast(count, src=0)
+        return count

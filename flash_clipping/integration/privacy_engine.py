@@ -1,0 +1,360 @@
+"""Opacus' privacy engine with ``grad_sample_mode="flash"``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.optimizers import DPOptimizer
+from opacus.validators import ModuleValidator
+from torch import nn
+
+from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
+from flash_clipping.integration.grad_sample_module import (
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+    Mode,
+)
+from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.parallel import refuse_alone
+from flash_clipping.integration.sampling import (
+    NotPoissonWarning,
+    PoissonLoader,
+    PoissonSampler,
+    is_accounted_for,
+    refuse_loader,
+)
+
+# Opacus returns the criterion too for every mode whose name contains "ghost".
+_FLASH = "flash-ghost"
+
+#: What only ``clipping="adaptive"`` takes.
+_ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
+
+
+class FlashPrivacyEngine(PrivacyEngine):
+    """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
+
+    Everything that is not named here (accounting, schedulers, checkpoints) is Opacus' own. Modes
+    other than ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+
+    Example::
+
+        engine = FlashPrivacyEngine()
+        model, optimizer, criterion, loader = engine.make_private(
+            module=model, optimizer=optimizer, criterion=criterion, data_loader=loader,
+            noise_multiplier=1.1, max_grad_norm=1.0)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    """
+
+    #: What make_private_with_epsilon takes besides, while it runs.
+    _of_epsilon: set[str] = set()
+    dataset: Any
+    _warned_not_poisson = False
+
+    def make_private(
+        self,
+        *,
+        grad_sample_mode: str = "flash",
+        clipping: str = "flat",
+        backend: str = "auto",
+        mode: Mode = "one_pass",
+        folded_modules: Sequence[str] = (),
+        sum_dtype: str = "float32",
+        strict: bool = True,
+        distributed: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
+        ``(module, optimizer, criterion, data_loader)``, like Opacus' mode ``"ghost"``.
+
+        The criterion is optional in training: ``loss.backward()`` on any loss of the model's
+        outputs that reduces over samples by ``loss_reduction`` works as well.
+
+        Args:
+            grad_sample_mode: ``"flash"``, or one of Opacus' modes.
+            clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
+                parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the returned criterion
+                moves the bound at the end of every step
+                (:mod:`flash_clipping.integration.adaptive`) and takes the arguments of Opacus'
+                ``PrivacyEngineAdaptiveClipping``.
+            backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            mode: ``"one_pass"`` or ``"two_pass"``; flash only.
+            folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
+                flash only.
+            strict: refuse trainable layers that have buffers; flash only.
+            distributed: ``False``: although ``torch.distributed`` runs several processes, each
+                trains a model of its own, and releases it by itself. By default such a model must
+                be a ``DifferentiallyPrivateDistributedDataParallel``; flash only.
+            **kwargs: as in Opacus; ``rand_on_empty`` must be false.
+
+        Guarantees:
+            Every step draws every sample independently with probability ``1 / len(data_loader)``,
+            the rate that is accounted; in several processes each sample is drawn by one of them. A
+            step whose batch is empty runs no model and adds noise only. Gradients are divided by
+            the expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a
+            public constant (:meth:`get_epsilon`).
+
+        Warns:
+            NotPoissonWarning: batches are not drawn in that way; once.
+
+        Raises:
+            TypeError: an argument that is unknown, or that belongs to another ``clipping``.
+            ValueError: arguments that contradict each other; a loader whose sampling can be neither
+                replaced nor accounted for.
+            opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
+        """
+        if grad_sample_mode != "flash":
+            return super().make_private(
+                grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
+            )
+        self._check_keywords(kwargs, clipping)
+        if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
+            FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
+        refuse_alone(kwargs.get("module"), distributed)
+        self._adaptive = clipping == "adaptive"
+        self._module_options: dict[str, Any] = {
+            "backend": backend,
+            "mode": mode,
+            "folded_modules": folded_modules,
+            "sum_dtype": sum_dtype,
+            "clipping": "flat" if clipping == "adaptive" else clipping,
+            "strict": strict,
+        }
+        try:
+            module, optimizer, criterion, data_loader = super().make_private(
+                grad_sample_mode=_FLASH, clipping=clipping, **kwargs
+            )
+        finally:
+            del self._module_options
+        optimizer.follow(module)
+        self._watch_sampling(module, optimizer, data_loader)
+        return module, optimizer, criterion, data_loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        grad_sample_mode: str = "flash",
+        backend: str = "auto",
+        mode: Mode = "one_pass",
+        folded_modules: Sequence[str] = (),
+        sum_dtype: str = "float32",
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
+        additional arguments.
+        """
+        if grad_sample_mode == "flash":
+            # Opacus hands what these read on to make_private.
+            self._of_epsilon = {
+                *inspect.signature(PrivacyEngine.make_private_with_epsilon).parameters,
+                *inspect.signature(get_noise_multiplier).parameters,
+                *inspect.signature(self.accountant.get_epsilon).parameters,
+            } - {"delta", "steps"}
+            kwargs.update(
+                backend=backend,
+                mode=mode,
+                folded_modules=folded_modules,
+                sum_dtype=sum_dtype,
+                strict=strict,
+            )
+        try:
+            return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+        finally:
+            self._of_epsilon = set()
+
+    def _check_keywords(self, given: dict[str, Any], clipping: str) -> None:
+        """Raise ``TypeError`` for an argument that nobody would read."""
+        known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
+        known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
+        if clipping == "adaptive":
+            known |= {*_ADAPTIVE}
+        if unknown := [name for name in given if name not in known]:
+            listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
+            only = [name for name in unknown if name in _ADAPTIVE]
+            raise TypeError(
+                f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
+                f"clipping={clipping!r} are {listed}."
+                + (f" ({', '.join(only)}: with clipping='adaptive'.)" if only else "")
+            )
+
+    def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
+        if kwargs.get("grad_sample_mode") != _FLASH:
+            return super()._prepare_model(module, **kwargs)
+        kwargs.pop("grad_sample_mode")
+        _validate(module)
+        wrap_model = kwargs.pop("wrap_model", True)
+        if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
+            expected = {
+                key: value
+                for key, value in kwargs.items()
+                if key in ("batch_first", "loss_reduction")
+            }
+            defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
+            for key, default in defaults.items():  # asked for by name
+                if (asked := self._module_options[key]) != default:
+                    expected[key] = tuple(asked) if key == "folded_modules" else asked
+            found = {key: getattr(module, key) for key in expected}
+            if found != expected:
+                raise ValueError(
+                    f"The module is wrapped already, with {found}; this call asks for {expected}. "
+                    "Pass the plain nn.Module (module.to_standard_module())."
+                )
+            # The noise will be for the engine's bound, so clipping must be by the same.
+            module.max_grad_norm = kwargs["max_grad_norm"]
+            module.clipping = self._module_options["clipping"]
+            module.counts_unclipped = False  # until an adaptive criterion is made
+            return module
+        cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
+        return cls(module, **kwargs, **self._module_options)
+
+    def _prepare_data_loader(
+        self, data_loader: Any, *, poisson_sampling: bool, distributed: bool, **kwargs: Any
+    ) -> Any:
+        if not hasattr(self, "_module_options"):
+            return super()._prepare_data_loader(
+                data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
+            )
+        refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed)
+        if not poisson_sampling:
+            return super()._prepare_data_loader(
+                data_loader, poisson_sampling=False, distributed=distributed, **kwargs
+            )
+        if self.dataset is None:
+            self.dataset = data_loader.dataset
+        elif self.dataset is not data_loader.dataset:
+            warnings.warn(
+                "This engine has accounted for another dataset object before. Epsilon is for one "
+                "dataset: use a new engine for another one, unless both are the same data.",
+                stacklevel=4,
+            )
+        loader = PoissonLoader.from_data_loader(
+            data_loader, generator=self.secure_rng, distributed=distributed, **kwargs
+        )
+        if self.secure_mode and distributed:
+            loader.batch_sampler.random = None  # every process has a secure generator of its own
+        return loader
+
+    def _watch_sampling(self, module: Any, optimizer: Any, loader: Any) -> None:
+        """Announce batches to the model; warn when steps were not sampled as they are accounted."""
+        sampler = loader.batch_sampler
+        if isinstance(sampler, PoissonSampler):
+            sampler.announce.follow(module)
+        elif not is_accounted_for(loader):
+            self._warn_not_poisson(
+                f"poisson_sampling=False, and a loader with {type(sampler).__name__}"
+            )
+        steps_before, account = 0, optimizer.step_hook
+
+        def note_step(optimizer: Any) -> None:
+            nonlocal steps_before
+            steps_before += 1
+            if isinstance(sampler, PoissonSampler) and steps_before > sampler.drawn:
+                self._warn_not_poisson(
+                    f"{steps_before} steps, and {sampler.drawn} batches drawn by the loader that "
+                    "make_private returned"
+                )
+            account(optimizer)
+
+        optimizer.attach_step_hook(note_step)
+
+    def _warn_not_poisson(self, found: str) -> None:
+        if not self._warned_not_poisson:
+            self._warned_not_poisson = True
+            warnings.warn(
+                f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
+                "that every step draws every sample independently with the sample rate; for other "
+                "batches the epsilon that it reports is an approximation that may be too small. "
+                "Take batches from the loader that make_private returns, with "
+                "poisson_sampling=True. (Trainers that make their own loaders must be given this "
+                "one, and a datamodule must return it.) This is said once.",
+                NotPoissonWarning,
+                stacklevel=4,
+            )
+
+    def get_epsilon(self, delta: float) -> float:
+        """The privacy spent so far: ``epsilon`` for this ``delta``, as Opacus' accountant has it.
+
+        Formal guarantee:
+            For datasets that differ in one sample, *added or removed*, and any set of outcomes
+            ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
+            the model's parameters after every step. Replacing one sample by another is one removed
+            and one added, and costs more.
+
+            Public constants, the same for both datasets: the sample rate ``q``, the number of steps
+            and the expected batch size ``q N`` that gradients are divided by, where ``N`` is
+            the number of samples as given to ``make_private``. If ``N`` itself is secret, choose
+            batch size and steps without looking at it.
+
+        Assumptions:
+            Poisson sampling (:class:`NotPoissonWarning` if not), a sample's loss that depends on
+            that sample only, and the bound that every step's noise is for. A sample whose gradient
+            is inf or NaN counts as one that adds nothing.
+        """
+        epsilon: float = super().get_epsilon(delta)
+        return epsilon
+
+    def _prepare_optimizer(
+        self, *, optimizer: Any, grad_sample_mode: str = "hooks", **kwargs: Any
+    ) -> Any:
+        if grad_sample_mode != _FLASH:
+            return super()._prepare_optimizer(
+                optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs
+            )
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        kwargs.pop("clipping", None)
+        generator = kwargs.pop("noise_generator", None)
+        distributed = kwargs.pop("distributed", False)
+        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        return cls(
+            optimizer,
+            generator=self.secure_rng if self.secure_mode else generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(module, GradSampleHooksFlashClipping):
+            if self._adaptive:
+                settings = {name: kwargs[name] for name in _ADAPTIVE if name in kwargs}
+                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
+            return FlashLoss(module, optimizer, criterion, loss_reduction)
+        return super()._prepare_criterion(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
+
+
+def _validate(module: nn.Module) -> None:
+    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
+    attention = nn.MultiheadAttention
+    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
+    validators = ModuleValidator.VALIDATORS
+    verdict = validators.pop(attention, None)
+    try:
+        ModuleValidator.validate(module, strict=True)
+    finally:
+        if verdict is not None:
+            validators[attention] = verdict

@@ -1,0 +1,165 @@
+"""Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, loaded by one
+warp and multiplied by others.
+
+B samples, T positions, d input features, p output features.
+
+One warp loads ahead of the others into a ring of stages in shared memory. Two groups of four warps
+multiply, each half of a tile's rows. What they do with one sample's product, or a part of it
+(weight it and add it to the sum), they do while the next one is under way.
+
+Written in Gluon, as :mod:`flash_clipping.ops.gram.hopper` is, and used with the same versions.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
+
+BLOCK = gl.constexpr(128)
+"""Side of a tile of the result."""
+BLOCK_T = gl.constexpr(64)
+"""Positions of a step."""
+HALF = gl.constexpr(64)
+STAGES = gl.constexpr(6)
+PROMOTE = gl.constexpr(16)
+"""Steps after which a sample's product is added to the sum: tensor cores truncate theirs."""
+GROUP = gl.constexpr(8)
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+
+
+@gluon.jit
+def _place(tile, tiles_p, tiles_d):
+    """Row and column of a tile; those that are at work at one time share what they read."""
+    first = tile // (GROUP * tiles_d) * GROUP
+    height = gl.minimum(tiles_p - first, GROUP)
+    within = tile % (GROUP * tiles_d)
+    return (first + within % height) * BLOCK, within // height * BLOCK
+
+
+@gluon.jit
+def _load(A_ptr, G_ptr, A_stride, G_stride, grid, ring, DTYPE: gl.constexpr):
+    """One warp: the operands of every step of every tile of this program."""
+    rows, T, d, p, tiles_p, tiles_d = grid
+    A_tiles, G_tiles, full, empty = ring
+    A = tma.make_tensor_descriptor(
+        A_ptr, [rows, d], [A_stride, 1], [BLOCK_T, BLOCK], A_tiles.type.layout
+    )
+    G = tma.make_tensor_descriptor(
+        G_ptr, [rows, p], [G_stride, 1], [BLOCK_T, HALF], G_tiles.type.layout
+    )
+    size: gl.constexpr = 2 * BLOCK_T * BLOCK * (DTYPE.primitive_bitwidth // 8)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_p * tiles_d, gl.num_programs(0)):
+        p0, d0 = _place(tile, tiles_p, tiles_d)
+        for row in range(0, rows, BLOCK_T):
+            stage = step % STAGES
+            loaded = full.index(stage)
+            mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+            mbarrier.expect(loaded, size)
+            _load_async(G, [row, p0], loaded, G_tiles.index(2 * stage))
+            _load_async(G, [row, p0 + HALF], loaded, G_tiles.index(2 * stage + 1))
+            _load_async(A, [row, d0], loaded, A_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _step(step, product, ring, WHICH: gl.constexpr, ADD: gl.constexpr):
+    """Start a step's product and wait for the one before it."""
+    A_tiles, G_tiles, full, _ = ring
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    g = G_tiles.index(2 * stage + WHICH).permute((1, 0))
+    product = warpgroup_mma(g, A_tiles.index(stage), product, use_acc=ADD, is_async=True)
+    return warpgroup_mma_wait(1, deps=[product])
+
+
+@gluon.jit
+def _release(step, ring):
+    """This half of the rows needs a step's stage no more."""
+    mbarrier.arrive(ring[3].index(step % STAGES))
+
+
+@gluon.jit
+def _multiply(coef_ptr, out_ptr, grid, ring, WHICH: gl.constexpr):
+    """Four warps: one half of the rows of every tile of this program."""
+    rows, T, d, p, tiles_p, tiles_d = grid
+    steps = T // BLOCK_T
+    step = 0
+    for tile in range(gl.program_id(0), tiles_p * tiles_d, gl.num_programs(0)):
+        p0, d0 = _place(tile, tiles_p, tiles_d)
+        total = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+        before = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+        before_coef = gl.to_tensor(0.0)
+        for b in range(rows // T):
+            coef = gl.load(coef_ptr + b)
+            end = step + steps
+            while step < end:
+                product = _step(step, gl.zeros_like(before), ring, WHICH, False)
+                # The tensor cores are at work; now what they did before. Of a dropped sample
+                # nothing, whatever its product is.
+                if before_coef != 0:
+                    total += before_coef * before
+                before_coef = coef
+                last = gl.minimum(step + PROMOTE, end) - 1
+                while step < last:
+                    step += 1
+                    product = _step(step, product, ring, WHICH, True)
+                    _release(step - 1, ring)
+                before = warpgroup_mma_wait(0, deps=[product])
+                _release(step, ring)
+                step += 1
+        if before_coef != 0:
+            total += before_coef * before
+        row = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, MMA))
+        column = d0 + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
+        place = out_ptr + row[:, None].to(gl.int64) * d + column[None, :]
+        gl.store(place, total, mask=(row < p)[:, None] & (column < d)[None, :])
+
+
+@gluon.jit(do_not_specialize=["rows", "T", "tiles_p", "tiles_d"])
+def _clipped_sum_ring_kernel(
+    A_ptr,
+    G_ptr,
+    coef_ptr,
+    out_ptr,
+    rows,
+    T,
+    d,
+    p,
+    A_stride,
+    G_stride,
+    tiles_p,
+    tiles_d,
+    DTYPE: gl.constexpr,
+):
+    """``Σ_b coef_b G_bᵀ A_b`` of operands ``[rows, features]`` of one 16-bit ``DTYPE``. Samples of
+    T rows, a multiple of ``BLOCK_T``, lie one after the other. Launched with ``num_warps=4``."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_T, BLOCK], layout)
+    G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_T, HALF], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), 2)
+    fence_async_shared()
+    ring = (A_tiles, G_tiles, full, empty)
+    grid = (rows, T, d, p, tiles_p, tiles_d)
+    gl.warp_specialize(
+        [
+            (_multiply, (coef_ptr, out_ptr, grid, ring, 0)),
+            (_multiply, (coef_ptr, out_ptr, grid, ring, 1)),
+            (_load, (A_ptr, G_ptr, A_stride, G_stride, grid, ring, DTYPE)),
+        ],
+        [4, 1],  # warps of the second and third, and registers of each of their threads
+        [240, 24],
+    )

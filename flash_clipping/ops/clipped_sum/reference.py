@@ -1,0 +1,67 @@
+"""Reference for clipped sums: scale one operand by the coefficients in fp32, then one matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flash_clipping.ops.row_scale.reference import row_scale
+from flash_clipping.ops.runtime.shapes import Memo, accumulator
+
+CONVERTED = 1 << 22
+"""Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
+
+
+def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums`."""
+    dtype = accumulator(A_BTd, *Gs)
+    if all(x.dtype == dtype for x in (A_BTd, *Gs)):
+        return _products(A_BTd, Gs, coef_B)
+    per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
+    samples = max(1, CONVERTED // max(1, per_sample))
+    totals: list[Tensor] = []
+    for b in range(0, A_BTd.shape[0], samples):
+        chunk = slice(b, b + samples)
+        Gs_wide = [G[chunk].to(dtype) for G in Gs]
+        sums = _products(A_BTd[chunk].to(dtype), Gs_wide, coef_B[chunk])
+        totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
+    return totals
+
+
+def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """Of operands of one dtype, in which it is summed as well."""
+    # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
+    # whether there is one; on a GPU looking would wait for the device.
+    clean = coef_B.device.type != "cpu" or bool((coef_B == 0).any())
+    scale_A = len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]  # shared, or narrower
+    kept_B = (coef_B != 0).to(coef_B.dtype)
+    scaled_A = row_scale(A_BTd, coef_B if scale_A else kept_B) if scale_A or clean else A_BTd
+    sums = []
+    for G_BTp in Gs:
+        scaled_G = (
+            row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
+        )
+        A_Nd, G_Np = _rows_for_matmul(scaled_A, scaled_G)
+        sums.append(G_Np.mT @ A_Nd)
+    return sums
+
+
+def clipped_sums_many(
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
+) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
+    return [clipped_sums(A, [G], coef_B)[0] for A, G in pairs]
+
+
+def _rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as ``[B·T, features]``. Any common order of rows gives the same sum, so operands laid
+    out time first are taken in that order, without a copy."""
+    plain = x_BTf.is_contiguous() and y_BTf.is_contiguous()
+    if not plain and _is_time_first(x_BTf) and _is_time_first(y_BTf):
+        x_BTf, y_BTf = x_BTf.transpose(0, 1), y_BTf.transpose(0, 1)
+    return x_BTf.flatten(0, 1), y_BTf.flatten(0, 1)
+
+
+def _is_time_first(x_BTf: Tensor) -> bool:
+    return x_BTf.transpose(0, 1).is_contiguous()

@@ -1,0 +1,146 @@
+"""Per-sample norms and clipped sums of an embedding table.
+
+B samples, T positions, S head positions, d embedding features, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.embedding import reference
+from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import check_coefficients
+
+
+def embedding_sqnorms(
+    ids: Tensor,
+    G: Tensor,
+    *,
+    padding_idx: int | None = None,
+    num_embeddings: int | None = None,
+    in_parts: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Squared norms of the per-sample gradients of an embedding table.
+
+    ``‖g_b‖² = Σ_{t,t'} [id_t = id_t'] ⟨G_t, G_t'⟩``: the ids of long samples are sorted and the
+    gradients of equal ids summed. ``G`` is read once (for tables of a few rows, once for every 128
+    of them); no buffer of the table's size; no wait for the device; bitwise equal from run to run.
+
+    Args:
+        ids: ``[B, ...]`` indices, not negative and below ``2**31 - 1``.
+        G: ``[B, ..., d]`` gradient of the looked-up rows.
+        padding_idx: the row that gets no gradient, as in ``nn.Embedding``.
+        num_embeddings: rows of the table, where known: for tables of a few rows (token types)
+            there is a faster way.
+        in_parts: leave the squared norms as parts ``[B, n]`` that are still to be added up.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``[B]``, fp32 (float64 for float64).
+
+    Raises:
+        ValueError: ``ids`` and ``G`` that do not belong together, or a table of 2**31 rows.
+    """
+    if num_embeddings is not None and num_embeddings >= 2**31:
+        raise ValueError(
+            f"num_embeddings is {num_embeddings}; norms are for tables of fewer than 2**31 rows. "
+            "Split the table."
+        )
+    ids_BT, G_BTd = _as_positions(ids, G)
+    parts_Bn = backends.run(
+        reference.embedding_sqnorms,
+        backend,
+        G_BTd,
+        ids_BT,
+        G_BTd,
+        padding_idx,
+        num_embeddings,
+    )
+    return parts_Bn if in_parts else parts_Bn.sum(1)
+
+
+def embedding_clipped_sum(
+    ids: Tensor,
+    G: Tensor,
+    coef_B: Tensor,
+    num_embeddings: int,
+    *,
+    padding_idx: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``Σ_b coef_b g_b`` of an embedding table, ``[V, d]`` in fp32 (float64 for float64).
+
+    The table's gradient is what the non-private step computes anyway, and PyTorch's kernel for it
+    adds in a fixed order.
+    """
+    ids_BT, G_BTd = _as_positions(ids, G)
+    check_coefficients(coef_B, G_BTd, "G")
+    scaled = row_scale(G_BTd, coef_B, backend=backend)
+    table: Tensor = torch.ops.aten.embedding_dense_backward(
+        scaled, ids_BT, num_embeddings, -1 if padding_idx is None else padding_idx, False
+    )
+    return table
+
+
+def tied_cross_term(
+    ids: Tensor,
+    Gemb: Tensor,
+    Ahead: Tensor,
+    Ghead: Tensor,
+    *,
+    padding_idx: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``⟨g_b^embedding, g_b^head⟩`` for a table that is also the output head's weight.
+
+    ``Σ_{t,s} Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩``. Twice this is what the squared norm of the tied
+    parameter has beyond the sum of its two uses.
+
+    Args:
+        ids: ``[B, ...]`` indices; ``Gemb``: ``[B, ..., d]`` gradient of the looked-up rows.
+        Ahead: ``[B, ..., d]`` input of the head; ``Ghead``: ``[B, ..., V]`` its output gradient.
+        padding_idx: the row to which the embedding adds no gradient.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``[B]``, fp32 (float64 for float64).
+    """
+    ids_BT, Gemb_BTd = _as_positions(ids, Gemb)
+    Ahead_BSd, Ghead_BSV = _flatten_positions(Ahead), _flatten_positions(Ghead)
+    if Ahead_BSd.shape[:2] != Ghead_BSV.shape[:2] or Ahead_BSd.shape[0] != ids_BT.shape[0]:
+        raise ValueError(
+            f"Ahead has shape {tuple(Ahead.shape)} and Ghead {tuple(Ghead.shape)} for ids of shape "
+            f"{tuple(ids.shape)}; samples must agree, and positions of Ahead and Ghead."
+        )
+    if Ahead_BSd.shape[-1] != Gemb_BTd.shape[-1]:
+        raise ValueError(
+            f"Ahead has {Ahead_BSd.shape[-1]} features and Gemb {Gemb_BTd.shape[-1]}; a tied "
+            "weight has one width."
+        )
+    return backends.run(
+        reference.tied_cross_term,
+        backend,
+        Gemb_BTd,
+        ids_BT,
+        Gemb_BTd,
+        Ahead_BSd,
+        Ghead_BSV,
+        padding_idx,
+    )
+
+
+def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    if ids.shape != G.shape[:-1]:
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)} and G {tuple(G.shape)}; G must have ids' shape and "
+            "one feature dimension."
+        )
+    ids_BT = ids.unsqueeze(1) if ids.dim() == 1 else ids.flatten(1)
+    return ids_BT, _flatten_positions(G)
+
+
+def _flatten_positions(x: Tensor) -> Tensor:
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)

@@ -1,0 +1,92 @@
+"""Per-sample gradient norms of linear layers through Gram matrices ("ghost norms").
+
+B samples, T positions, d input features, p output features, L layers that read one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flash_clipping.ops.gram import reference
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import (
+    Group,
+    GroupSqnorms,
+    Memo,
+    SqnormBlock,
+    accumulator,
+    as_rows,
+    by_kind,
+    check_same_rows,
+    part_of,
+    remembered,
+)
+
+
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> GroupSqnorms:
+    """Squared norms of ``G_l,bᵀ A_b`` for every sample ``b`` and layer ``l`` reading ``A``.
+
+    ``‖G_bᵀ A_b‖² = Σ_{t,t'} (A_b A_bᵀ)_{tt'} (G_b G_bᵀ)_{tt'}``. The tiles of ``A Aᵀ`` are computed
+    once for all layers, no tile leaves the chip, and only those on and below the diagonal are
+    computed. Those on it give the spread ``Σ_t ‖a_t‖ ‖g_t‖`` as well.
+
+    Args:
+        A_BTd: the layers' common input, ``[B, ..., d]``.
+        Gs: output gradients ``[B, ..., p]``, one for each layer; ``p`` may differ.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``[L, B]`` squared norms, and what rounding may hide of each
+        (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64). A sum that cancels may
+        come out below zero by up to the second; one that overflows is inf or NaN.
+    """
+    A_BTd = as_rows(A_BTd, "A")
+    Gs = [as_rows(G, "G") for G in Gs]
+    for G in Gs:
+        check_same_rows(A_BTd, G, "A", "G")
+    if not Gs:
+        none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
+        return none_LB, none_LB
+    return backends.run(reference.gram_sqnorms, backend, A_BTd, A_BTd, Gs)
+
+
+def gram_blocks(
+    ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
+) -> list[SqnormBlock]:
+    """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch for each kind
+    (B, T and dtypes), in whatever blocks the norms come out.
+
+    For a caller who has seen to shapes and devices, and puts norms into an order of his own anyway:
+    cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
+    same layout. Groups without layers have no rows.
+    """
+    kinds = remembered(memo, "kinds", lambda: _busy_kinds(ready))
+    blocks: list[SqnormBlock] = []
+    for number, busy in enumerate(kinds):
+        if not busy:
+            continue
+        groups = [ready[i] for i in busy]
+        found = backends.run(
+            reference.gram_blocks, backend, groups[0][0], groups, part_of(memo, number)
+        )
+        if len(busy) < len(ready):
+            found = [
+                block._replace(order=[(busy[i], layer) for i, layer in block.order])
+                for block in found
+            ]
+        blocks += found
+    if sum(map(len, kinds)) < len(ready):
+        for idle in {*range(len(ready))}.difference(*kinds):
+            A_BTd, Gs = ready[idle]
+            order = [(idle, layer) for layer in range(len(Gs))]
+            blocks.append(SqnormBlock(order, *gram_sqnorms(A_BTd, Gs, backend=backend)))
+    return blocks
+
+
+def _busy_kinds(ready: Sequence[Group]) -> list[list[int]]:
+    """:func:`by_kind` without what no kernel walks over: groups without layers or rows."""
+    return [
+        [i for i in members if ready[i][1] and ready[i][0].numel()] for members in by_kind(ready)
+    ]

@@ -1,0 +1,338 @@
+"""Kernel for gram norms: one launch over the tiles of many layers.
+
+B samples, T positions, d input features, p output features, L layers that read one input.
+
+A tile of ``A Aᵀ`` and the same tile of ``G Gᵀ`` are held in registers, multiplied and summed; only
+tiles on and below the diagonal are computed, and those on it read their rows once.
+
+Tensor cores truncate their fp32 accumulator: it loses up to 1e-7 of its value with every
+instruction, always towards zero. Measured on an H200, a squared norm comes out 1e-5 too small at a
+width of 4096 and 3e-4 at 65536, and with it the guarantee; so after every ``PROMOTE`` steps the
+accumulator is added to one that rounds, and starts again at zero (then 2e-6 at any width).
+
+Layers differ in their addresses and widths only, so a table in device memory names them and one
+persistent grid walks over the tiles of all: no partly filled last wave for each layer, and one
+launch where small layers would be bound by launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.certificate import FLOOR, doubt
+from flash_clipping.ops.gram.table import Launch, launches_of
+from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.shapes import Group, GroupSqnorms, Memo, SqnormBlock
+from flash_clipping.ops.runtime.tiles import sum_by_warp
+from flash_clipping.ops.runtime.upload import to_device
+
+ROW_FLOOR = tl.constexpr(FLOOR)
+
+
+@triton.jit
+def _operand_tile(
+    X_ptr,
+    stride_t,
+    T,
+    F,
+    i0,
+    j0,
+    BLOCK: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    TMA: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows ``i0..`` against rows ``j0..`` of one sample's ``X Xᵀ``; rows beyond T are zero."""
+    if TMA:
+        rows = tl.make_tensor_descriptor(X_ptr, [T, F], [stride_t, 1], [BLOCK, BLOCK_F])
+    else:
+        i = i0 + tl.arange(0, BLOCK)
+        j = j0 + tl.arange(0, BLOCK)
+        i_ptr = X_ptr + i.to(tl.int64)[:, None] * stride_t
+        j_ptr = X_ptr + j.to(tl.int64)[:, None] * stride_t
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(0, tl.cdiv(F, BLOCK_F)):
+        f = step * BLOCK_F
+        if TMA:
+            x = rows.load([i0, f])
+        else:
+            k = (f + tl.arange(0, BLOCK_F))[None, :]
+            x = tl.load(i_ptr + k, mask=(i < T)[:, None] & (k < F), other=0.0)
+        if DIAGONAL:
+            y = x
+        elif TMA:
+            y = rows.load([j0, f])
+        else:
+            y = tl.load(j_ptr + k, mask=(j < T)[:, None] & (k < F), other=0.0)
+        product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
+        if step % PROMOTE == PROMOTE - 1:
+            total += product
+            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    return total + product
+
+
+@triton.jit
+def _group_tile(
+    inputs_ptr,
+    layers_ptr,
+    weight_ptr,
+    spread_ptr,
+    group,
+    b,
+    slot,
+    slots,
+    B,
+    T,
+    i0,
+    j0,
+    BLOCK: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    A_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    TMA: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    A_PRECISION: tl.constexpr,
+    G_PRECISION: tl.constexpr,
+):
+    """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``. Tiles on the
+    diagonal leave their part of the spread as well (:mod:`flash_clipping.ops.certificate`)."""
+    row = inputs_ptr + group * 6
+    first = tl.load(row + 4)
+    layers = tl.load(row + 5)
+    A_ptr, A_stride, d = sample_of(row, b, A_DTYPE, ALIGNED)
+    AA = _operand_tile(
+        A_ptr,
+        A_stride,
+        T,
+        d,
+        i0,
+        j0,
+        BLOCK,
+        BLOCK_F,
+        PROMOTE,
+        TMA,
+        DIAGONAL,
+        A_PRECISION,
+    )
+    if DIAGONAL:
+        on_diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+        A_sq = tl.sum(tl.where(on_diagonal, AA, 0.0), 1) + d * ROW_FLOOR
+    else:
+        AA *= 2  # a tile below the diagonal stands for the one above it as well
+    for layer in range(first, first + layers):
+        G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
+        GG = _operand_tile(
+            G_ptr,
+            G_stride,
+            T,
+            p,
+            i0,
+            j0,
+            BLOCK,
+            BLOCK_F,
+            PROMOTE,
+            TMA,
+            DIAGONAL,
+            G_PRECISION,
+        )
+        out = ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
+        tl.store(weight_ptr + out, sum_by_warp(AA * GG, BLOCK, PARTS))
+        if DIAGONAL:
+            G_sq = tl.sum(tl.where(on_diagonal, GG, 0.0), 1) + p * ROW_FLOOR
+            parts = tl.reshape(tl.sqrt(A_sq * G_sq), (PARTS, BLOCK // PARTS))
+            out = ((layer * B + b) * tl.cdiv(T, BLOCK) + i0 // BLOCK) * PARTS + tl.arange(0, PARTS)
+            tl.store(spread_ptr + out, tl.sum(parts, 1))
+
+
+@triton.jit
+def _gram_kernel(
+    inputs_ptr,
+    layers_ptr,
+    weight_ptr,
+    spread_ptr,
+    groups,
+    B,
+    T,
+    rows,
+    BLOCK: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    A_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    TMA: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    A_PRECISION: tl.constexpr,
+    G_PRECISION: tl.constexpr,
+):
+    """Every tile of every sample of every group. The tiles of a sample are at work at one time,
+    so that its operands come from memory once."""
+    slots = rows * (rows + 1) // 2
+    for item in range(tl.program_id(0), groups * B * slots, tl.num_programs(0)):
+        slot = item % slots
+        b = (item // slots % B).to(tl.int64)
+        group = (item // slots // B).to(tl.int64)
+        i, j = tile_of(slot, rows, GROUP)
+        if i == j:
+            _group_tile(
+                inputs_ptr,
+                layers_ptr,
+                weight_ptr,
+                spread_ptr,
+                group,
+                b,
+                slot,
+                slots,
+                B,
+                T,
+                i * BLOCK,
+                j * BLOCK,
+                BLOCK,
+                BLOCK_F,
+                PROMOTE,
+                A_DTYPE,
+                G_DTYPE,
+                TMA,
+                ALIGNED,
+                True,
+                PARTS,
+                A_PRECISION,
+                G_PRECISION,
+            )
+        else:
+            _group_tile(
+                inputs_ptr,
+                layers_ptr,
+                weight_ptr,
+                spread_ptr,
+                group,
+                b,
+                slot,
+                slots,
+                B,
+                T,
+                i * BLOCK,
+                j * BLOCK,
+                BLOCK,
+                BLOCK_F,
+                PROMOTE,
+                A_DTYPE,
+                G_DTYPE,
+                TMA,
+                ALIGNED,
+                False,
+                PARTS,
+                A_PRECISION,
+                G_PRECISION,
+            )
+
+
+@functools.cache
+def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
+    """By rule, not by search: few kernels, quick to compile."""
+    if ring:
+        return RING
+    if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
+        return Config(block_f=32, promote=2, num_stages=3, tma=tma)
+    return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    # Not by every Triton, and not before it is wanted.
+    from flash_clipping.ops.gram.hopper import _gram_ring_kernel
+
+    return _gram_ring_kernel
+
+
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
+    """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
+    ((_, sq_LB, doubt_LB),) = gram_blocks([(A_BTd, Gs)])
+    assert doubt_LB is not None
+    return sq_LB, doubt_LB
+
+
+def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
+    """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
+    launches: list[Launch] | None = memo.get("launches") if memo is not None else None
+    if launches is None:
+        launches = launches_of(groups)
+    else:
+        for work in launches:
+            work.read(groups)
+    blocks = []
+    for work in launches:
+        sq_RB, doubt_RB = launch_gram(work)
+        # Slices of one layer give orthogonal parts of its gradient: squares add up.
+        blocks.append(SqnormBlock(work.order, work.of_layers(sq_RB), work.of_layers(doubt_RB)))
+    if memo is not None and not any([work.copied for work in launches]):
+        memo["launches"] = launches
+    return blocks
+
+
+def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """One launch for groups of one kind; ``config`` is open to benchmarks.
+
+    Returns:
+        Squared norms and what rounding may hide of them, ``[R, B]`` each, by the table's rows.
+    """
+    B, T, A_dtype, G_dtype, aligned, device = work.kind
+    tma = aligned and tiles.has_tma(device)
+    ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
+    config = config or config_for(A_dtype, tma, ring and has_gluon())
+    table = to_device(work.table, device, torch.int64)
+    groups, layers = len(work.inputs), len(work.layers)
+    rows = tiles.cdiv(T, config.block)
+    slots = rows * (rows + 1) // 2
+    parts = config.num_warps
+    partial = torch.empty((layers, B, slots * parts), dtype=torch.float32, device=device)
+    spread = torch.empty((layers, B, rows * parts), dtype=torch.float32, device=device)
+    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
+    programs = min(groups * B * slots, tiles.sm_count(device))
+    if config is RING:
+        launch(
+            _hopper_kernel(),
+            programs,
+            *arguments,
+            DTYPE=tiles.TL_DTYPE[A_dtype],
+            workspace=True,
+            num_warps=4,
+        )
+    else:
+        launch(
+            _gram_kernel,
+            programs,
+            *arguments,
+            BLOCK=config.block,
+            BLOCK_F=config.block_f,
+            PROMOTE=config.promote,
+            GROUP=8,
+            A_DTYPE=tiles.TL_DTYPE[A_dtype],
+            G_DTYPE=tiles.TL_DTYPE[G_dtype],
+            TMA=config.tma,
+            ALIGNED=aligned,
+            PARTS=parts,
+            A_PRECISION=tiles.dot_precision(A_dtype),
+            G_PRECISION=tiles.dot_precision(G_dtype),
+            workspace=config.tma,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    work.held = []
+    return partial.sum(-1), doubt(spread.sum(-1))

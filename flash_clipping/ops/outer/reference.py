@@ -1,0 +1,69 @@
+"""Reference for outer norms: form ``G_bᵀ A_b`` a few samples or rows at a time, square, sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.runtime.shapes import accumulator
+
+BUFFER = 2**18
+"""The most gradient elements held at once when they are not kept (one row of p at least)."""
+
+
+def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.outer.outer_sqnorms`; norms come in parts ``[B, n]``."""
+    B, _, d = A_BTd.shape
+    p = G_BTp.shape[-1]
+    dtype = accumulator(A_BTd, G_BTp)
+    if store and dtype == A_BTd.dtype == G_BTp.dtype:  # what is kept needs no buffer
+        kept_Bpd = torch.bmm(G_BTp.mT, A_BTd)
+        return _sqnorms(kept_Bpd).unsqueeze(1), kept_Bpd
+    sq_B = A_BTd.new_zeros(B, dtype=dtype)
+    grads_Bpd = A_BTd.new_empty((B, p, d), dtype=G_BTp.dtype) if store else None
+    samples = max(1, BUFFER // max(1, p * d))
+    rows = max(1, min(p, BUFFER // max(1, d)))
+    for b in range(0, B, samples):
+        chunk = slice(b, b + samples)
+        A = A_BTd[chunk].to(dtype)
+        for i in range(0, p, rows):
+            G_rows = G_BTp[chunk, :, i : i + rows].to(dtype).mT
+            tile = torch.bmm(G_rows, A)
+            if grads_Bpd is not None:  # what is measured is what was rounded and kept
+                tile = grads_Bpd[chunk, i : i + rows].copy_(tile).to(dtype)
+            sq_B[chunk] += _sqnorms(tile)
+    return sq_B.unsqueeze(1), grads_Bpd
+
+
+def _sqnorms(grads_Bpd: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(grads_Bpd, dim=(1, 2)).square_()
+
+
+def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
+    """See :func:`flash_clipping.ops.outer.weighted_sum`."""
+    return weighted_sums_many([grads], coef_B)[0]
+
+
+def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
+    # On a CPU, where looking at a coefficient costs nothing.
+    all_count = coef_B.device.type == "cpu" and not bool((coef_B == 0).any())
+    return [_weighted_sum(tensor, coef_B, all_count) for tensor in grads]
+
+
+def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
+    dtype = accumulator(grads)
+    if all_count and grads.dtype == coef_B.dtype == dtype:
+        flat_BN = grads.reshape(grads.shape[0], grads.shape[1:].numel())
+        return torch.mv(flat_BN.mT, coef_B).view(grads.shape[1:])
+    total = torch.zeros(grads.shape[1:], dtype=dtype, device=grads.device)
+    if coef_B.device.type == "cpu":
+        for gradient, coefficient in zip(grads, coef_B.tolist(), strict=True):
+            if coefficient != 0:
+                total.add_(gradient, alpha=coefficient)
+        return total
+    for gradient, coefficient in zip(grads, coef_B.to(dtype), strict=True):
+        total += torch.where(coefficient == 0, 0, gradient.to(dtype) * coefficient)
+    return total

@@ -1,0 +1,308 @@
+"""Kernels that form ``G_bᵀ A_b`` tile by tile, square and sum it, and may keep it.
+
+B samples, T positions, d input features, p output features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp
+from flash_clipping.ops.runtime.upload import to_device
+
+GROUP = 4
+"""Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
+
+WIDE = 1 << 23
+"""Elements of a sample's gradient from which on tiles are twice as wide. By itself such a kernel is
+slower, but it reads its operands less often; whole steps of large layers, which run at the power
+limit, were measured to be faster."""
+
+
+@triton.jit
+def _outer_kernel(
+    A_ptr,
+    G_ptr,
+    out_ptr,
+    partial_ptr,
+    B,
+    T,
+    d,
+    p,
+    A_stride_b,
+    A_stride_t,
+    G_stride_b,
+    G_stride_t,
+    tiles_p,
+    tiles_d,
+    STORE: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+):
+    if TMA:
+        A = tl.make_tensor_descriptor(
+            A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1], [1, BLOCK_T, BLOCK_D]
+        )
+        G = tl.make_tensor_descriptor(
+            G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1], [1, BLOCK_T, BLOCK_P]
+        )
+    else:
+        A, G = A_ptr, G_ptr
+    if TMA_STORE:
+        out = tl.make_tensor_descriptor(out_ptr, [B * p, d], [d, 1], [BLOCK_P, BLOCK_D // 2])
+    per_sample = tiles_p * tiles_d
+    for tile in tl.range(tl.program_id(0), B * per_sample, tl.num_programs(0), flatten=FLATTEN):
+        b = tile // per_sample
+        rest = tile % per_sample
+        first = (rest // (GROUP * tiles_d)) * GROUP
+        height = min(tiles_p - first, GROUP)
+        within = rest % (GROUP * tiles_d)
+        p0 = (first + within % height) * BLOCK_P
+        d0 = (within // height) * BLOCK_D
+        product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        for step in range(0, tl.cdiv(T, BLOCK_T)):
+            t = step * BLOCK_T
+            g = load_tile(G, b, t, p0, T, p, G_stride_b, G_stride_t, BLOCK_T, BLOCK_P, TMA)
+            a = load_tile(A, b, t, d0, T, d, A_stride_b, A_stride_t, BLOCK_T, BLOCK_D, TMA)
+            product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
+            # See gram/triton.py: the accumulator of the tensor cores truncates.
+            if PROMOTE > 0:  # noqa: SIM102
+                if step % PROMOTE == PROMOTE - 1:
+                    total += product
+                    product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        if PROMOTE > 0:
+            product += total
+        if TMA_STORE:  # p is a multiple of BLOCK_P: no tile reaches into the next sample
+            # By halves: what the store needs of shared memory is what the loads could have.
+            halves = tl.reshape(product, (BLOCK_P, 2, BLOCK_D // 2))
+            left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+            left = rounded(left, out_ptr.dtype.element_ty, IN_PAIRS)
+            out.store([b * p + p0, d0], left)
+            right = rounded(right, out_ptr.dtype.element_ty, IN_PAIRS)
+            out.store([b * p + p0, d0 + BLOCK_D // 2], right)
+            left, right = left.to(tl.float32), right.to(tl.float32)
+            squares = left * left + right * right
+        else:
+            if STORE:
+                kept = product.to(out_ptr.dtype.element_ty)
+                rows = p0 + tl.arange(0, BLOCK_P)[:, None]
+                columns = d0 + tl.arange(0, BLOCK_D)[None, :]
+                start = out_ptr + b.to(tl.int64) * p * d
+                inside = (rows < p) & (columns < d)
+                tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
+                product = kept.to(tl.float32)
+            squares = product * product
+        parts = tile * PARTS + tl.arange(0, PARTS)
+        tl.store(partial_ptr + parts, sum_by_warp(squares, BLOCK_P, PARTS))
+
+
+def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
+    return launch_outer(A_BTd, G_BTp, store)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks."""
+
+    block_p: int = 128
+    block_d: int = 128
+    block_t: int = 64
+    promote: int = 0
+    num_warps: int = 4
+    num_stages: int = 3
+    flatten: bool = True
+    tma: bool = True
+    per_multiprocessor: int = 2
+
+
+@functools.lru_cache(maxsize=1024)
+def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool) -> Config:
+    """By rule, not by search: few kernels, quick to compile."""
+    block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
+    alone = Config(block_p, block_d, num_warps=8, flatten=False, tma=tma, per_multiprocessor=1)
+    if dtype == torch.float32:
+        return replace(alone, block_t=32, promote=2)
+    if not tma:
+        return replace(alone, block_t=32, promote=32)
+    # There are registers for a second accumulator only in a program of twice the threads. Norms
+    # of kept gradients need none: what is measured is what was kept.
+    if not store and T > 2048:
+        return replace(alone, promote=16, num_stages=4)
+    pads = tiles.cdiv(d, 256) * 2 > tiles.cdiv(d, 128)
+    if d * p >= WIDE and block_p == 128 and not pads:
+        return Config(block_d=256, num_warps=8, per_multiprocessor=1)
+    # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
+    return Config(block_p, block_d)
+
+
+def launch_outer(
+    A_BTd: Tensor, G_BTp: Tensor, store: bool, config: Config | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same with the launch's parameters open to benchmarks."""
+    A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
+    B, T, d = A_BTd.shape
+    p = G_BTp.shape[-1]
+    tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
+    config = config or config_for(A_BTd.dtype, T, d, p, store, tma)
+    tma = tma and config.tma
+    tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
+    tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
+    grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
+    partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
+    at_once = config.per_multiprocessor * tiles.sm_count(A_BTd.device)
+    launch(
+        _outer_kernel,
+        min(B * tiles_p * tiles_d, at_once),
+        A_BTd,
+        G_BTp,
+        partial if grads_Bpd is None else grads_Bpd,
+        partial,
+        B,
+        T,
+        d,
+        p,
+        *A_BTd.stride()[:2],
+        *G_BTp.stride()[:2],
+        tiles_p,
+        tiles_d,
+        STORE=store,
+        TMA=tma,
+        TMA_STORE=tma_store,
+        BLOCK_P=config.block_p,
+        BLOCK_D=config.block_d,
+        BLOCK_T=config.block_t,
+        PROMOTE=config.promote,
+        GROUP=GROUP,
+        PARTS=config.num_warps,
+        PRECISION=tiles.dot_precision(A_BTd.dtype),
+        FLATTEN=config.flatten,
+        IN_PAIRS=tiles.rounds_in_pairs(A_BTd.device, A_BTd.dtype),
+        workspace=tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return partial, grads_Bpd
+
+
+WEIGHTED_BLOCK = 1024
+WEIGHTED_UNROLL = 4
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    grads_ptr, coef_ptr, out_ptr, B, N, stride_b, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+):
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, B, UNROLL):
+        for step in tl.static_range(UNROLL):
+            b = first + step
+            coef = tl.load(coef_ptr + b, mask=b < B, other=0.0).to(tl.float32)
+            start = grads_ptr + tl.cast(b, tl.int64) * stride_b
+            kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
+            grads = tl.load(start + columns, mask=kept, other=0.0)
+            total += coef * grads.to(tl.float32)
+    tl.store(out_ptr + columns, total, mask=inside)
+
+
+def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
+    """See :func:`flash_clipping.ops.outer.weighted_sum`."""
+    if not grads[0].is_contiguous():
+        grads = grads.contiguous()
+    out = torch.empty(grads.shape[1:], dtype=torch.float32, device=grads.device)
+    N = out.numel()
+    launch(
+        _weighted_sum_kernel,
+        tiles.cdiv(N, WEIGHTED_BLOCK),
+        grads,
+        coef_B.contiguous(),
+        out,
+        grads.shape[0],
+        N,
+        grads.stride(0),
+        BLOCK=WEIGHTED_BLOCK,
+        UNROLL=WEIGHTED_UNROLL,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _weighted_sums_kernel(
+    table_ptr,
+    coef_ptr,
+    tensors,
+    B,
+    DTYPE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """:func:`_weighted_sum_kernel` for tensors named by a table; the blocks of all in one grid."""
+    block = tl.program_id(0)
+    index = tl.arange(0, TENSORS)
+    firsts = tl.load(table_ptr + index * COLUMNS + 3, mask=index < tensors, other=1 << 40)
+    row = table_ptr + (tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1) * COLUMNS
+    grads_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
+    out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
+    N = tl.multiple_of(tl.load(row + 2), 8)
+    columns = (block - tl.load(row + 3)) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, B, UNROLL):
+        for step in tl.static_range(UNROLL):
+            b = first + step
+            coef = tl.load(coef_ptr + b, mask=b < B, other=0.0).to(tl.float32)
+            kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
+            grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
+            total += coef * grads.to(tl.float32)
+    tl.store(out_ptr + columns, total, mask=columns < N)
+
+
+def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
+    first = grads[0]
+    B = coef_B.shape[0]
+    sizes = [tensor.numel() // B for tensor in grads]
+    plain = all([size % 8 == 0 for size in sizes]) and tiles.lie_plainly(grads)
+    if len(grads) == 1 or not plain:
+        return [weighted_sum(tensor, coef_B) for tensor in grads]
+    outs = [tensor.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
+    each = [tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes]
+    table, blocks = tiles.table_of_copies(grads, outs, sizes, each)
+    launch(
+        _weighted_sums_kernel,
+        blocks,
+        to_device(table, first.device, torch.int64),
+        coef_B.contiguous(),
+        len(grads),
+        B,
+        DTYPE=tiles.TL_DTYPE[first.dtype],
+        TENSORS=tiles.next_power_of_2(len(grads)),
+        COLUMNS=tiles.COPY_COLUMNS,
+        BLOCK=WEIGHTED_BLOCK,
+        UNROLL=WEIGHTED_UNROLL,
+        num_warps=4,
+    )
+    return outs

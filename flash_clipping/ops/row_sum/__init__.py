@@ -1,0 +1,96 @@
+"""Sums over the positions of every sample, and their norms, for many small tensors at once.
+
+B samples, T positions, n elements of one tensor and N of all, P tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.row_sum import reference
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import Memo, Normalized
+
+WIDE = 1 << 14
+"""Elements from which a vector is better summed apart from narrower ones: every vector of a launch
+has room for as many parts of its norm as the widest."""
+
+
+def row_sums(
+    rows: Sequence[Tensor],
+    normalized: Sequence[Normalized | None] | None = None,
+    *,
+    backend: str = "auto",
+    memo: Memo | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``Σ_t rows_bt``, or ``Σ_t rows_bt · x̂_bt``, of many tensors: one launch on a GPU.
+
+    Args:
+        rows: tensors ``[B, T, n]`` of one B, T and dtype; each has an n of its own.
+        normalized: for each an ``x̂`` of the same shape, or None; those that are of one dtype.
+        memo: what was kept for operands of the same layout, statistics aside; they need no checks.
+
+    Returns:
+        The sums side by side, ``[B, N]``, and the squared norms of each, ``[P, B]``; both in fp32
+        (float64 for float64), and summed in a fixed order.
+    """
+    if normalized is None:
+        normalized = [None] * len(rows)
+    if memo and not _have_plain_statistics(rows[0], normalized):
+        memo.clear()
+    if not memo:
+        _check(rows, normalized)
+    return backends.run(reference.row_sums, backend, rows[0], rows, normalized, memo)
+
+
+def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
+    """Whether all means and rstds are as layers leave them: one of each for every row, in fp32, one
+    after the other. Then a layout need not tell of them, of which there are two for each layer."""
+    B, T, _ = rows_BTn.shape
+    return all(
+        [
+            statistic.numel() == B * T
+            and statistic.size(0) == B
+            and statistic.dtype == torch.float32
+            and statistic.is_contiguous()
+            for x_hat in normalized
+            if x_hat is not None
+            for statistic in x_hat[1:]
+        ]
+    )
+
+
+def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
+    first = rows[0]
+    for x in rows:
+        if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
+            raise ValueError(
+                f"row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
+                f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
+            )
+    if len(normalized) != len(rows):
+        raise ValueError(
+            f"row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
+            "expected one, or None, for each."
+        )
+    dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"row_sums takes normalized tensors of one dtype; found {found}.")
+    for x, x_hat in zip(rows, normalized, strict=True):
+        if x_hat is None:
+            continue
+        if x_hat.x_BTn.shape != x.shape:
+            raise ValueError(
+                f"row_sums found a normalized tensor {tuple(x_hat.x_BTn.shape)} beside rows "
+                f"{tuple(x.shape)}; expected the same shape."
+            )
+        for statistic in x_hat[1:]:
+            if statistic.shape[:1] != x.shape[:1] or statistic.numel() != x.shape[:2].numel():
+                raise ValueError(
+                    f"row_sums takes means and rstds of every row, [B, ..., 1]; found "
+                    f"{tuple(statistic.shape)} beside rows {tuple(x.shape)}."
+                )

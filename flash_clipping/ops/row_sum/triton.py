@@ -1,0 +1,188 @@
+"""Kernel for sums over positions: a table names the tensors, so that one launch serves all.
+
+B samples, T positions, n elements of one tensor and N of all, P tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.shapes import Memo, Normalized
+from flash_clipping.ops.runtime.upload import to_device
+
+BLOCK = 128
+ROWS = 32
+# Of the table: address and strides of the rows, then of x, then mean and rstd; elements, where
+# they begin in the output, and the first of the blocks.
+_COLUMNS = 11
+
+
+@triton.jit
+def _block_sum(
+    row, b, T, columns, inside, DTYPE: tl.constexpr, X_DTYPE: tl.constexpr, ROWS: tl.constexpr
+):
+    """Some columns of one sample of one tensor; times x̂ if ``X_DTYPE`` is given."""
+    rows_ptr = tl.load(row).to(tl.pointer_type(DTYPE)) + b * tl.load(row + 1)
+    stride_t = tl.load(row + 2)
+    if X_DTYPE is not None:
+        x_ptr = tl.load(row + 3).to(tl.pointer_type(X_DTYPE)) + b * tl.load(row + 4)
+        x_stride_t = tl.load(row + 5)
+        mean_ptr = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + b * T
+        rstd_ptr = tl.load(row + 7).to(tl.pointer_type(tl.float32)) + b * T
+    total = tl.zeros_like(columns).to(tl.float32)
+    for first in range(0, T, ROWS):
+        t = first + tl.arange(0, ROWS)
+        valid = (t < T)[:, None] & inside[None, :]
+        at = t.to(tl.int64)[:, None]
+        values = tl.load(rows_ptr + at * stride_t + columns[None, :], mask=valid, other=0.0)
+        values = values.to(tl.float32)
+        if X_DTYPE is not None:
+            x = tl.load(x_ptr + at * x_stride_t + columns[None, :], mask=valid, other=0.0)
+            mean = tl.load(mean_ptr + t, mask=t < T, other=0.0)
+            rstd = tl.load(rstd_ptr + t, mask=t < T, other=0.0)
+            values *= tl.where(valid, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
+        total += tl.sum(values, 0)
+    return total
+
+
+@triton.jit
+def _row_sums_kernel(
+    table_ptr,
+    sums_ptr,
+    squares_ptr,
+    tensors,
+    T,
+    N,
+    blocks,
+    widest,
+    DTYPE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``BLOCK`` elements of one sample of one tensor, and the part of its norm that they are.
+
+    Every tensor has room for ``widest`` parts in ``squares``, ``[B, P, widest]``.
+    """
+    pid = tl.program_id(0)
+    block = pid % blocks
+    b = (pid // blocks).to(tl.int64)
+    index = tl.arange(0, TENSORS)
+    firsts = tl.load(table_ptr + index * COLUMNS + 10, mask=index < tensors, other=1 << 40)
+    tensor = tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1
+    row = table_ptr + tensor * COLUMNS
+    n = tl.load(row + 8).to(tl.int32)
+    part = block - tl.load(row + 10).to(tl.int32)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    if X_DTYPE is None:
+        total = _block_sum(row, b, T, columns, inside, DTYPE, None, ROWS)
+    else:
+        if tl.load(row + 3) == 0:
+            total = _block_sum(row, b, T, columns, inside, DTYPE, None, ROWS)
+        else:
+            total = _block_sum(row, b, T, columns, inside, DTYPE, X_DTYPE, ROWS)
+    tl.store(sums_ptr + b * N + tl.load(row + 9) + columns, total, mask=inside)
+    squares = squares_ptr + (b * tensors + tensor) * widest
+    tl.store(squares + part, tl.sum(total * total, 0))
+    if (part + 1) * BLOCK >= n:
+        # The last block sees to the room that a narrower tensor leaves.
+        rest = tl.arange(0, WIDEST)
+        tl.store(squares + rest, 0.0, mask=(rest > part) & (rest < widest))
+
+
+class _Table:
+    """Operands of one launch. Without addresses it serves every step of the same layout."""
+
+    def __init__(self, rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
+        self.sizes = [x.shape[2] for x in rows]
+        self.blocks = [max(1, tiles.cdiv(n, BLOCK)) for n in self.sizes]
+        self.x_dtype = next((x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None), None)
+        self.copied = False
+        self.held: list[Tensor] = []  # until the kernel has been launched
+        self.rows = array("q")
+        starts = itertools.accumulate(self.sizes, initial=0)
+        firsts = itertools.accumulate(self.blocks, initial=0)
+        for x, x_hat, n, start, first in zip(
+            rows, normalized, self.sizes, starts, firsts, strict=False
+        ):
+            read, row, _ = tiles.table_row(x)
+            self._hold(x, read)
+            self.rows.extend(row[:3])
+            if x_hat is None:
+                self.rows.extend((0,) * 5)
+            else:
+                read, row, _ = tiles.table_row(x_hat.x_BTn)
+                self._hold(x_hat.x_BTn, read)
+                self.rows.extend(row[:3])
+                for statistic in x_hat[1:]:
+                    read = statistic.float().contiguous()
+                    self._hold(statistic, read)
+                    self.rows.append(read.data_ptr())
+            self.rows.extend((n, start, first))
+
+    def _hold(self, given: Tensor, read: Tensor) -> None:
+        self.copied = self.copied or read is not given
+        self.held.append(read)
+
+    def read(self, rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        self.rows[::_COLUMNS] = array("q", [x.data_ptr() for x in rows])
+        if self.x_dtype is None:
+            return
+        for place, column in enumerate((3, 6, 7)):
+            addresses = [0 if x_hat is None else x_hat[place].data_ptr() for x_hat in normalized]
+            self.rows[column::_COLUMNS] = array("q", addresses)
+
+
+def row_sums(
+    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: Memo | None = None
+) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.row_sum.row_sums`."""
+    first = rows[0]
+    B, T, _ = first.shape
+    table: _Table | None = memo.get("table") if memo is not None else None
+    if table is None:
+        table = _Table(rows, normalized)
+    else:
+        table.read(rows, normalized)
+    tensors, N, blocks, widest = len(rows), sum(table.sizes), sum(table.blocks), max(table.blocks)
+    device = first.device
+    sums_BN = torch.empty((B, N), dtype=torch.float32, device=device)
+    squares_BPw = torch.empty((B, tensors, widest), dtype=torch.float32, device=device)
+    launch(
+        _row_sums_kernel,
+        B * blocks,
+        to_device(table.rows, device, torch.int64),
+        sums_BN,
+        squares_BPw,
+        tensors,
+        T,
+        N,
+        blocks,
+        widest,
+        DTYPE=tiles.TL_DTYPE[first.dtype],
+        X_DTYPE=None if table.x_dtype is None else tiles.TL_DTYPE[table.x_dtype],
+        TENSORS=tiles.next_power_of_2(tensors),
+        WIDEST=tiles.next_power_of_2(widest),
+        COLUMNS=_COLUMNS,
+        BLOCK=BLOCK,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+    table.held = []
+    if memo is not None and not table.copied:
+        memo["table"] = table
+    return sums_BN, squares_BPw.sum(2).T

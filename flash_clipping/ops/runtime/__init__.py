@@ -1,0 +1,1 @@
+"""What all operations share: the choice of a backend, launches, tables, costs."""

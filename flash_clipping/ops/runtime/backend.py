@@ -1,0 +1,229 @@
+"""Which implementation of an operation runs: the Triton kernel or the PyTorch reference.
+
+This is the only place that starts a Triton implementation, and so the only place that has to know
+what to do when there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled as is_autocasting
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BACKENDS = ("auto", "triton", "torch")
+ENVIRONMENT_VARIABLE = "FLASH_CLIPPING_BACKEND"
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_broken: set[tuple[str, torch.dtype]] = set()
+_warned: set[str] = set()
+
+
+class TritonFallbackWarning(UserWarning):
+    """A PyTorch implementation ran where a Triton kernel was wanted: right, but slower."""
+
+
+@functools.cache
+def _import_error() -> str | None:
+    """Why Triton cannot be imported, or None when it can."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken installation raises more than ImportError
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def is_interpreting() -> bool:
+    """Whether Triton kernels run on the CPU, one operation at a time (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def is_triton_available() -> bool:
+    """Whether Triton kernels can run: Triton imports, and a GPU or its interpreter is there."""
+    return _import_error() is None and (torch.cuda.is_available() or is_interpreting())
+
+
+def asked_for(backend: str) -> str:
+    """``backend``, or what the environment variable says instead of ``"auto"``."""
+    if backend == "auto":
+        return os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+    return backend
+
+
+def resolve(backend: str, tensor: Tensor) -> str:
+    """Turn ``backend`` into ``"triton"`` or ``"torch"`` for an operation on ``tensor``.
+
+    ``"auto"`` (which the environment variable ``FLASH_CLIPPING_BACKEND`` overrides) means Triton
+    for fp32, bf16 and fp16 on a GPU, and PyTorch elsewhere. float64 always runs in PyTorch.
+
+    Raises:
+        ValueError: an unknown name, or ``"triton"`` for a tensor that no kernel can read.
+    """
+    source = ENVIRONMENT_VARIABLE if backend == "auto" else "backend"
+    backend = asked_for(backend)
+    if backend not in BACKENDS:
+        raise ValueError(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
+    if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
+        return "torch"
+    if backend == "triton":
+        if not tensor.is_cuda and not is_interpreting():
+            raise ValueError(
+                f"{source} is 'triton' but the tensor is on {tensor.device}. Use 'auto' or "
+                "'torch', or set TRITON_INTERPRET=1 before Triton is imported to debug kernels "
+                "on the CPU."
+            )
+        return "triton"
+    return "triton" if tensor.is_cuda else "torch"
+
+
+def run(
+    reference: Callable[P, R], backend: str, tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Run ``reference``, or the Triton function of the same name in the module beside it.
+
+    ``<op>/reference.py`` has its kernel in ``<op>/triton.py``, with the same name and signature.
+    ``tensor`` decides the device and the dtype. When Triton is missing or a kernel fails to
+    compile or launch, the reference takes over and one warning per operation says why. Running
+    out of memory, and errors of the device itself, are never hidden.
+    """
+    name = reference.__name__
+    if tensor.numel() == 0 or resolve(backend, tensor) == "torch":
+        return _run_reference(reference, tensor, args, kwargs)
+    if _broken and (name, tensor.dtype) in _broken:
+        return _run_reference(reference, tensor, args, kwargs)
+    reason = _import_error()
+    if reason is None:
+        try:
+            kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
+            if torch.is_grad_enabled() or not _is_on_current_device(tensor):
+                with torch.no_grad(), _on_device(tensor):
+                    return kernel(*args, **kwargs)
+            return kernel(*args, **kwargs)  # as in every step: context managers take a while
+        except _not_ours():
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            failure: Exception | None = error
+    else:
+        failure = None
+    _warn_once(name, reason, failure)
+    _broken.add((name, tensor.dtype))
+    return _run_reference(reference, tensor, args, kwargs)
+
+
+@functools.cache
+def _kernels_beside(module: str) -> ModuleType:
+    package, _, _ = module.rpartition(".")
+    return importlib.import_module(f"{package}.triton")
+
+
+def _run_reference(
+    reference: Callable[..., R], tensor: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
+) -> R:
+    with torch.no_grad(), full_precision(tensor.device):
+        return reference(*args, **kwargs)
+
+
+def _is_on_current_device(tensor: Tensor) -> bool:
+    return not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if _is_on_current_device(tensor):
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def _not_ours() -> tuple[type[BaseException], ...]:
+    """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
+    accelerator = getattr(torch, "AcceleratorError", None)
+    return (torch.OutOfMemoryError,) + ((accelerator,) if accelerator is not None else ())
+
+
+def _warn_once(name: str, reason: str, error: Exception | None) -> None:
+    if name in _warned:
+        return
+    summary = reason if len(reason) <= 500 else reason[:500] + " ..."
+    message = (
+        f"flash_clipping: {name} falls back to PyTorch (right, but slower), because its Triton "
+        f"kernel cannot run here: {summary}"
+    )
+    try:
+        warnings.warn(message, TritonFallbackWarning, stacklevel=4)
+    except TritonFallbackWarning as raised:  # warnings turned into errors: keep the cause
+        raise raised from error
+    _warned.add(name)
+
+
+def is_always_precise(tensor: Tensor) -> bool:
+    """Whether products of operands of this dtype, there, need no :func:`full_precision` now: no
+    setting of fp32 is for those of 16 bits, and no autocast is on that would cast them."""
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return is_half and (tensor.is_cuda or tensor.is_cpu) and not is_autocasting()
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products and convolutions of fp32 operands in fp32, whatever the caller allows for its own.
+
+    Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
+    to TF32: norms would be off by 1e-3, and with them the guarantee.
+
+    PyTorch's newer settings (``torch.backends.cuda.matmul.fp32_precision``) are used where it has
+    them: the older say what these say, but not the other way round.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        settings = matmul_settings() and [*matmul_settings(), *_convolution_settings()]
+        for setting in settings:
+            wanted = setting.fp32_precision
+            if wanted not in ("none", "ieee"):
+                setting.fp32_precision = "ieee"
+                stack.callback(setattr, setting, "fp32_precision", wanted)
+        if not settings:
+            before = torch.get_float32_matmul_precision()
+            if before != "highest":
+                torch.set_float32_matmul_precision("highest")
+                stack.callback(torch.set_float32_matmul_precision, before)
+            cudnn = torch.backends.cudnn
+            stack.enter_context(
+                cudnn.flags(
+                    enabled=cudnn.enabled,
+                    benchmark=cudnn.benchmark,
+                    deterministic=cudnn.deterministic,
+                    allow_tf32=False,
+                )
+            )
+        yield
+
+
+@functools.cache
+def matmul_settings() -> list[Any]:
+    """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
+    ``fp32_precision``. Older versions have none."""
+    return _settings((torch.backends.cuda, "matmul"), (torch.backends.mkldnn, "matmul"))
+
+
+@functools.cache
+def _convolution_settings() -> list[Any]:
+    """The same for convolutions."""
+    return _settings((torch.backends.cudnn, "conv"), (torch.backends.mkldnn, "conv"))
+
+
+def _settings(*names: tuple[Any, str]) -> list[Any]:
+    places: list[Any] = [getattr(holder, name, None) for holder, name in names]
+    found = [place for place in places if hasattr(place, "fp32_precision")]
+    return found if len(found) == len(places) else []

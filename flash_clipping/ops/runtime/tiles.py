@@ -1,0 +1,194 @@
+"""What the kernels share: facts about the device, rules for launches, and tile loads.
+
+B samples, T positions, F features.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.runtime.launches import VERSION
+
+TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Rounded up. Triton's own serves kernels too, which costs the host microseconds."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is not below ``n``; see :func:`cdiv`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def _sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def _generation(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def _index_of(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def sm_count(device: torch.device) -> int:
+    """How many programs a persistent grid has: one for each multiprocessor."""
+    return _sm_count(_index_of(device)) if device.type == "cuda" else INTERPRETED_PROGRAMS
+
+
+def generation(device: torch.device) -> int:
+    """Major compute capability of a GPU by NVIDIA (8: Ampere and Ada, 9: Hopper); 0 of all else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return _generation(_index_of(device))
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later; the
+    interpreter plays it)."""
+    with_descriptors = hasattr(tl, "make_tensor_descriptor")
+    return with_descriptors and (device.type != "cuda" or generation(device) >= 9)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether warps multiply in groups of four, asynchronously, from shared memory."""
+    return generation(device) == 9
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one it depends on has ended (programmatic
+    dependent launch), and wait for it where it reads."""
+    return generation(device) >= 9 and VERSION >= (3, 6)
+
+
+def fits_tma(*tensors: Tensor) -> bool:
+    """Whether a descriptor can address these: 16-byte aligned, rows contiguous."""
+    return all(
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def rounds_in_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one instruction rounds two fp32 numbers to this dtype; see :func:`rounded`."""
+    return dtype != torch.float32 and generation(device) >= 9
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How ``tl.dot`` multiplies: fp32 as three TF32 products, never as one (1e-3 error)."""
+    if dtype != torch.float32:
+        return "tf32"  # says nothing about bf16 and fp16, whose products are exact
+    return "ieee" if torch.version.hip is not None else "tf32x3"
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """``x`` with features next to each other; a copy where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def table_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
+    """What a table of operands says of one, whose features must lie together (else a copy's):
+    address, strides of samples and positions, width; and whether a descriptor, or a load of 16
+    bytes, can serve it: all of that on 16 bytes, and rows apart."""
+    stride_b, stride_t, stride_f = x_BTf.stride()
+    width = x_BTf.shape[2]
+    if stride_f != 1 and width != 1:
+        x_BTf = x_BTf.contiguous()
+        stride_b, stride_t, _ = x_BTf.stride()
+    address = x_BTf.data_ptr()
+    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
+    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
+    return x_BTf, (address, stride_b, stride_t, width), aligned
+
+
+COPY_COLUMNS = 4
+"""Columns of :func:`table_of_copies`."""
+
+
+def lie_plainly(tensors: Sequence[Tensor]) -> bool:
+    """Whether one launch can walk over all of these: one dtype, contiguous, on 16 bytes."""
+    dtype = tensors[0].dtype
+    return all([x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors])
+
+
+def table_of_copies(
+    sources: Sequence[Tensor], results: Sequence[Tensor], sizes: list[int], programs: Sequence[int]
+) -> tuple[array[int], int]:
+    """For tensors that one launch walks over: address, address of the result, elements and first
+    program of each; and how many programs there are."""
+    firsts = list(itertools.accumulate(programs, initial=0))
+    table = array("q", bytes(8 * COPY_COLUMNS * len(sources)))
+    table[0::COPY_COLUMNS] = array("q", [x.data_ptr() for x in sources])
+    table[1::COPY_COLUMNS] = array("q", [x.data_ptr() for x in results])
+    table[2::COPY_COLUMNS] = array("q", sizes)
+    table[3::COPY_COLUMNS] = array("q", firsts[:-1])
+    return table, firsts[-1]
+
+
+@triton.jit
+def load_tile(
+    source,
+    b,
+    t,
+    f,
+    T,
+    F,
+    stride_b,
+    stride_t,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows ``t..`` and columns ``f..`` of sample ``b``; zero outside ``[T, F]``."""
+    if TMA:
+        return source.load([b, t, f]).reshape(ROWS, COLUMNS)
+    else:
+        rows = t + tl.arange(0, ROWS)
+        columns = f + tl.arange(0, COLUMNS)
+        # A sample may hold more than 2**31 elements (a vocabulary's gradient at long T).
+        start = source + b.to(tl.int64) * stride_b
+        pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
+        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """``x.to(DTYPE)`` of an fp32 tile.
+
+    What is stored through a descriptor and read as well, the compiler rounds number by number, on
+    a unit that takes 16 of them a cycle on Hopper: 4 to 6 % of the time of a kernel that keeps what
+    it multiplies. Two by one instruction go through the ordinary ones.
+    """
+    if IN_PAIRS and DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif IN_PAIRS and DTYPE.is_fp16():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def sum_by_warp(tile, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The sum of a matrix product's tile in ``WARPS`` parts: no warp waits for another."""
+    return tl.sum(tl.reshape(tl.sum(tile, 1), (WARPS, ROWS // WARPS)), 1)
