@@ -1,8 +1,8 @@
 """What mkdocs.yml needs besides plugins: links out of docs/, and reStructuredText in docstrings.
 
-Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work wherever
-the repository is shown. The site gets a copy of every such file: Markdown as a page, anything else
-as it is. A link to a file that does not exist is an error.
+Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work where
+the repository itself is shown. The site gets a copy of every such file: Markdown as a page,
+anything else as it is. A link to a file that does not exist is an error.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Method(ABC):
         return None
 
     def coefficients(self) -> Tensor | None:
-        """After ``backward``: what each sample's gradient was multiplied by, if the method tells."""
+        """After ``backward``: what samples' gradients were multiplied by, if the method tells."""
         return None
 
     def gradients(self) -> Iterator[Tensor] | None:
