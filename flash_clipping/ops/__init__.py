@@ -1,6 +1,6 @@
 """Per-sample norms and clipped sums as plain functions on tensors.
 
-Nothing here knows modules, autograd or Opacus. Every operation is three files: ``<op>.py`` (the
+Nothing here knows modules, autograd or Opacus. An operation with a kernel is in ``<op>.py`` (the
 public function: checks, cost model, choice of backend), ``<op>_torch.py`` (the readable reference,
 which is also the CPU path and the fallback) and ``<op>_triton.py`` (the kernel).
 """
