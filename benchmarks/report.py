@@ -1,10 +1,12 @@
-"""``report``: the README's performance tables, from the JSON files under benchmarks/results/."""
+"""``report``: the tables of docs/performance.md and README.md, from the files in results/."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,19 +17,27 @@ from benchmarks.records import KernelRecord, Record, Row, Summary, read_any, siz
 START = "<!-- performance:start -->"
 END = "<!-- performance:end -->"
 
+#: Around the README's table, which has the steps that were measured beside both peers.
+PEERS_START = "<!-- peers:start -->"
+PEERS_END = "<!-- peers:end -->"
+PEERS = {"nonprivate": "non-private", "flash": "Flash Clipping", "opacus-ghost": 'Opacus `"ghost"`'}
+PEERS |= {"fastdp": "FastDP"}
+
 _HERE = Path(__file__).resolve().parent
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
-        help="write the README's performance tables",
-        description=f"Replaces what stands between {START} and {END}.",
+        help="write the tables of docs/performance.md and README.md",
+        description=f"Replaces what stands between {START} and {END} on the page of all results, "
+        f"and between {PEERS_START} and {PEERS_END} in the README.",
     )
     parser.add_argument("--results", type=Path, default=_HERE / "results", metavar="DIRECTORY")
+    parser.add_argument("--page", type=Path, default=_HERE.parent / "docs" / "performance.md")
     parser.add_argument("--readme", type=Path, default=_HERE.parent / "README.md")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the README is out of date"
+        "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
     parser.set_defaults(run=run)
 
@@ -43,23 +53,44 @@ def run(options: argparse.Namespace, console: Console) -> int:
     records.sort(key=lambda it: (not it[1].environment["driver"], isinstance(it[1], KernelRecord)))
     if not records:
         raise UsageError(f"no results under {options.results}")
-    before = options.readme.read_text()
-    if before.count(START) != 1 or before.count(END) != 1:
-        raise UsageError(f"{options.readme} needs one line {START} and below it one line {END}")
-    head, _, rest = before.partition(START)
-    _, _, tail = rest.partition(END)
-    after = f"{head}{START}\n\n{render(records)}\n{END}{tail}"
-    if options.check:
-        if after != before:
-            console.print(f"[bold red]{options.readme} is not what the results say[/]")
-        return int(after != before)
-    options.readme.write_text(after)
-    console.print(f"wrote {options.readme}")
-    return 0
+    folder = Path(os.path.relpath(options.results, options.page.parent)).as_posix()
+    pages = [
+        _Page(options.page, START, END, render(records, folder)),
+        _Page(options.readme, PEERS_START, PEERS_END, render_peers(records)),
+    ]
+    texts = [page.texts() for page in pages]
+    status = 0
+    for page, (before, after) in zip(pages, texts, strict=True):
+        if not options.check:
+            page.path.write_text(after, encoding="utf-8")
+            console.print(f"wrote {page.path}")
+        elif after != before:
+            console.print(f"[bold red]{page.path} is not what the results say[/]")
+            status = 1
+    return status
 
 
-def render(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
-    """Markdown: a section per machine and revision, a table per file."""
+@dataclass(frozen=True)
+class _Page:
+    """A page, and what belongs between two of its lines."""
+
+    path: Path
+    start: str
+    end: str
+    content: str
+
+    def texts(self) -> tuple[str, str]:
+        """The page as it is, and as it should be."""
+        before = self.path.read_text(encoding="utf-8")
+        if before.count(self.start) != 1 or before.count(self.end) != 1:
+            raise UsageError(f"{self.path} needs one line {self.start} and below it {self.end}")
+        head, _, rest = before.partition(self.start)
+        _, _, tail = rest.partition(self.end)
+        return before, f"{head}{self.start}\n\n{self.content}\n{self.end}{tail}"
+
+
+def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) -> str:
+    """Markdown: a section per machine and revision, a table per file, which lies in ``folder``."""
     by_environment: dict[str, list[tuple[str, Record | KernelRecord]]] = defaultdict(list)
     for name, record in records:
         by_environment[_where(record)].append((name, record))
@@ -74,9 +105,27 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
                 dtype = record.settings["dtype"]
                 make = _step_table if record.kind == "step" else _memory_table
                 tables = [make(record)]
-            parts.append(f"({dtype}, [{name}](benchmarks/results/{name}))\n")
+            parts.append(f"({dtype}, [{name}]({folder}/{name}))\n")
             parts += tables
     return "\n".join(parts)
+
+
+def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
+    """Markdown: one table of all steps that were measured beside both peers."""
+    lines: list[list[str]] = []
+    places: list[str] = []
+    for _, record in records:
+        if isinstance(record, KernelRecord) or record.kind != "step":
+            continue
+        if not set(PEERS) <= {row.method for row in record.rows}:
+            continue
+        device = "GPU" if record.environment["driver"] else "CPU"
+        places.append(f"{device}: {_where(record)}, {record.settings['dtype']}")
+        lines += [
+            [f"{device}: {line[0]}", *line[1:]] for line in _step_lines(record, list(PEERS)[1:])
+        ]
+    headings = ["time (memory) of a step", *PEERS.values()]
+    return table(headings, lines) + "\n" + "".join(f"* {place}\n" for place in places)
 
 
 def _where(record: Record | KernelRecord) -> str:
@@ -92,6 +141,14 @@ def table(headings: list[str], lines: list[list[str]]) -> str:
 
 def _step_table(record: Record) -> str:
     methods = [m for m in dict.fromkeys(row.method for row in record.rows) if m != "nonprivate"]
+    what = "step"
+    if record.settings.get("graph"):
+        what += " as one CUDA graph, the optimizer's aside"
+    headings = [f"time (memory) of a {what}", "non-private", *methods]
+    return table(headings, _step_lines(record, methods))
+
+
+def _step_lines(record: Record, methods: Sequence[str]) -> list[list[str]]:
     cells = {
         (row.workload, row.method): (row, summary)
         for row, summary in zip(record.rows, summaries(record.rows), strict=True)
@@ -110,10 +167,7 @@ def _step_table(record: Record) -> str:
                 *(_step_cell(*cells[workload, method]) for method in methods),
             ]
         )
-    what = "step"
-    if record.settings.get("graph"):
-        what += " as one CUDA graph, the optimizer's aside"
-    return table([f"time (memory) of a {what}", "non-private", *methods], lines)
+    return lines
 
 
 def _step_cell(row: Row, summary: Summary | None) -> str:

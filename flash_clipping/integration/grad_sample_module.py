@@ -87,8 +87,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
-        ``max_grad_norm`` (1 + 1e-5) in fp32, and up to the rounding of the gradient's dtype below
-        that. A sample whose gradient is not finite adds nothing. Results are bitwise equal from
+        ``max_grad_norm`` (1 + 1e-4), besides fp32's own rounding of the sum; with
+        ``sum_dtype="parameter"``, besides that of the parameter's dtype.
+        A sample whose gradient is not finite adds nothing. Results are bitwise equal from
         run to run. No step waits for the device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``memory``, ``plot`` and ``report``: from a run to JSON, PNG and README."""
+"""``memory``, ``plot`` and ``report``: from a run to JSON, PNG and pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.records import Record, Row
-from benchmarks.report import END, START
+from benchmarks.report import END, PEERS_END, PEERS_START, START
 from tests.benchmarks.conftest import Run
 
 METHODS = "nonprivate,flash,opacus-ghost"
@@ -56,23 +56,64 @@ def test_plot_draws_rows_without_numbers(tmp_path: Path, run: Run) -> None:
     assert run("plot", tmp_path / "step.json")[0] == 0
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def pages(directory: Path) -> tuple[tuple[str | Path, ...], Path, Path]:
+    """Arguments of ``report`` for two pages that are still empty, and these pages."""
+    page, readme = directory / "performance.md", directory / "README.md"
+    page.write_text(f"# Before\n\n{START}\nold numbers\n{END}\n\nAfter\n")
+    readme.write_text(f"# Short\n\n{PEERS_START}\nold numbers\n{PEERS_END}\n\nLast\n")
+    return ("report", "--results", directory, "--page", page, "--readme", readme), page, readme
+
+
+def test_the_pages_of_the_repository_say_what_the_results_say(run: Run) -> None:
+    status, printed = run("report", "--check")
+    assert status == 0, printed
+
+
 def test_report_writes_tables_that_name_the_machine(results: Path, run: Run) -> None:
-    readme = results / "README.md"
-    readme.write_text(f"# Before\n\n{START}\nold numbers\n{END}\n\nAfter\n")
-    arguments = ("report", "--results", results, "--readme", readme)
+    arguments, page, _ = pages(results)
     assert run(*arguments, "--check")[0] == 1
     assert run(*arguments)[0] == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# Before\n\n") and text.endswith("\n\nAfter\n")
     assert "old numbers" not in text
     record = Record.read(results / "step.json")
     for key in ("device", "torch", "revision"):
         assert str(record.environment[key]) in text
     assert f"`{record.command}`" in text
+    assert "[step.json](./step.json)" in text
     assert "| tiny; B 4, T 6 |" in text
     assert run(*arguments, "--check")[0] == 0
     assert run(*arguments)[0] == 0
-    assert readme.read_text() == text
+    assert page.read_text() == text
+
+
+def test_report_puts_what_was_measured_beside_peers_into_the_readme(
+    tmp_path: Path, run: Run
+) -> None:
+    rows = [
+        Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
+        Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
+        Row("fastdp", "m", 2, 3, milliseconds=[18.0], peak_bytes=2**31),
+        Row("opacus-hooks", "m", 2, 3, milliseconds=[1.0], peak_bytes=1),
+        Row("opacus-ghost", "m", 2, 3, status="OOM"),
+    ]
+    keys = ("driver", "torch", "triton", "opacus", "revision")
+    environment: dict[str, str | None] = {"device": "Some GPU", **dict.fromkeys(keys, "1")}
+    Record("step", environment, "command", {"dtype": "bf16"}, rows).write(tmp_path / "a.json")
+    alone = [row for row in rows if row.method in ("nonprivate", "flash")]
+    Record("step", environment, "command", {"dtype": "bf16"}, alone).write(tmp_path / "b.json")
+    arguments, _, readme = pages(tmp_path)
+    assert run(*arguments)[0] == 0
+    lines = readme.read_text().splitlines()
+    assert lines[0] == "# Short" and lines[-1] == "Last" and "old numbers" not in lines
+    (row,) = [line for line in lines if "m; B 2, T 3" in line]
+    assert row == "| GPU: m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | 1.80× (2.00) |"
+    assert "* GPU: Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision 1, bf16" in lines
+    readme.write_text(readme.read_text().replace("1.80×", "1.70×"))
+    assert run(*arguments, "--check")[0] == 1
 
 
 def test_report_says_oom(tmp_path: Path, run: Run) -> None:
@@ -92,10 +133,9 @@ def test_report_says_oom(tmp_path: Path, run: Run) -> None:
     settings = {"dtype": "bf16"}
     record = Record("step", environment, "python -m benchmarks step", settings, rows)
     record.write(tmp_path / "a.json")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\n{END}\n")
-    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
-    text = readme.read_text()
+    arguments, page, _ = pages(tmp_path)
+    assert run(*arguments)[0] == 0
+    text = page.read_text()
     assert "| time (memory) of a step | non-private |" in text
     assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM |" in text
     assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
@@ -106,11 +146,10 @@ def test_report_says_which_steps_were_graphs(tmp_path: Path, run: Run) -> None:
     row = Row("nonprivate", "m", 2, 3, milliseconds=[1.0], peak_bytes=1)
     record = Record("step", environment, "command", {"dtype": "bf16", "graph": True}, [row])
     record.write(tmp_path / "a.json")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\n{END}\n")
-    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
+    arguments, page, _ = pages(tmp_path)
+    assert run(*arguments)[0] == 0
     assert "| time (memory) of a step as one CUDA graph, the optimizer's aside |" in (
-        readme.read_text()
+        page.read_text()
     )
 
 
@@ -135,10 +174,9 @@ def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> N
         "choices": [],
     }
     (tmp_path / "k.json").write_text(json.dumps(content))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{START}\n{END}\n")
-    assert run("report", "--results", tmp_path, "--readme", readme)[0] == 0
-    text = readme.read_text()
+    arguments, page, _ = pages(tmp_path)
+    assert run(*arguments)[0] == 0
+    text = page.read_text()
     assert "| matmul | gram |\n| --- | ---: | ---: |\n| T 4 | 700 TFLOP/s | 0.80 |" in text
     assert "| copy | weighted_sum |\n| --- | ---: | ---: |\n| T 4 | 4 TB/s | 0.75 |" in text
     assert "| copy | row_scale |\n| --- | ---: | ---: |\n| T 8 | 4.2 TB/s | 0.50 |" in text
@@ -147,12 +185,13 @@ def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> N
 def test_report_needs_results_and_markers(tmp_path: Path, run: Run, results: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here")
-    assert run("report", "--results", empty, "--readme", readme)[0] == 2
-    status, printed = run("report", "--results", results, "--readme", readme)
+    page = tmp_path / "performance.md"
+    page.write_text("nothing here")
+    assert run("report", "--results", empty, "--page", page)[0] == 2
+    status, printed = run("report", "--results", results, "--page", page)
     assert status == 2
     assert START in printed
+    assert page.read_text() == "nothing here"
 
 
 def test_a_file_that_is_not_a_record_is_refused(tmp_path: Path) -> None:

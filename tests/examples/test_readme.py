@@ -1,4 +1,4 @@
-"""What the README tells people to type works."""
+"""What the README and the pages of docs/ tell people to type works."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import flash_clipping
 from flash_clipping import FlashPrivacyEngine
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def block(marker: str) -> str:
+def block(marker: str, page: str = "README.md") -> str:
     """The code after ``<!-- marker -->``."""
-    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
-    assert found, f"README.md has no block marked {marker!r}"
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    assert found, f"{page} has no block marked {marker!r}"
     return found[1]
+
+
+MIGRATING = "docs/migrating-from-opacus.md"
 
 
 def training_objects() -> dict:
@@ -37,9 +42,10 @@ def training_objects() -> dict:
     }
 
 
-def test_five_lines_train_within_the_budget():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_five_lines_train_within_the_budget(page):
     names = training_objects()
-    exec(block("tested: five lines"), names)
+    exec(block("tested: five lines", page), names)
     assert 0 < names["engine"].get_epsilon(1e-5) <= 3
 
 
@@ -56,7 +62,7 @@ def test_the_step_to_be_graphed_trains_as_without():
             noise_multiplier=0.0,
             max_grad_norm=1.0,
         )
-        code = block("tested: graphed")
+        code = block("tested: graphed", "docs/performance.md")
         if not graphed:
             code = code.replace("step = GraphedStep(step, model)\n", "")
         exec(code, names)
@@ -78,12 +84,47 @@ model = Module(nn.Linear(4, 3), max_grad_norm=1.0)
 model(torch.randn(2, 5, 6, 4)).square().mean().backward()
 assert model.get_norm_sample().shape == (2,)
 """
+    line = block("tested: drop-in", MIGRATING)
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script.format(line=block("tested: drop-in"))],
+        [sys.executable, "-W", "ignore", "-c", script.format(line=line)],
         cwd=ROOT,
         check=True,
         timeout=120,
     )
+
+
+def test_a_migrated_script_trains_the_same_model():
+    trained, spent = [], []
+    for marker in ("tested: opacus", "tested: migrated"):
+        names = training_objects()
+        torch.manual_seed(1)
+        exec(block(marker, MIGRATING), names)
+        plain = names["model"].to_standard_module()
+        trained.append(torch.cat([p.detach().flatten() for p in plain.parameters()]))
+        spent.append(names["epsilon"])
+    torch.testing.assert_close(*trained, atol=1e-5, rtol=0)
+    assert spent[0] == spent[1] > 0
+
+
+def test_physical_batches():
+    names = training_objects()
+    exec(block("tested: migrated", MIGRATING), names)
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    steps = names["engine"].accountant.history[0][2]
+    exec(block("tested: physical batches", MIGRATING), names)
+    assert names["engine"].accountant.history[0][2] == steps + len(names["loader"])
+    after = names["model"].parameters()
+    assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: flash_clipping\.(\w+)$", page, re.MULTILINE))
+    assert set(flash_clipping.__all__) <= listed
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 @pytest.mark.parametrize(

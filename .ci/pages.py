@@ -1,0 +1,91 @@
+"""What mkdocs.yml needs besides plugins: links out of docs/, and reStructuredText in docstrings.
+
+Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work where
+the repository itself is shown. The site gets a copy of every such file: Markdown as a page,
+anything else as it is. A link to a file that does not exist is an error.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Where the site holds files from outside of docs/.
+FOLDER = "repository"
+
+_LINK = re.compile(r"\]\((?!\w+:|#|/)([^)#\s]+)")
+_ROLE = re.compile(r":\w+:`(~?)([\w.]+)`")
+_LITERAL = re.compile(r"^ *(\w*)::$", flags=re.MULTILINE)
+
+#: What the reference has a heading for.
+_API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+_NAMED = frozenset(re.findall(r"^::: ([\w.]+)$", _API, flags=re.MULTILINE))
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add every file outside of docs/ that a page links to."""
+    pages = [file for file in files if file.is_documentation_page()]
+    while pages:
+        page = pages.pop()
+        for target in _LINK.findall(page.content_string):
+            path = _in_repository(target, page.src_uri)
+            uri = _on_site(path)
+            if path.startswith("docs/") or files.get_file_from_path(uri) is not None:
+                continue
+            if path.startswith("../") or not (ROOT / path).is_file():
+                raise PluginError(f"{page.src_uri}: there is no file {path} to link to")
+            copy = File.generated(config, uri, content=(ROOT / path).read_bytes())
+            files.append(copy)
+            if copy.is_documentation_page():
+                pages.append(copy)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Point links from docs/ to copies, and those of copies to where things are on the site."""
+    uri = page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        to = _on_site(_in_repository(match[1], uri))
+        return f"]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}"
+
+    return _LINK.sub(moved, markdown)
+
+
+def _in_repository(target: str, uri: str) -> str:
+    """The path in the repository that a link on the page ``uri`` of the site stands for."""
+    copied = uri.startswith(f"{FOLDER}/")
+    source = uri.removeprefix(f"{FOLDER}/") if copied else f"docs/{uri}"
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def _on_site(path: str) -> str:
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"{FOLDER}/{path}"
+
+
+class PlainDocstrings(griffe.Extension):
+    """Docstrings hold a little reStructuredText; the site reads Markdown."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        """Rewrite one docstring: roles as links, where the reference has the name."""
+        if obj.docstring is None:
+            return
+        text = _LITERAL.sub(lambda match: match[1] and f"*{match[1]}*:", obj.docstring.value)
+        obj.docstring.value = _ROLE.sub(lambda role: _link(obj, bool(role[1]), role[2]), text)
+
+
+def _link(obj: Any, is_short: bool, name: str) -> str:
+    text = name.rpartition(".")[2] if is_short else name
+    try:
+        path = obj.resolve(name)
+    except griffe.NameResolutionError:
+        path = name
+    return f"[`{text}`][{path}]" if path in _NAMED else f"`{text}`"
