@@ -24,45 +24,9 @@ from torch.autograd import Variable
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
-from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
-
-#: Norms ``[P, B]`` of the parameters, in their order, what rounding may hide of them, and whether
-#: the parameters are all on one device -> coefficients ``[B]`` or ``[P, B]``.
-ClipFunction = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
-
-
-class RunningTape(Protocol):
-    """What a recorder, its taps and its walks ask of :class:`~flash_clipping.finish.tape.Tape`."""
-
-    norms_only: bool
-    #: Parameters, by ``id``, whose gradients this backward was asked for.
-    asked: set[int]
-    #: That of the forward which it belongs to, where that is known.
-    thread: int | None
-
-    def record(
-        self,
-        path: str,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        readers: Readers | None = None,
-    ) -> None: ...
-
-    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None: ...
-
-    def stand_in(self) -> None: ...
-
-    def take_norms(self) -> None: ...
-
-    def add_clipped_sums(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-    def put_back(self) -> None: ...
-
-    def finish(self) -> None: ...
-
+from flash_clipping.finish.session import ClipFunction, Readers
+from flash_clipping.finish.tape import Tape
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
@@ -206,10 +170,6 @@ class Forward:
         return self.batch_sizes[0] if self.batch_sizes else None
 
 
-#: A call of the root, and the place among its readers of a tapped layer's input.
-Readers: TypeAlias = tuple[Forward, int]
-
-
 @dataclass
 class Captured:
     """What backward passes would leave behind that are captured as a CUDA graph, for its replays.
@@ -239,13 +199,11 @@ class Recorder:
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
-        tape_class: makes the tape of a backward pass (:class:`~flash_clipping.finish.tape.Tape`).
     """
 
     def __init__(
         self,
         *,
-        tape_class: Callable[[Recorder], RunningTape],
         clip: ClipFunction,
         note_sums: Callable[[list[nn.Parameter]], None],
         trainable: Callable[[], list[nn.Parameter]],
@@ -265,7 +223,8 @@ class Recorder:
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.sum_dtype = sum_dtype
-        self.tape_class = tape_class
+        #: Makes the tape of a backward pass; who watches one puts a class of its own here.
+        self.tape_class: type[Tape] = Tape
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -299,7 +258,7 @@ class Recorder:
         #: The thread that runs the root's forward, under the one key that is ever used: setting a
         #: default is one step for all threads.
         self._running: dict[str, int] = {}
-        self._tape: weakref.ref[RunningTape] | None = None
+        self._tape: weakref.ref[Tape] | None = None
         #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
         self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
@@ -552,11 +511,11 @@ class Recorder:
     # -- backward -----------------------------------------------------------------------------
 
     @property
-    def tape(self) -> RunningTape | None:
+    def tape(self) -> Tape | None:
         """The tape of the backward pass that is running, if it has one already."""
         return self._tape() if self._tape is not None else None
 
-    def begin_backward(self, call: Forward | None = None) -> RunningTape:
+    def begin_backward(self, call: Forward | None = None) -> Tape:
         """The running backward's tape; made, and set to be finished at its end, if new.
 
         ``call`` is the call of the root whose output it has reached.
@@ -571,7 +530,7 @@ class Recorder:
             Variable._execution_engine.queue_callback(tape.finish)
         return tape
 
-    def new_tape(self) -> RunningTape:
+    def new_tape(self) -> Tape:
         if (
             self.captured is None
             and torch.cuda.is_initialized()

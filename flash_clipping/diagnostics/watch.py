@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.session import Readers
 from flash_clipping.diagnostics.batch import Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
@@ -28,6 +27,7 @@ from flash_clipping.factors import (
     RowSum,
     TiedEmbedding,
 )
+from flash_clipping.finish.session import Readers
 from flash_clipping.finish.tape import Tape
 from flash_clipping.integration.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops.runtime import backend as backends

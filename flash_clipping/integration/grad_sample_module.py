@@ -27,7 +27,6 @@ from flash_clipping.capture.tap import PARAMETER_CONTAINERS, ScopedForward, Tap,
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
-from flash_clipping.finish.tape import Tape
 from flash_clipping.integration.parallel import (
     refuse_around,
     refuse_inside,
@@ -158,7 +157,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: Modules that hold parameters, in the model's order.
         self._owners = [module for module in m.modules() if module._parameters]
         self._recorder = Recorder(
-            tape_class=Tape,
             clip=self._clip,
             note_sums=self.note_sums,
             trainable=self._trainable,
