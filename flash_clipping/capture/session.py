@@ -19,9 +19,8 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.autograd import Variable
 
+from flash_clipping._compat import at_end_of_backward, graph_break, graph_task
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.finish.clipping import Doubts
@@ -70,7 +69,7 @@ HANDED_ON = "_flash_clipping_handed_on"
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
-    return _current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
@@ -216,7 +215,7 @@ class Forward:
         """Nothing will be read any more."""
         self.ended = True
         if torch.compiler.is_compiling():  # which does not know attributes of tensors
-            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            graph_break()
         if self.handed_on is not None and (output := self.handed_on[0]()) is not None:
             vars(output).pop(HANDED_ON, None)
         self.handed_on = None
@@ -566,7 +565,7 @@ class Recorder:
         itself: what else reaches layers must not be clipped beside it."""
         if self.returned is None:
             return False
-        return self.live_calls() > 0 or self.walked_in == _current_graph_task_id()
+        return self.live_calls() > 0 or self.walked_in == graph_task()
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
@@ -606,7 +605,7 @@ class Recorder:
             tape = self.new_tape()
             tape.thread = None if call is None else call.thread
             # The engine's callback is the only owner: a failed backward frees the records.
-            Variable._execution_engine.queue_callback(tape.finish)
+            at_end_of_backward(tape.finish)
         return tape
 
     def new_tape(self) -> RunningTape:

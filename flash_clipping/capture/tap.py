@@ -17,16 +17,18 @@ from sys import getrefcount
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch._C import (  # type: ignore[attr-defined]
-    _are_functorch_transforms_active,
-    _is_alias_of,
-    is_grad_enabled,
-)
-from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
-from torch._C import _will_engine_execute_node as will_engine_execute_node
-from torch.utils import _pytree as pytree
+from torch import Tensor, is_grad_enabled, nn
 
+from flash_clipping._compat import (
+    TELLS_WHAT_RUNS,
+    apply_of,
+    is_alias_of,
+    memory_id,
+    pytree,
+    references_to,
+    transforms_are_active,
+    will_run,
+)
 from flash_clipping.capture.bare import (
     BareParameter,
     UnsupportedUse,
@@ -118,7 +120,8 @@ class Tap(Place):
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
-        self._accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
+        accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
+        self._accumulates = accumulates and TELLS_WHAT_RUNS
         if self._accumulates:
             references_of_none()  # counted once, outside any backward
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
@@ -363,7 +366,7 @@ class Tap(Place):
         """The layer under autograd, as one function."""
         if kwargs or len(args) > 1:
             args = self._positional(rule, args, kwargs)
-        if _are_functorch_transforms_active():
+        if transforms_are_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
@@ -701,14 +704,14 @@ def _is_asked_for(node: Any, params: int) -> bool:
 
 def _will_run(node: Any) -> bool:
     try:
-        return bool(will_engine_execute_node(node))
+        return bool(will_run(node))
     except RuntimeError:  # autograd.grad was asked for this very parameter
         return True
 
 
 def _is_shared(tensor: Tensor) -> bool:
     """Whether other tensors have the same memory: two references are this one's and the asking."""
-    return references_to(tensor.untyped_storage()._cdata) > 2
+    return references_to(memory_id(tensor.untyped_storage())) > 2
 
 
 @cache
@@ -725,12 +728,12 @@ def references_of_none() -> int:
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
 # (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
-_apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
+_apply_tapped_layer = apply_of(TappedLayer)
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
     for x in inputs:
-        if isinstance(x, Tensor) and _is_alias_of(x, output):
+        if isinstance(x, Tensor) and is_alias_of(x, output):
             return output.clone()
     return own(output)
