@@ -68,8 +68,8 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = _needed(
 #: Whether the running backward was asked to come by a node. Without: an error.
 will_run: Callable[[Any], bool] = _needed("_C._will_engine_execute_node")
 
-#: Whether that can be told. Without: the hooks of parameters tell, inputs are not handed on, and
-#: ``mode="two_pass"`` gives no gradients of the model's inputs.
+#: Whether that can be told. Without: the hooks of parameters tell, and ``mode="two_pass"`` gives
+#: no gradients of the model's inputs.
 TELLS_WHAT_RUNS = _find(torch, "_C._will_engine_execute_node") is not None
 
 #: Whether a transform of torch.func runs. Without: PyTorch refuses our functions there by itself.
@@ -131,8 +131,8 @@ def _count_of_references() -> Callable[[int], int]:
     return count  # type: ignore[no-any-return]
 
 
-#: References to a storage, which is given by its ``memory_id``. Without: many, so that nothing is
-#: written in place, and no graph is replayed.
+#: References to a storage, which is given by its ``memory_id``. Without: many, so that no
+#: graph is replayed.
 references_to: Callable[[int], int] = _count_of_references()
 
 
@@ -231,12 +231,6 @@ def checkpoints_replaced(by: Any) -> Iterator[None]:
         yield
     finally:
         setattr(checkpoint, "CheckpointFunction", before)  # noqa: B010
-
-
-def graph_break() -> None:
-    """Ends what torch.compile compiles in one piece. Without: that goes on."""
-    if hasattr(torch._dynamo, "graph_break"):
-        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
 
 
 # -- modules -------------------------------------------------------------------------------------

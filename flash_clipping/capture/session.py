@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import at_end_of_backward, graph_break, graph_task
+from flash_clipping._compat import at_end_of_backward, graph_task
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.finish.clipping import Doubts
@@ -61,10 +61,6 @@ class RunningTape(Protocol):
     def put_back(self) -> None: ...
 
     def finish(self) -> None: ...
-
-
-#: Attribute of a tapped layer's output, until the next tapped layer is called.
-HANDED_ON = "_flash_clipping_handed_on"
 
 
 def in_backward() -> bool:
@@ -138,9 +134,6 @@ class Forward:
     #: How many tapped layers in a row read one input, input by input, and the last of these.
     readers: list[int] = field(default_factory=list)
     last_input: weakref.ref[Tensor] | None = None
-    #: The output of the last reader that handed its input on, that input's place, and its version
-    #: then. The output holds what was handed on: who holds the call would keep a failed forward.
-    handed_on: tuple[weakref.ref[Tensor], int, int] | None = None
     #: Whether the root has returned.
     ended: bool = False
     #: Whether the norms of this call have been taken.
@@ -185,40 +178,9 @@ class Forward:
         self.readers[-1] += 1
         return len(self.readers) - 1
 
-    def hand_on(self, x: Tensor, place: int, version: int, output: Tensor) -> None:
-        """Let the next reader of the input at this place read ``x``, if the input has this version
-        still, for as long as the output of the one before it is there."""
-        if torch.compiler.is_compiling():  # Dynamo has its own idea of a tensor's attributes
-            return
-        vars(output)[HANDED_ON] = x
-        self.handed_on = weakref.ref(output), place, version
-
-    def in_place_of(self, x: Tensor, place: int) -> Tensor:
-        """What the next reader of the input at this place is to read: ``x``, or what the reader
-        before it handed on."""
-        if (last := self.handed_on) is None:
-            return x
-        self.handed_on = None
-        output = last[0]()
-        if output is None:
-            return x
-        handed_on: Tensor = vars(output).pop(HANDED_ON)
-        same = (
-            last[1:] == (place, x._version)
-            and handed_on.data_ptr() == x.data_ptr()  # x.data may be another's
-            and handed_on.shape == x.shape
-            and handed_on.stride() == x.stride()
-        )
-        return handed_on if same else x
-
     def end(self) -> None:
-        """Nothing will be read any more."""
+        """The root has returned."""
         self.ended = True
-        if torch.compiler.is_compiling():  # which does not know attributes of tensors
-            graph_break()
-        if self.handed_on is not None and (output := self.handed_on[0]()) is not None:
-            vars(output).pop(HANDED_ON, None)
-        self.handed_on = None
 
     def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
         """How many layers read the input at this place; 0 where one of these parameters, of a

@@ -12,23 +12,12 @@ its parameters per sample, so that autograd itself delivers their per-sample gra
 from __future__ import annotations
 
 import inspect
-from functools import cache
-from sys import getrefcount
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
-from flash_clipping._compat import (
-    TELLS_WHAT_RUNS,
-    apply_of,
-    is_alias_of,
-    memory_id,
-    pytree,
-    references_to,
-    transforms_are_active,
-    will_run,
-)
+from flash_clipping._compat import apply_of, is_alias_of, pytree, transforms_are_active
 from flash_clipping.capture.bare import (
     BareParameter,
     UnsupportedUse,
@@ -40,7 +29,6 @@ from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.session import Forward, Place, Recorder, in_backward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import (
-    AccumulatingRule,
     Needs,
     Rule,
     Scope,
@@ -50,10 +38,6 @@ from flash_clipping.rules.registry import (
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
-
-#: Elements of an input, on a CPU and on a GPU, from which on passing over its gradient once less
-#: takes longer than what readers of the same input do to be spared it (some 8 µs a layer).
-WORTH_HANDING_ON = {False: 1 << 15, True: 1 << 21}
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -120,10 +104,6 @@ class Tap(Place):
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
-        accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
-        self._accumulates = accumulates and TELLS_WHAT_RUNS
-        if self._accumulates:
-            references_of_none()  # counted once, outside any backward
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: Trainable = [], []
         self.loops = False  # whether vmap was tried on this module and failed
@@ -395,26 +375,8 @@ class Tap(Place):
             self._refuse_input(x, params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
-        place, hands_on = 0, False
-        if call is not None:
-            x = args[0]
-            place = call.note_reader(x)
-            if (
-                self._accumulates
-                and x.numel() >= WORTH_HANDING_ON[x.is_cuda]
-                and x.grad_fn is not None  # a leaf may be walked to from each reader by itself
-                and not recomputed
-                and not axis  # rows were put in front: another view for every layer
-                and not call.ended
-            ):
-                hands_on, version = True, x._version
-                args = (call.in_place_of(x, place), *args[1:])
-        output = _apply_tapped_layer(
-            self, trainable, call, place, hands_on, recomputed, *args, *params
-        )
-        if hands_on:
-            output, handed_on = output
-            call.hand_on(handed_on, place, version, output)  # type: ignore[union-attr]
+        place = 0 if call is None else call.note_reader(args[0])
+        output = _apply_tapped_layer(self, trainable, call, place, recomputed, *args, *params)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -565,12 +527,6 @@ class TappedLayer(torch.autograd.Function):
     and their names as of forward, the call of the root that it belongs to (``call``, if any) and
     the place of its input among that call's readers, whether this is checkpointing's second forward
     (``recomputed``), and saved values that are no tensors, in their places (``others``).
-
-    Layers that read one input in a row (query, key and value) are a chain where their rule can add
-    to an input gradient: each hands on (``hands_on``) its input as a second output, which the next
-    reads in its place, and in backward gets the sum of what those after it have found, to add its
-    own in the matmul that forms it. Autograd would add them up in passes of their own. A hook on
-    autograd's node of a layer sees such sums.
     """
 
     @staticmethod
@@ -580,7 +536,6 @@ class TappedLayer(torch.autograd.Function):
         trainable: Trainable,
         call: Forward | None,
         place: int,
-        hands_on: bool,
         recomputed: bool,
         *inputs_and_params: Any,
     ) -> Any:
@@ -600,10 +555,7 @@ class TappedLayer(torch.autograd.Function):
                 break
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
-        ctx.call, ctx.place, ctx.hands_on = call, place, hands_on
-        if hands_on:
-            ctx.set_materialize_grads(False)  # mostly nobody reads what is handed on
-            return output, inputs[0].detach()
+        ctx.call, ctx.place = call, place
         return output
 
     @staticmethod
@@ -618,14 +570,7 @@ class TappedLayer(torch.autograd.Function):
                 "flash clipping does not have. Call backward() without create_graph, or take "
                 "such gradients on the unwrapped model."
             )
-        grad_output: Any
-        onto: Tensor | None = None
-        if ctx.hands_on:
-            grad_output, onto = grad_outputs
-            if grad_output is None:  # only what comes after it was asked for
-                return (*_NONE, onto, *(None,) * (len(ctx.needs_input_grad) - len(_NONE) - 1))
-        else:
-            grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
+        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
         saved = ctx.saved_tensors
         if ctx.others is not None:
             saved = tuple(
@@ -634,13 +579,7 @@ class TappedLayer(torch.autograd.Function):
             )
         recorder = tap.recorder
         needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
-        if onto is None:
-            grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
-        else:
-            if getrefcount(onto) > references_of_none() or _is_shared(onto):
-                onto = onto.clone()  # a hook of somebody's kept it, or put it there
-            assert isinstance(rule, AccumulatingRule)
-            grads, by_name = rule.backward_onto(tap.layer, saved, grad_output, needs, onto)
+        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         try:
             factors = [by_name[name] for name in names]
         except KeyError as missing:
@@ -658,8 +597,6 @@ class TappedLayer(torch.autograd.Function):
                     "Return a tuple with a gradient for every input that needs.inputs asks for."
                 )
         rest = len(needs.inputs) - len(grads)
-        if ctx.hands_on and not _is_asked_for(ctx, len(params)):
-            return (*_NONE, *grads, *(None,) * (rest + len(params)))
         if recorder.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
             tap.record(params, factors, ctx.recomputed, readers)
@@ -673,57 +610,7 @@ class TappedLayer(torch.autograd.Function):
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.
-_NONE = (None,) * 6
-
-
-class _Counted(torch.autograd.Function):
-    """Counts references to a gradient as :class:`TappedLayer` gets it, when nobody keeps it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int]) -> Any:
-        ctx.counts = counts
-        return x * 2, x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        grad_output, onto = grad_outputs
-        ctx.counts.append(getrefcount(onto))
-        return grad_output + onto, None
-
-
-def _is_asked_for(node: Any, params: int) -> bool:
-    """Whether the running backward would come by without the chain of readers: for what is before
-    the input that they read, or for the layer's parameters, the last of its own inputs. One that is
-    for another reader (``backward(inputs=...)``) comes by on its way to that."""
-    edges = node.next_functions
-    producer, output = edges[0]
-    while output == 1 and getattr(producer, "hands_on", False):
-        producer, output = producer.next_functions[0]
-    return _will_run(producer) or any(_will_run(last) for last, _ in edges[-params:])
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return bool(will_run(node))
-    except RuntimeError:  # autograd.grad was asked for this very parameter
-        return True
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have the same memory: two references are this one's and the asking."""
-    return references_to(memory_id(tensor.untyped_storage())) > 2
-
-
-@cache
-def references_of_none() -> int:
-    """How many references Python has to the gradient of what a tapped layer handed on, where nobody
-    keeps it: then it may be added to in place."""
-    counts: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(1, device="cpu", requires_grad=True)
-        output, handed_on = _Counted.apply(x, counts)
-        (output * 2 + handed_on * 3).backward()  # a gradient of its own for each
-    return counts[0]
+_NONE = (None,) * 5
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above

@@ -62,8 +62,8 @@ class _MixedFunction(torch.autograd.Function):
         if any(x.dim() == 0 for x in batches):
             raise FlashClippingError(
                 f"{operation.tap.path}: {name_of(operation.func)} puts a parameter together with "
-                "one number that was computed from the whole batch, a mean or a sum over samples. It "
-                "mixes samples, so no clipping can bound what one adds. Keep the batch as the "
+                "one number that was computed from the whole batch, a mean or a sum over samples. "
+                "It mixes samples, so no clipping can bound what one adds. Keep the batch as the "
                 "first axis (x.mean(-1), not x.mean()), or detach that number."
             )
         if operation.axis and output.shape != tensors[0].shape:
