@@ -2,7 +2,8 @@
 
 Shapes are written as suffixes: B samples, T positions, D model width, V vocabulary.
 
-Our own models are free of buffers and of layers that mix samples, so that every method can run them.
+Our own models are free of buffers and of layers that mix samples, so that every method can run
+them.
 A workload of your own: ``--model package.module:factory``, where ``factory(**overrides)`` returns
 a :class:`Workload` and ``overrides`` holds those of ``batch``, ``seq``, ``layers`` and
 ``checkpointing`` that were given on the command line.

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
 
+from flash_clipping._compat import checkpoints_replaced, pytree
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.session import Forward, Read, Recorder
 from flash_clipping.capture.taint import Taint
@@ -218,7 +217,7 @@ class _Rehearsals:
                 _untouched(self.root),
                 _random_state(list(devices), self.seed + again),
                 _without_activations(),
-                _without_checkpoints(),
+                checkpoints_replaced(_Through),
                 taint,
             ):
                 # Recording, so that taps note what they read; detached, so nothing comes of it.
@@ -634,18 +633,9 @@ def _nothing_saved(_: None) -> Tensor:
     raise RuntimeError("this forward has no backward")
 
 
-@contextlib.contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    """Re-entrant checkpoints hide from taps what was computed by tapped layers: see through."""
-    before = checkpoint.CheckpointFunction
-    setattr(checkpoint, "CheckpointFunction", _Through)  # noqa: B010 (mypy sees a type)
-    try:
-        yield
-    finally:
-        setattr(checkpoint, "CheckpointFunction", before)  # noqa: B010
-
-
 class _Through:
+    """Re-entrant checkpoints hide from taps what was computed by tapped layers: see through."""
+
     @staticmethod
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         return function(*args)

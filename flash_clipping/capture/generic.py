@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import Recorder, in_backward
 from flash_clipping.errors import FlashClippingError

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.batch_axis import _random_state, _untouched
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation

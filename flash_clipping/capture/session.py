@@ -19,18 +19,18 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.autograd import Variable
 
+from flash_clipping._compat import at_end_of_backward, graph_task
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import ClipFunction, Readers
 from flash_clipping.finish.tape import Tape
 
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
-    return _current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
@@ -487,7 +487,7 @@ class Recorder:
         itself: what else reaches layers must not be clipped beside it."""
         if self.returned is None:
             return False
-        return self.live_calls() > 0 or self.walked_in == _current_graph_task_id()
+        return self.live_calls() > 0 or self.walked_in == graph_task()
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
@@ -527,7 +527,7 @@ class Recorder:
             tape = self.new_tape()
             tape.thread = None if call is None else call.thread
             # The engine's callback is the only owner: a failed backward frees the records.
-            Variable._execution_engine.queue_callback(tape.finish)
+            at_end_of_backward(tape.finish)
         return tape
 
     def new_tape(self) -> Tape:

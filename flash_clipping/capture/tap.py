@@ -15,14 +15,9 @@ import inspect
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch._C import (  # type: ignore[attr-defined]
-    _are_functorch_transforms_active,
-    _is_alias_of,
-    is_grad_enabled,
-)
-from torch.utils import _pytree as pytree
+from torch import Tensor, is_grad_enabled, nn
 
+from flash_clipping._compat import apply_of, is_alias_of, pytree, transforms_are_active
 from flash_clipping.capture.bare import (
     BareParameter,
     UnsupportedUse,
@@ -351,7 +346,7 @@ class Tap(Place):
         """The layer under autograd, as one function."""
         if kwargs or len(args) > 1:
             args = self._positional(rule, args, kwargs)
-        if _are_functorch_transforms_active():
+        if transforms_are_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
@@ -620,12 +615,12 @@ _NONE = (None,) * 5
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
 # (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
-_apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
+_apply_tapped_layer = apply_of(TappedLayer)
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
     for x in inputs:
-        if isinstance(x, Tensor) and _is_alias_of(x, output):
+        if isinstance(x, Tensor) and is_alias_of(x, output):
             return output.clone()
     return own(output)

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _will_engine_execute_node as will_engine_execute_node
-from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import (
+    TELLS_WHAT_RUNS,
+    at_end_of_backward,
+    graph_task,
+    pytree,
+    will_run,
+)
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
 from flash_clipping.capture.session import Recorder
@@ -63,7 +67,7 @@ class _Call:
 
     @staticmethod
     def task_now() -> int:
-        return torch._C._current_graph_task_id()
+        return graph_task()
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
@@ -197,7 +201,9 @@ class _TwoPass(torch.autograd.Function):
             )
         call.grads = list(grad_outputs)
         recorder = call.root.recorder
-        if recorder.enabled and not will_engine_execute_node(ctx.next_functions[0][0]):
+        # Without inputs that require grad nothing but the model itself can be meant.
+        asks = TELLS_WHAT_RUNS or any(tensor.requires_grad for tensor in call.inner_inputs)
+        if recorder.enabled and asks and not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
                 f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
                 "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
@@ -223,7 +229,7 @@ class _TwoPass(torch.autograd.Function):
         if owner is None or not owner.calls or owner.calls[0].task != call.task_now():
             owner = _Walks(recorder)
             recorder.walks = weakref.ref(owner)
-            Variable._execution_engine.queue_callback(owner.run)
+            at_end_of_backward(owner.run)
         call.task = call.task_now()
         owner.calls.append(call)
         return None, None, *[None] * len(call.inner_inputs)

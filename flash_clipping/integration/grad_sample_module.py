@@ -18,6 +18,7 @@ from opacus.grad_sample import (
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flash_clipping._compat import BATCH_NORMS
 from flash_clipping.capture.batch_axis import may_tell_more, rehearse
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
@@ -44,7 +45,7 @@ Mode = Literal["one_pass", "two_pass"]
 SUM_DTYPES = ("float32", "parameter")
 
 #: Layers whose output for one sample depends on the others.
-_MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+_MIXING_LAYERS = BATCH_NORMS
 
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import plain_functions, pytree, transforms_are_active
 from flash_clipping.capture.bare.mixed import mixed, run_mixed
 from flash_clipping.capture.bare.operation import (
     ADDITION,
@@ -41,7 +40,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     others = [leaf for leaf in leaves if is_plain(leaf)]
     if name in _DETACHING:
         return bares[0].value.detach()
-    if _are_functorch_transforms_active():
+    if transforms_are_active():
         raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
     if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
         raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
@@ -227,7 +226,7 @@ def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
     row = BareParameter.wrap(x.row, x.leaves, x.tap)
     like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
     leaves, spec = pytree.tree_flatten(((like, row), {}))
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         return _mixed_rows(leaves, spec)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.bare.operation import (
     ADDITION,
     MULTIPLICATION,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows
 from flash_clipping.capture.session import Place
 

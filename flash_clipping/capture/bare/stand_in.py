@@ -10,8 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flash_clipping._compat import (
+    make_subclass,
+    plain_functions,
+    pytree,
+    saved_tensors_hooks_now,
+)
 from flash_clipping.capture.session import Place
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Lookup
@@ -84,11 +89,11 @@ class BareParameter(torch.Tensor):
         lookup: TableRows | None = None,
     ) -> BareParameter:
         # It requires grad so that a gradient which got past these functions is noticed.
-        bare = torch.Tensor._make_subclass(BareParameter, value.detach(), value.requires_grad)
+        bare = make_subclass(BareParameter, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup = lookup
         if value.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 bare.register_hook(Bypassed(tap))
         return bare
 
@@ -109,7 +114,7 @@ class BareParameter(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return cls.run(func, args, dict(kwargs or {}))
 
 
@@ -160,7 +165,7 @@ def is_plain(leaf: Any) -> bool:
 
 def circumstances() -> Any:
     """What a checkpoint changes while it runs its function: grad mode, or saved-tensor hooks."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), saved_tensors_hooks_now()
 
 
 @contextlib.contextmanager
