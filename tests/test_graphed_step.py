@@ -50,7 +50,7 @@ class PlayedByHand(GraphedStep):
             params = list(self._module().parameters())
             before = [p.grad for p in params]
             with ExitStack() as stack, torch.enable_grad():
-                again = [stack.enter_context(m._recorder.captures()) for m, _ in graph.of_modules]
+                again = [stack.enter_context(m._session.captures()) for m, _ in graph.of_modules]
                 for p in params:
                     p.grad = None
                 output = work()
@@ -616,7 +616,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="injected"):
         graphed.step(batches(1)[0])
     assert all(p.grad is g for p, g in zip(graphed.plain.parameters(), kept, strict=True))
-    assert graphed.model._recorder.captured is None and not graphed.step._graphs
+    assert graphed.model._session.captured is None and not graphed.step._graphs
     handle.remove()
     for x in batches(2, start=80):
         assert_same(graphed.results(x), eager.results(x))

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flash_clipping._compat import checkpoints_replaced, pytree
+from flash_clipping.capture.forward_call import ForwardCall, Read
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.session import Forward, Read, Recorder
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Taint
 from flash_clipping.errors import FlashClippingError
 
@@ -151,16 +152,16 @@ class _Rehearsals:
         self,
         root: nn.Module,
         forward: Callable[..., Any],
-        recorder: Recorder,
+        session: ClippingSession,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
-        self.root, self.forward, self.recorder = root, forward, recorder
+        self.root, self.forward, self.session = root, forward, session
         self.args, self.kwargs = args, kwargs
         #: Reads that derive from nothing and have one row for each sample all the same.
         self.followers: set[Read] = set()
         #: Another one after every rehearsal that told nothing: what is skipped at random changes.
-        self.seed = len(recorder.undecided)
+        self.seed = len(session.undecided)
 
     def sources(self, size: int) -> list[Tensor]:
         """The model's inputs that hold one row for each of ``size`` samples."""
@@ -175,7 +176,7 @@ class _Rehearsals:
         return found
 
     def axis_of(self, x: Tensor, size: int) -> int | None:
-        axis = self.recorder.batch_axis
+        axis = self.session.batch_axis
         if x.dim() > axis and x.shape[axis] == size:
             return axis
         return 0 if x.dim() == 1 and len(x) == size else None  # labels beside [T, B] inputs
@@ -188,7 +189,7 @@ class _Rehearsals:
         Raises:
             whatever the model raises.
         """
-        recorder = self.recorder
+        session = self.session
         changed: list[Tensor] = list(sources)
         args, kwargs = self.args, self.kwargs
         if change is not None:
@@ -206,12 +207,12 @@ class _Rehearsals:
             if _is_packed(leaf):
                 changed.append(leaf.data)
         tensors = batched_inputs(args, kwargs)
-        before = recorder.current_forward
+        before = session.current_forward
         taint = Taint(changed)
         witness = _Witness(taint, self.followers, lambda: rehearsal.batch_size or 0)
-        rehearsal = recorder.begin_forward(tensors, witness)
+        rehearsal = session.begin_forward(tensors, witness)
         refused: FlashClippingError | None = None
-        devices = {x.device for x in (*tensors, *recorder.state()) if x.is_cuda}
+        devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
         try:
             with (
                 _untouched(self.root),
@@ -229,7 +230,7 @@ class _Rehearsals:
             rehearsal.end()
             rehearsal.witness = None  # who asks it for the batch: no cycle may keep what it noted
             if before is not None:
-                recorder.resume_forward(before)
+                session.resume_forward(before)
         return _Run(rehearsal.batch_size or 0, witness.notes, witness.offsets, refused)
 
     def variants(self, whole: _Run, sources: list[Tensor]) -> Iterator[_Variant]:
@@ -310,7 +311,7 @@ class _Rehearsals:
         return whole, None, sources
 
     def first_size(self) -> int:
-        axis = self.recorder.batch_axis
+        axis = self.session.batch_axis
         sizes = (x.shape[axis] for x in batched_inputs(self.args, self.kwargs) if x.dim() > axis)
         return next(sizes, 0)
 
@@ -318,12 +319,12 @@ class _Rehearsals:
 def rehearse(
     root: nn.Module,
     forward: Callable[..., Any],
-    recorder: Recorder,
+    session: ClippingSession,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    call: Forward | None = None,
+    call: ForwardCall | None = None,
 ) -> None:
-    """Find out which reads of tapped layers are samples, and leave that in ``recorder.evidence``.
+    """Find out which reads of tapped layers are samples, and leave that in ``session.evidence``.
 
     ``forward`` runs ``root``. With ``call``, a forward that has run already: what was assumed there
     must turn out right. Leaves buffers, attributes of modules and random number generators as they
@@ -336,10 +337,10 @@ def rehearse(
     shapes = tuple(tensor.shape for tensor in batched_inputs(args, kwargs))
     if call is not None:
         doubtful = frozenset(read[0] for read in call.guesses)
-        tried = recorder.undecided.setdefault(doubtful, set())
+        tried = session.undecided.setdefault(doubtful, set())
         if shapes in tried or len(tried) >= ATTEMPTS:
             return
-    runs = _Rehearsals(root, forward, recorder, args, kwargs)
+    runs = _Rehearsals(root, forward, session, args, kwargs)
     if not runs.first_size():
         return  # no inputs, or no samples in them
     try:
@@ -358,19 +359,19 @@ def rehearse(
     if any(finding.of_values for finding in findings):
         findings = _without_chance(runs, whole, sources, findings)
     if findings:
-        raise FlashClippingError(_refusal(findings, recorder))
+        raise FlashClippingError(_refusal(findings, session))
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
-    _conclude(recorder, whole, other)
+    _conclude(session, whole, other)
     if call is None:
         if other is None:
-            recorder.undecided.setdefault(frozenset(), set()).add(shapes)
+            session.undecided.setdefault(frozenset(), set()).add(shapes)
         else:
-            recorder.undecided.pop(frozenset(), None)
+            session.undecided.pop(frozenset(), None)
         return
     for read, answer in call.guesses.items():
-        known = recorder.evidence.known(read, any_call=False)
+        known = session.evidence.known(read, any_call=False)
         if known is None or other is None:
             tried.add(shapes)
         if known is not None and known is not answer:
@@ -382,9 +383,9 @@ def rehearse(
             )
 
 
-def may_tell_more(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def may_tell_more(session: ClippingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no rehearsal has told anything yet, and inputs of these shapes were not tried."""
-    tried = recorder.undecided.get(frozenset())
+    tried = session.undecided.get(frozenset())
     if not tried or len(tried) >= ATTEMPTS:
         return False
     return tuple(tensor.shape for tensor in batched_inputs(args, kwargs)) not in tried
@@ -463,9 +464,9 @@ def _without_chance(
     ]
 
 
-def _conclude(recorder: Recorder, whole: _Run, other: _Run | None) -> None:
+def _conclude(session: ClippingSession, whole: _Run, other: _Run | None) -> None:
     """Leave what the runs have shown."""
-    evidence = recorder.evidence
+    evidence = session.evidence
     by_path: dict[str, dict[Read, bool]] = {}
     uncertain: set[str] = set()
     for run, against in ((whole, other), (other, whole)):
@@ -489,7 +490,7 @@ def _conclude(recorder: Recorder, whole: _Run, other: _Run | None) -> None:
             evidence.proven.add(path)
 
 
-def _refusal(findings: list[_Finding], recorder: Recorder) -> str:
+def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
     """One error that names every layer."""
     by_path: dict[str, str] = {}
     for finding in findings:
@@ -499,7 +500,7 @@ def _refusal(findings: list[_Finding], recorder: Recorder) -> str:
         lines[NAMED:] = [f"... and {len(lines) - NAMED} more layers"]
     rows = any(not finding.of_values for finding in findings)
     values = any(finding.of_values for finding in findings)
-    axis = "first" if recorder.batch_first else "second"
+    axis = "first" if session.batch_first else "second"
     advice = []
     if rows:
         advice.append(
