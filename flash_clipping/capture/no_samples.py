@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.batch_axis import _random_state, _untouched
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation
+from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
@@ -240,8 +240,8 @@ class EmptyBatchForward(RootForward):
         tensors = [*batched_inputs(args, kwargs), *session.state()]
         devices = {x.device for x in tensors if x.is_cuda}
         with (
-            _untouched(self.layer),
-            _random_state(list(devices), seed=0),
+            untouched(self.layer),
+            random_state(list(devices), seed=0),
             session.bypass(),
             torch.enable_grad(),  # to see which outputs require grad; the graph goes with them
         ):
