@@ -8,6 +8,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
@@ -63,6 +64,9 @@ class RunningTape(Protocol):
 
     def finish(self) -> None: ...
 
+
+#: Recorders are told apart in compiled code by these.
+_keys = itertools.count()
 
 #: Attribute of a tapped layer's output, until the next tapped layer is called.
 HANDED_ON = "_flash_clipping_handed_on"
@@ -293,6 +297,7 @@ class Recorder:
         backend: str,
         sum_dtype: str,
     ):
+        self.key = next(_keys)
         self.clip = clip
         self.note_sums = note_sums
         self.trainable = trainable
@@ -307,6 +312,9 @@ class Recorder:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: While a compiled region learns what its layers see (:mod:`flash_clipping.wires`): what
+        #: each tap, by ``id``, has seen.
+        self.seen: dict[int, list[Any]] | None = None
         #: Layers whose rows were declared to be parts of samples.
         self.folded: set[str] = set()
         #: Which reads of layers are samples (:mod:`flash_clipping.rows`).
@@ -359,6 +367,7 @@ class Recorder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.key = next(_keys)
         self._forwards = weakref.WeakSet()
 
     # -- forward ------------------------------------------------------------------------------

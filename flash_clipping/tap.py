@@ -24,6 +24,7 @@ from torch._C import (  # type: ignore[attr-defined]
 )
 from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
 from torch._C import _will_engine_execute_node as will_engine_execute_node
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from flash_clipping.bare import (
@@ -44,6 +45,7 @@ from flash_clipping.rules.registry import (
     UnsupportedLayer,
     own,
 )
+from flash_clipping.wires import noted_call, traced_call, wiring_of
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
@@ -105,6 +107,9 @@ class Tap(Place):
         super().__init__(name, recorder, owners(layer), folded)
         self.layer = layer
         self.rule = rule
+        #: How it is recorded inside a compiled region, and its number in the region that runs.
+        self.wiring = wiring_of(rule)
+        self.number = -1
         self.instance_forward = vars(layer).get("forward")
         if isinstance(self.instance_forward, Tap) and type(self) is Tap:
             raise ValueError(
@@ -149,7 +154,11 @@ class Tap(Place):
         # plain layer does not need is looked at only where it is needed.
         recorder = self.recorder
         if not recorder.enabled or recorder.bypassed:
+            if recorder.seen is not None:
+                return noted_call(self, args, kwargs)
             return self.original(*args, **kwargs)
+        if is_dynamo_compiling():
+            return traced_call(self, args, kwargs)
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
         if rule is None or self._computed or not params:
@@ -223,6 +232,12 @@ class Tap(Place):
         """Whether this is the first forward of re-entrant checkpointing, without autograd."""
         call = self.recorder.current_forward
         return call is not None and call.recorded and not in_backward()
+
+    @property
+    def computed(self) -> bool:
+        """Whether the layer computed with other tensors than its parameters, when these were last
+        looked up."""
+        return self._computed
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
