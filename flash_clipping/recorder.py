@@ -315,6 +315,8 @@ class Recorder:
         #: While a compiled region learns what its layers see (:mod:`flash_clipping.wires`): what
         #: each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
+        #: The taps of the region that ran last, which go by their numbers.
+        self.numbered: Sequence[Any] = ()
         #: Layers whose rows were declared to be parts of samples.
         self.folded: set[str] = set()
         #: Which reads of layers are samples (:mod:`flash_clipping.rows`).

@@ -578,6 +578,13 @@ def _begin_trace() -> bool:
 
 
 @torch.compiler.assume_constant_result
+def _may_claim() -> bool:
+    """Whether the trace that runs now begins where a region does."""
+    context = TracingContext.try_get()
+    return context is not None and context in _claims
+
+
+@torch.compiler.assume_constant_result
 def _claim(number: int, calls: int) -> int:
     """Which of its calls this one of a tap is, in the trace that runs now; -1 where that is not
     known, or there are not so many."""
@@ -603,7 +610,8 @@ def traced_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
     wires = _ACTIVE.get(tap.recorder.key)
-    if wires is not None and tap.number >= 0:
+    # A tap's own number is asked for last: code that depends on it serves one tap.
+    if wires is not None and _may_claim() and tap.number >= 0:
         calls = wires[tap.number]
         if calls is not None:
             if len(calls) == 0:
@@ -1018,8 +1026,12 @@ class Region:
         recorder = self.recorder
         for slot in layout.slots:
             recorder.count_use(slot.params)
-        for number, tap in enumerate(self.taps):
-            tap.number = number
+        if recorder.numbered is not self.taps:
+            for tap in recorder.numbered:  # this region may call what is not in it
+                tap.number = -1
+            for number, tap in enumerate(self.taps):
+                tap.number = number
+            recorder.numbered = self.taps
         if not layout.metas:
             return [None if calls is None else () for calls in layout.by_tap]
         call = recorder.current_forward
