@@ -111,7 +111,8 @@ class Tap(Place):
         self.wiring = wiring_of(rule)
         self.number = -1
         self.instance_forward = vars(layer).get("forward")
-        if isinstance(self.instance_forward, Tap) and type(self) is Tap:
+        tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
+        if isinstance(tapped, Tap) and type(self) is Tap:
             raise ValueError(
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
@@ -133,11 +134,14 @@ class Tap(Place):
         self._computed = False  # whether the layer then computed with other tensors than parameters
         self._bypass_looked_for = False
 
-    def install(self) -> None:
-        self.layer.forward = self
+    def install(self, as_method: bool = False) -> None:
+        """``as_method``: Dynamo shares what it compiled among layers with one method for their
+        forward, and not among layers with an object for each."""
+        self.layer.forward = self.__call__ if as_method else self
 
     def remove(self) -> None:
-        if vars(self.layer).get("forward") is self:
+        forward = vars(self.layer).get("forward")
+        if getattr(forward, "__self__", forward) is self:
             if self.instance_forward is None:
                 del self.layer.forward
             else:

@@ -683,6 +683,10 @@ class _Affine:
         self._rows: list[tuple[int, list[Fraction], list[Fraction]]] = []
         self._even = True
 
+    def refute(self) -> None:
+        """What was told turned out wrong: nothing is told any more."""
+        self._even = False
+
     def add(self, sizes: Sequence[int], calls: Calls) -> None:
         if self._first is None:
             self._first = sizes, calls
@@ -725,7 +729,10 @@ class _Affine:
 
     def _reduced(self, of_inputs: list[Fraction]) -> tuple[list[Fraction], list[Fraction]]:
         """What is left when known rows are taken away, and what these say was learned."""
-        rest, learned = of_inputs, [Fraction(0)] * len(_sizes(self._first[1] if self._first else []))
+        rest, learned = (
+            of_inputs,
+            [Fraction(0)] * len(_sizes(self._first[1] if self._first else [])),
+        )
         for lead, row, of_row in self._rows:
             if times := rest[lead]:
                 rest = [a - times * b for a, b in zip(rest, row, strict=True)]
@@ -803,6 +810,8 @@ class _Layout:
     params: list[nn.Parameter]
     #: Layers that have no wires, and why.
     refused: list[tuple[str, str]]
+    #: Those of them that may get wires, once it is proven that they read samples.
+    unproven: set[str] = field(default_factory=set)
     #: What identifies this layout by ``id`` is kept, so that no other object gets that.
     kept: list[Any] = field(default_factory=list)
 
@@ -927,6 +936,8 @@ class Region:
         self.fullgraph = fullgraph
         #: Whether a trace has met wires of another shape than its layers need.
         self.misfits = False
+        #: Layers that ran uncompiled once, to be proven.
+        self._tried: set[str] = set()
         self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, _Affine] = {}
         self._known: OrderedDict[Hashable, Calls] = OrderedDict()
@@ -988,7 +999,12 @@ class Region:
         if known is None:
             known = self._learn(key, kind, sizes, args, kwargs)
         try:
-            return self._run(self._layout(key, known), args, kwargs)
+            layout = self._layout(key, known)
+            if layout.unproven and not self._tried.issuperset(layout.unproven):
+                # As eager taps do, take what they read for samples, to be proven after this call.
+                self._tried |= layout.unproven
+                return self.inner(*args, **kwargs)
+            return self._run(layout, args, kwargs)
         except FlashClippingError:
             raise
         except Exception:
@@ -1001,14 +1017,14 @@ class Region:
         finally:
             if self.misfits:  # some layers ran by themselves; the next time it is learned anew
                 self._known.pop(key, None)
-                self._shapes.pop(kind, None)
+                self._shapes[kind].refute()
 
-    def _run(
-        self, layout: _Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, layout: _Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
         assert self.compiled is not None
         key = self.recorder.key
+        if layout is not None:
+            self._check(layout)
         before = _ACTIVE.pop(key, None)
         if layout is not None:
             _ACTIVE[key] = self._make(layout)
@@ -1099,6 +1115,10 @@ class Region:
         if layout is None:
             layout = self._new_layout(known, trainables)
             _keep(self._layouts, number, layout)
+        return layout
+
+    def _check(self, layout: _Layout) -> None:
+        """Refuse layers without wires where they may not break the graph."""
         if layout.refused and self.fullgraph:
             lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
             raise FlashClippingError(
@@ -1107,7 +1127,6 @@ class Region:
                 "layer then runs by itself, between two graphs), compile blocks without such "
                 "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
             )
-        return layout
 
     def _new_layout(self, known: Calls, trainables: Sequence[Any]) -> _Layout:
         layout = _Layout([], [], [], [], [])
@@ -1122,6 +1141,8 @@ class Region:
                 layout.by_tap.append(None)
                 if calls:
                     layout.refused.append((tap.path, why))
+                if calls and why == _UNPROVEN:
+                    layout.unproven.add(tap.path)
                 continue
             assert tap.wiring is not None
             of_tap: list[tuple[int | None, ...]] = []
@@ -1143,6 +1164,9 @@ class Region:
         return layout
 
 
+_UNPROVEN = "no rehearsal has shown that it reads the samples, one row for each"
+
+
 def _without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
     """Why a layer has no wires."""
     if tap.wiring is None or tap.rule is None:
@@ -1154,7 +1178,7 @@ def _without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
     if not tap.wiring.serves(tap.layer):
         return "its settings are not supported there"
     if tap.path not in tap.recorder.evidence.proven:
-        return "no rehearsal has shown that it reads the samples, one row for each"
+        return _UNPROVEN
     if any(seen is None for seen in calls):
         return "it was called with something else than one tensor that has a batch axis"
     return None
@@ -1231,6 +1255,9 @@ class Regions:
         if context is None or isinstance(before, Region):
             return
         region = self._region(module, path, inner, context)
+        for tap in region.taps:
+            if tap.wiring is not None:
+                tap.install(as_method=True)
         setattr(module, name, region)
         self._of_blocks.append((module, name, before, region))
 
@@ -1254,9 +1281,7 @@ class Regions:
         inside = set(module.modules())
         taps = [tap for tap in self.taps if tap.layer in inside]
         fullgraph = bool(getattr(context, "fullgraph", False))
-        return Region(
-            module, path, inner, self.recorder, taps, context, fullgraph, self._codes
-        )
+        return Region(module, path, inner, self.recorder, taps, context, fullgraph, self._codes)
 
     def remove(self) -> None:
         """Put everything back."""
