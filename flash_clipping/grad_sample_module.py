@@ -26,6 +26,7 @@ from flash_clipping.no_samples import EmptyBatchForward
 from flash_clipping.ops.backend import BACKENDS
 from flash_clipping.parallel import refuse_around, refuse_inside, refuse_new_class, refuse_since
 from flash_clipping.recorder import Captured, Forward, Recorder
+from flash_clipping.regions import Regions, compiler_of
 from flash_clipping.rows import may_tell_more, rehearse
 from flash_clipping.rules import find_rule, find_scope
 from flash_clipping.step_record import Bound, StepRecord, added, checked_bound
@@ -33,7 +34,6 @@ from flash_clipping.structure import Structure
 from flash_clipping.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.tape import Tape
 from flash_clipping.two_pass import TwoPassForward
-from flash_clipping.wires import Regions, compiler_of
 
 Mode = Literal["one_pass", "two_pass"]
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.wires import Region, Seen, _Affine
+from flash_clipping.regions import Region, _Affine
+from flash_clipping.wires import Seen
 from tests.models import CASES, Case, floats, ids, squared_loss
 from tests.oracle import Truth, assert_close, per_sample_truth
 from tests.test_norms import bound_between, check, make, step
