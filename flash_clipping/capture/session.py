@@ -9,6 +9,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
@@ -27,6 +28,9 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import ClipFunction
 from flash_clipping.finish.tape import Tape
+
+#: Sessions are told apart in compiled code by these.
+_keys = itertools.count()
 
 
 @dataclass
@@ -72,6 +76,7 @@ class ClippingSession:
         backend: str,
         sum_dtype: str,
     ):
+        self.key = next(_keys)
         self.clip = clip
         self.note_sums = note_sums
         self.trainable = trainable
@@ -87,6 +92,11 @@ class ClippingSession:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: While a compiled region learns what its layers see
+        #: (:mod:`flash_clipping.capture.wires`): what each tap, by ``id``, has seen.
+        self.seen: dict[int, list[Any]] | None = None
+        #: The taps of the region that ran last, which go by their numbers.
+        self.numbered: Sequence[Any] = ()
         #: Layers whose rows were declared to be parts of samples.
         self.folded: set[str] = set()
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
@@ -139,6 +149,7 @@ class ClippingSession:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.key = next(_keys)
         self._forwards = weakref.WeakSet()
 
     # -- forward ------------------------------------------------------------------------------

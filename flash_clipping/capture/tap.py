@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import apply_of, is_alias_of, pytree, transforms_are_active
 from flash_clipping.capture.bare import (
@@ -29,6 +30,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.wires import noted_call, traced_call, wiring_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import (
     Needs,
@@ -95,8 +97,12 @@ class Tap(FactorSource):
         super().__init__(name, session, owners(layer), folded)
         self.layer = layer
         self.rule = rule
+        #: How it is recorded inside a compiled region, and its number in the region that runs.
+        self.wiring = wiring_of(rule)
+        self.number = -1
         self.instance_forward = vars(layer).get("forward")
-        if isinstance(self.instance_forward, Tap) and type(self) is Tap:
+        tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
+        if isinstance(tapped, Tap) and type(self) is Tap:
             raise ValueError(
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
@@ -115,11 +121,14 @@ class Tap(FactorSource):
         self._computed = False  # whether the layer then computed with other tensors than parameters
         self._bypass_looked_for = False
 
-    def install(self) -> None:
-        self.layer.forward = self
+    def install(self, as_method: bool = False) -> None:
+        """``as_method``: Dynamo shares what it compiled among layers with one method for their
+        forward, and not among layers with an object for each."""
+        self.layer.forward = self.__call__ if as_method else self
 
     def remove(self) -> None:
-        if vars(self.layer).get("forward") is self:
+        forward = vars(self.layer).get("forward")
+        if getattr(forward, "__self__", forward) is self:
             if self.instance_forward is None:
                 del self.layer.forward
             else:
@@ -136,7 +145,11 @@ class Tap(FactorSource):
         # plain layer does not need is looked at only where it is needed.
         session = self.session
         if not session.enabled or session.bypassed:
+            if session.seen is not None:
+                return noted_call(self, args, kwargs)
             return self.original(*args, **kwargs)
+        if is_dynamo_compiling():
+            return traced_call(self, args, kwargs)
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
         if rule is None or self._computed or not params:
@@ -210,6 +223,12 @@ class Tap(FactorSource):
         """Whether this is the first forward of re-entrant checkpointing, without autograd."""
         call = self.session.current_forward
         return call is not None and call.recorded and not in_backward()
+
+    @property
+    def computed(self) -> bool:
+        """Whether the layer computed with other tensors than its parameters, when these were last
+        looked up."""
+        return self._computed
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""

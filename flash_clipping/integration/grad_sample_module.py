@@ -24,6 +24,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.no_samples import EmptyBatchForward
+from flash_clipping.capture.regions import Regions, compiler_of
 from flash_clipping.capture.session import ClippingSession, GraphedResults
 from flash_clipping.capture.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -203,9 +204,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps = list(plan_taps(root, self._session, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
+        self._regions = Regions(root, self._session, self._taps)
         has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self._taps)
-        self._taps.append(EmptyBatchForward(root, self._session, has_bags))
-        self._taps[-1].install()
+        self._root_forward = EmptyBatchForward(root, self._session, has_bags)
+        self._taps.append(self._root_forward)
+        self._root_forward.install()
+        self._regions.find(self._root_forward)
         if self.mode == "two_pass":
             self._taps.append(TwoPassForward(root, self._session))
             self._taps[-1].install()
@@ -225,6 +229,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def remove_hooks(self) -> None:
         """Take off all taps and hooks; the model is as it was."""
+        self._regions.remove()
         while self._taps:
             self._taps.pop().remove()
         self._guarded = {}
@@ -244,6 +249,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Leave backward passes alone: they give ordinary gradients."""
         super().disable_hooks()
         self._session.enabled = False
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model's forward and backward, with arguments as of ``torch.compile``.
+
+        What clipping needs leaves the compiled graphs as outputs
+        (:mod:`flash_clipping.capture.wires` tells what layers that serves), so that ``fullgraph=True`` works wherever it does for
+        the plain model. Norms and clipped sums are those of the model that is not compiled.
+        """
+        self._regions.compile(self._root_forward, compiler_of(args, kwargs))
 
     def _guard_parameters(self) -> None:
         """Refuse gradients that reach a parameter past its tap: they would not be clipped."""
@@ -293,6 +307,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not self._looked_around:
             session.recover()  # no stand-in of a failed step may be in the way
             refuse_since(self if isinstance(self, nn.Module) else module)
+            if not torch.compiler.is_compiling():
+                self._regions.find(self._root_forward)  # blocks that were compiled since
             self._looked_around = True
         may_rehearse = session.may_rehearse()
         if may_rehearse and (
