@@ -27,13 +27,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext
 
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
     Convolution,
     Dense,
@@ -54,9 +55,6 @@ from flash_clipping.rules.normalization import (
 )
 from flash_clipping.rules.registry import Rule, as_BTd
 
-if TYPE_CHECKING:
-    from flash_clipping.capture.tap import Tap
-
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
@@ -68,6 +66,20 @@ Wires: TypeAlias = Sequence[Tensor | None]
 #: it has no wires. Global, as Dynamo takes tensors that are reached through a module of PyTorch's
 #: to be of one shape for good.
 ACTIVE: dict[int, list[tuple[Wires, ...] | None]] = {}
+
+
+class WiredTap(Protocol):
+    """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
+
+    layer: Any
+    session: ClippingSession
+    wiring: Wiring | None
+    #: Its number in the region that runs, or -1.
+    number: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def original(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Seen(NamedTuple):
@@ -586,7 +598,7 @@ def _note_misfit() -> bool:
     return True
 
 
-def traced_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
@@ -608,7 +620,7 @@ def traced_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _by_itself(tap, args, kwargs)
 
 
-def _wired_call(tap: Tap, x: Tensor, wires: Wires) -> Tensor | None:
+def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
     """The layer on its wires; None where they do not fit."""
     wiring, axis = tap.wiring, tap.session.batch_axis
     assert wiring is not None
@@ -624,7 +636,7 @@ def _wired_call(tap: Tap, x: Tensor, wires: Wires) -> Tensor | None:
 
 
 @torch.compiler.disable
-def _by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap(*args, **kwargs)
 
 
@@ -634,7 +646,7 @@ def _by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 Calls: TypeAlias = list[list["Seen | None"]]
 
 
-def noted_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def noted_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers see."""
     output = tap.original(*args, **kwargs)
     calls = tap.session.seen

@@ -254,8 +254,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.
 
         What clipping needs leaves the compiled graphs as outputs
-        (:mod:`flash_clipping.capture.wires` tells what layers that serves), so that ``fullgraph=True`` works wherever it does for
-        the plain model. Norms and clipped sums are those of the model that is not compiled.
+        (:mod:`flash_clipping.capture.wires` tells what layers that serves), so that
+        ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
+        those of the model that is not compiled.
         """
         self._regions.compile(self._root_forward, compiler_of(args, kwargs))
 

@@ -18,9 +18,9 @@ from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleMod
 from flash_clipping.capture.regions import Region, _Affine
 from flash_clipping.capture.wires import Seen
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
+from tests.support.cases import bound_between, check_case, make, step
 from tests.support.models import CASES, Case, floats, ids, squared_loss
 from tests.support.oracle import Truth, assert_close, per_sample_truth
-from tests.test_norms import bound_between, check, make, step
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler"
@@ -158,7 +158,7 @@ def compare(
     for _ in range(steps):
         module.zero_grad(set_to_none=True)
         step(module, case, batch, "mean")
-        check(module, truth, bound, tolerance)
+        check_case(module, truth, bound, tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -188,7 +188,7 @@ def test_a_tied_transformer(backend: str, checkpointing: bool, reduction: str) -
     for _ in range(2):
         module.zero_grad(set_to_none=True)
         step(module, case, batch, reduction)
-        check(module, truth, bound, 1e-5)
+        check_case(module, truth, bound, 1e-5)
 
 
 @needs_compiler
@@ -204,7 +204,7 @@ def test_inductor(kind: type[Language]) -> None:
     for _ in range(2):
         module.zero_grad(set_to_none=True)
         step(module, LM, batch, "mean")
-        check(module, truth, bound, 1e-5)
+        check_case(module, truth, bound, 1e-5)
 
 
 def test_batches_of_many_sizes_share_graphs() -> None:
@@ -219,7 +219,7 @@ def test_batches_of_many_sizes_share_graphs() -> None:
         truth = per_sample_truth(plain, batch, lm_loss)
         module.zero_grad(set_to_none=True)
         step(module, LM, batch, "mean")
-        check(module, truth, 0.5, 1e-5)
+        check_case(module, truth, 0.5, 1e-5)
         learned.append(len(region_of(module)._known))
     assert backend.graphs <= 3
     assert learned == [1, 2, 3, 4, 5]
@@ -623,7 +623,7 @@ def test_two_forwards_and_one_backward() -> None:
     for _ in range(2):
         module.zero_grad(set_to_none=True)
         (case.loss(module, (x,)) + case.loss(module, (x * 2,))).mean().backward()
-        check(module, truth, 0.5, 1e-5)
+        check_case(module, truth, 0.5, 1e-5)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
@@ -867,7 +867,7 @@ def test_copies_are_not_compiled() -> None:
     for which in (other, module):
         which.zero_grad(set_to_none=True)
         step(which, case, batch, "mean")
-        check(which, truth, 0.5, 1e-5)
+        check_case(which, truth, 0.5, 1e-5)
     assert backend.graphs == 1
 
 
