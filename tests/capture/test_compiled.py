@@ -26,30 +26,36 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler"
 )
 
-#: Cases of which every trainable layer is wired.
+#: Cases of which every trainable layer is wired; those that take long by themselves.
 WIRED = [
     "linear_2d",
     "linear_3d",
-    "linear_5d",
     "transposed_linear",
-    "embedding",
     "embedding_padding",
-    "embedding_flat",
-    "layer_norm",
     "layer_norm_2d",
-    "layer_norm_plain",
     "rms_norm",
     "group_norm",
-    "group_norm_2d",
     "conv1d",
-    "conv2d_groups",
     "conv2d_same",
+    "instance_norm1d",
+]
+ALSO_WIRED = [
+    "linear_5d",
+    "embedding",
+    "embedding_flat",
+    "layer_norm",
+    "layer_norm_plain",
+    "group_norm_2d",
+    "conv2d_groups",
     "conv2d_reflect",
     "conv3d",
-    "instance_norm1d",
     "instance_norm3d",
     "attention",
 ]
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Backend:
@@ -162,7 +168,7 @@ def compare(
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("name", WIRED)
+@pytest.mark.parametrize("name", [*WIRED, *map(slow, ALSO_WIRED)])
 def test_wired_rules_match_the_oracle(name: str) -> None:
     case, backend = CASES[name], Backend()
     model, batch = make(case, torch.float32)
@@ -176,7 +182,7 @@ def test_wired_rules_match_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "checkpointing", "reduction"),
-    [("eager", False, "mean"), ("aot_eager", False, "sum"), ("aot_eager", True, "mean")],
+    [slow("eager", False, "mean"), ("aot_eager", False, "sum"), ("aot_eager", True, "mean")],
 )
 def test_a_tied_transformer(backend: str, checkpointing: bool, reduction: str) -> None:
     case = Case(lambda: Transformer(checkpointing), LM.batch, lm_loss)
@@ -192,9 +198,7 @@ def test_a_tied_transformer(backend: str, checkpointing: bool, reduction: str) -
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind", [Language, pytest.param(Transformer, marks=pytest.mark.slow)], ids=["small", "large"]
-)
+@pytest.mark.parametrize("kind", [Language, slow(Transformer)], ids=["small", "large"])
 def test_inductor(kind: type[Language]) -> None:
     model, batch = make(Case(kind, LM.batch, lm_loss), torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
@@ -246,7 +250,7 @@ def test_shapes_are_learned_once_for_two_batch_sizes_and_two_lengths() -> None:
     module.compile(backend="eager", fullgraph=True)
     lm_loss(module, (torch.randint(0, 13, (4, 6)),)).mean().backward()
     rehearsed = runs
-    for shape in [(7, 6), (5, 9), (9, 6), (3, 5), (8, 16), (1, 2)]:
+    for shape in [(7, 6), (5, 9), (9, 6), (3, 5)]:
         module.zero_grad(set_to_none=True)
         lm_loss(module, (torch.randint(0, 13, shape),)).mean().backward()
         assert module.get_norm_sample().shape == shape[:1]
@@ -289,7 +293,7 @@ def test_a_model_in_bfloat16() -> None:
         assert_close(p.grad, q.grad, 5e-2)
 
 
-@pytest.mark.parametrize("frozen", ["tokens", "blocks.0", "bias", "weight"])
+@pytest.mark.parametrize("frozen", [slow("tokens"), "blocks.0", slow("bias"), "weight"])
 def test_frozen_parameters(frozen: str) -> None:
     case = LM
     model, batch = make(case, torch.float32)
@@ -374,8 +378,9 @@ def test_compiled_in_whole_before_wrapping(how: str) -> None:
     assert backend.graphs == 1
 
 
-@pytest.mark.parametrize("wrapped_first", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "wrapped_first"), [(False, False), slow(False, True), (True, True)]
+)
 def test_blocks(checkpointing: bool, wrapped_first: bool) -> None:
     """Blocks of one type share what was compiled."""
     backend = Backend()
@@ -463,7 +468,7 @@ class Shared(nn.Module):
         return sum(torch.sin(reader(x) * (i + 1)) for i, reader in enumerate(self.readers))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", slow("automatic")])
 def test_layers_that_are_called_twice(clipping: str) -> None:
     case = Case(Shared, floats(5, 7, 6))
     model, batch = make(case, torch.float32)
@@ -626,7 +631,7 @@ def test_two_forwards_and_one_backward() -> None:
         check_case(module, truth, 0.5, 1e-5)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("clipping", ["flat", slow("per_layer")])
 def test_two_passes(clipping: str) -> None:
     model, batch = make(LM, torch.float32)
     bound: Any = 0.5 if clipping == "flat" else [0.1] * len([*model.parameters()])
@@ -641,10 +646,45 @@ def test_two_passes(clipping: str) -> None:
         assert_close(p.grad, q.grad, 1e-5)
 
 
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
+    """Uses inside a compiled block count as those outside do."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block[0](self.block(x))
+
+    case = Case(Both, floats(5, 3, 4))
+    model, batch = make(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    model.block.compile(backend="aot_eager", fullgraph=True)
+    compare(wrap(model, max_grad_norm=0.5, mode=mode), truth, case, batch, 0.5)
+
+
+@pytest.mark.slow
+def test_a_wrapped_model_that_is_compiled_from_outside() -> None:
+    """Its hooks break the graph, and so does every layer."""
+    case = CASES["linear_3d"]
+    model, batch = make(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    module = wrap(model, max_grad_norm=0.5)
+    compiled = torch.compile(module, backend="aot_eager")
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        case.loss(compiled, batch).mean().backward()
+        check(module, truth, 0.5, 1e-5)
+
+
 # -- what is not wired -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["generic", "torch_attention", "embedding_bag_sum", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["generic", "torch_attention", slow("embedding_bag_sum"), slow("mixed")]
+)
 def test_other_layers_break_the_graph(name: str) -> None:
     case = CASES[name]
     model, batch = make(case, torch.float32)
@@ -716,7 +756,7 @@ def test_a_layer_that_a_block_borrows() -> None:
             self.block = Borrowing([self.layer])
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.block(x)
+            return self.block(torch.tanh(self.layer(x)))
 
     case = Case(Lending, floats(5, 3, 4))
     model, batch = make(case, torch.float32)
@@ -726,7 +766,7 @@ def test_a_layer_that_a_block_borrows() -> None:
     compare(wrap(model, max_grad_norm=0.5), truth, case, batch, 0.5)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [slow(False), True])
 def test_shapes_that_were_told_wrong_are_learned_anew(fullgraph: bool) -> None:
     class Halved(nn.Module):
         """Rounds down: what follows from an even length is wrong for an odd one."""
@@ -790,7 +830,7 @@ def test_affine_shapes() -> None:
 # -- end to end ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize("wrap_model", [True, slow(False)])
 def test_engine_with_poisson_batches(wrap_model: bool) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, 5, 4), torch.randint(0, 3, (24,)))
