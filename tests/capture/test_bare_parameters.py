@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.support.autograd import truth_by_autograd
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
 from tests.support.oracle import per_sample_truth
+from tests.support.uses import Scaling
 
 Forward = Callable[["Uses", Tensor], Tensor]
 B, T, D = 4, 5, 6
@@ -249,18 +249,6 @@ def test_failed_backward_puts_parameters_back() -> None:
             module(torch.randn(B, T, 3)).square().sum().backward()
         assert seen.pop() is not nn.Parameter  # stood in for, while checkpoints may recompute
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-
-
-class Scaling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return G * gain, (G * x).flatten(0, -2).sum(0)
 
 
 @pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")

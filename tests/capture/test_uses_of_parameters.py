@@ -16,25 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import FlashClippingError
 from flash_clipping.capture import bare
 from tests.support.autograd import squares
-from tests.support.uses import D, Holder, T, exact, make_around, seeded_batch
+from tests.support.uses import D, Holder, Scaling, T, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-class Scaling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return G * gain, (G * x).flatten(0, -2).sum(0)
 
 
 @torch.jit.script

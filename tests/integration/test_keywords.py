@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashPrivacyEngine
-from tests.support.private import TwoLayers, Private, data
+from tests.support.private import Private, TwoLayers, data
 
 
 class Scaled(nn.Linear):

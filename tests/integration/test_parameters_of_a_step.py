@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.private import SLACK, TwoLayers, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
 def test_parameters_that_the_wrapper_does_not_know(released: Released) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_clipping import FlashClippingError, GraphedStep
-from tests.support.private import SLACK, TwoLayers, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 # -- p.grad between backward and step -------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashClippingError, FlashDPOptimizer
-from tests.support.private import SLACK, TwoLayers, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

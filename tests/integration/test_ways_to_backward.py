@@ -13,7 +13,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
 from flash_clipping import FlashLoss, GradSampleModuleFlashClipping
-from tests.support.engine import digits, convolutional_network
+from tests.support.engine import convolutional_network, digits
 
 
 def gradients(

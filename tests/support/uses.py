@@ -45,6 +45,18 @@ class Around(nn.Module):
         return self.head(torch.tanh(y))
 
 
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return G * gain, (G * x).flatten(0, -2).sum(0)
+
+
 def make_around(middle: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return Around(middle()).double()
