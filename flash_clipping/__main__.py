@@ -237,7 +237,7 @@ def _where(error: BaseException) -> str:
 def _to_device(batch: Any, device: str) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
-    from torch.utils import _pytree as pytree
+    from flash_clipping._compat import pytree
 
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
 

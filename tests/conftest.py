@@ -16,14 +16,6 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def small_inputs_are_handed_on() -> None:
-    """Models of the tests are too small for what would otherwise go untested."""
-    from flash_clipping.capture import tap
-
-    tap.WORTH_HANDING_ON.update({False: 0, True: 0})
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

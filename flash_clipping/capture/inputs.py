@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from flash_clipping._compat import pytree
 
 #: How many objects inside each other are opened.
 DEPTH = 4

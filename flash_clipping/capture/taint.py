@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_clipping._compat import (
+    DispatchMode,
+    arguments_of,
+    memory_id,
+    pytree,
+    weak_storage,
+)
 
 #: Operators that only look at the shape of what they are given.
 _SHAPE_ONLY = {
@@ -25,7 +30,7 @@ _SHAPE_ONLY = {
 }
 
 
-class Taint(TorchDispatchMode):
+class Taint(DispatchMode):
     """Follows what derives from some tensors, and takes the chance out of random operators.
 
     A tensor is followed by its memory, so that views and changes in place are seen. Floating
@@ -36,7 +41,7 @@ class Taint(TorchDispatchMode):
     def __init__(self, sources: Iterable[Tensor]):
         super().__init__()
         # A weak reference keeps the address from being used again, not the memory.
-        self._seen: dict[int, StorageWeakRef] = {}
+        self._seen: dict[int, Any] = {}
         for tensor in sources:
             self._add(tensor)
 
@@ -46,7 +51,7 @@ class Taint(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         key = _storage(tensor)
         if key is not None and key not in self._seen:
-            self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+            self._seen[key] = weak_storage(tensor.untyped_storage())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -79,7 +84,7 @@ class Taint(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int | None:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return memory_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
         return None
 
@@ -88,9 +93,9 @@ def _without_dropout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with the probability of dropout, where the operator has one, at 0."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            if argument.name in kwargs:
+    for place, name in enumerate(arguments_of(func)):
+        if name == "dropout_p":
+            if name in kwargs:
                 return args, {**kwargs, "dropout_p": 0.0}
             if place < len(args):
                 return (*args[:place], 0.0, *args[place + 1 :]), kwargs

@@ -12,21 +12,13 @@ its parameters per sample, so that autograd itself delivers their per-sample gra
 from __future__ import annotations
 
 import inspect
-from functools import cache
-from sys import getrefcount
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch._C import (  # type: ignore[attr-defined]
-    _are_functorch_transforms_active,
-    _is_alias_of,
-    is_grad_enabled,
-)
-from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
-from torch._C import _will_engine_execute_node as will_engine_execute_node
-from torch.utils import _pytree as pytree
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
 
+from flash_clipping._compat import apply_of, is_alias_of, pytree, transforms_are_active
 from flash_clipping.capture.bare import (
     BareParameter,
     UnsupportedUse,
@@ -34,11 +26,13 @@ from flash_clipping.capture.bare import (
     refuse_bypassed,
     to_samples,
 )
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.session import Forward, Place, Recorder, in_backward
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.wires import noted_call, traced_call, wiring_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import (
-    AccumulatingRule,
     Needs,
     Rule,
     Scope,
@@ -48,10 +42,6 @@ from flash_clipping.rules.registry import (
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
-
-#: Elements of an input, on a CPU and on a GPU, from which on passing over its gradient once less
-#: takes longer than what readers of the same input do to be spared it (some 8 µs a layer).
-WORTH_HANDING_ON = {False: 1 << 15, True: 1 << 21}
 
 #: Modules that hold parameters for their parent and are never called.
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -81,7 +71,7 @@ class RefusedByRule(FlashClippingError, ValueError):
     know."""
 
 
-class Tap(Place):
+class Tap(FactorSource):
     """Stands in for ``layer.forward`` while the model is wrapped.
 
     Args:
@@ -91,7 +81,7 @@ class Tap(Place):
         generic: serve the module by the generic rule from the start
             (:func:`~flash_clipping.capture.generic.generic_forward`).
         folded: its rows are parts of samples (``folded_modules``).
-        recorder: what all taps of the model share.
+        session: what all taps of the model share.
     """
 
     def __init__(
@@ -99,16 +89,20 @@ class Tap(Place):
         layer: nn.Module,
         path: str,
         rule: Rule | None,
-        recorder: Recorder,
+        session: ClippingSession,
         generic: bool = False,
         folded: bool = False,
     ):
         name = f"{path or 'the model'} ({type(layer).__name__})"
-        super().__init__(name, recorder, owners(layer), folded)
+        super().__init__(name, session, owners(layer), folded)
         self.layer = layer
         self.rule = rule
+        #: How it is recorded inside a compiled region, and its number in the region that runs.
+        self.wiring = wiring_of(rule)
+        self.number = -1
         self.instance_forward = vars(layer).get("forward")
-        if isinstance(self.instance_forward, Tap) and type(self) is Tap:
+        tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
+        if isinstance(tapped, Tap) and type(self) is Tap:
             raise ValueError(
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
@@ -118,9 +112,6 @@ class Tap(Place):
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
-        self._accumulates = isinstance(rule, AccumulatingRule) and rule.accumulates
-        if self._accumulates:
-            references_of_none()  # counted once, outside any backward
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self._trainable: Trainable = [], []
         self.loops = False  # whether vmap was tried on this module and failed
@@ -130,11 +121,14 @@ class Tap(Place):
         self._computed = False  # whether the layer then computed with other tensors than parameters
         self._bypass_looked_for = False
 
-    def install(self) -> None:
-        self.layer.forward = self
+    def install(self, as_method: bool = False) -> None:
+        """``as_method``: Dynamo shares what it compiled among layers with one method for their
+        forward, and not among layers with an object for each."""
+        self.layer.forward = self.__call__ if as_method else self
 
     def remove(self) -> None:
-        if vars(self.layer).get("forward") is self:
+        forward = vars(self.layer).get("forward")
+        if getattr(forward, "__self__", forward) is self:
             if self.instance_forward is None:
                 del self.layer.forward
             else:
@@ -149,14 +143,18 @@ class Tap(Place):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # This runs for every layer of every forward, and small models wait for the host: what a
         # plain layer does not need is looked at only where it is needed.
-        recorder = self.recorder
-        if not recorder.enabled or recorder.bypassed:
+        session = self.session
+        if not session.enabled or session.bypassed:
+            if session.seen is not None:
+                return noted_call(self, args, kwargs)
             return self.original(*args, **kwargs)
+        if is_dynamo_compiling():
+            return traced_call(self, args, kwargs)
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
         if rule is None or self._computed or not params:
             return self._unruled_forward(params, args, kwargs)
-        call, recomputed = recorder.current_forward, in_backward()
+        call, recomputed = session.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not is_grad_enabled():
@@ -183,7 +181,7 @@ class Tap(Place):
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A layer without a rule, or without a trainable parameter."""
-        recorder, rule = self.recorder, None if self._computed else self.rule
+        session, rule = self.session, None if self._computed else self.rule
         if not params:
             if rule is not None and rule.allows_children:
                 # Its children's parameters may be trainable, and its own forward reads them.
@@ -194,15 +192,15 @@ class Tap(Place):
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
-            recorder.count_use([*params, *params])
+            session.count_use([*params, *params])
         else:
-            recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
+            session.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if is_grad_enabled():
                 return self._generic_forward(args, kwargs)
         return self.original(*args, **kwargs)
 
     def _generic_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         if (call is None or call.ended) and not in_backward():
             self._refuse_call()
         if call is not None:
@@ -223,8 +221,14 @@ class Tap(Place):
 
     def _is_checkpointed(self) -> bool:
         """Whether this is the first forward of re-entrant checkpointing, without autograd."""
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         return call is not None and call.recorded and not in_backward()
+
+    @property
+    def computed(self) -> bool:
+        """Whether the layer computed with other tensors than its parameters, when these were last
+        looked up."""
+        return self._computed
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
@@ -245,7 +249,7 @@ class Tap(Place):
         """What a backward is asked for: mostly the same as the last."""
         last = self._needs
         if last is None or last[0] is not names or last[1].inputs != wanted:
-            last = self._needs = names, Needs(wanted, frozenset(names), self.recorder.backend)
+            last = self._needs = names, Needs(wanted, frozenset(names), self.session.backend)
         return last[1]
 
     def _look_up_trainable(self) -> Trainable:
@@ -290,7 +294,7 @@ class Tap(Place):
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.bare`)."""
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         if (call is None or call.ended) and not in_backward():
             self._refuse_call()
         if call is not None:
@@ -309,7 +313,7 @@ class Tap(Place):
             if not below:
                 raise
         self.generic = True  # from now on
-        self.recorder.forget(self.path)  # what the stand-ins noted is void
+        self.session.forget(self.path)  # what the stand-ins noted is void
         return self(*args, **kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,7 +340,7 @@ class Tap(Place):
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
-        axis = rule.batch_axis(self.layer, self.recorder.batch_axis)
+        axis = rule.batch_axis(self.layer, self.session.batch_axis)
 
         def ordinary(*inputs: Any, **named: Any) -> Any:
             inputs = self._positional(rule, inputs, named)
@@ -355,7 +359,7 @@ class Tap(Place):
         self,
         rule: Rule,
         trainable: Trainable,
-        call: Forward | None,
+        call: ForwardCall | None,
         recomputed: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -363,19 +367,19 @@ class Tap(Place):
         """The layer under autograd, as one function."""
         if kwargs or len(args) > 1:
             args = self._positional(rule, args, kwargs)
-        if _are_functorch_transforms_active():
+        if transforms_are_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        recorder, params = self.recorder, trainable[1]
-        axis = recorder.batch_axis
+        session, params = self.session, trainable[1]
+        axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
         x = args[0]
         if (
-            self.path not in recorder.evidence.proven
+            self.path not in session.evidence.proven
             or self._rule_has_rows
             or isinstance(x, BareParameter)
             or (len(args) > 1 and any(isinstance(other, BareParameter) for other in args))
@@ -392,26 +396,8 @@ class Tap(Place):
             self._refuse_input(x, params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
-        place, hands_on = 0, False
-        if call is not None:
-            x = args[0]
-            place = call.note_reader(x)
-            if (
-                self._accumulates
-                and x.numel() >= WORTH_HANDING_ON[x.is_cuda]
-                and x.grad_fn is not None  # a leaf may be walked to from each reader by itself
-                and not recomputed
-                and not axis  # rows were put in front: another view for every layer
-                and not call.ended
-            ):
-                hands_on, version = True, x._version
-                args = (call.in_place_of(x, place), *args[1:])
-        output = _apply_tapped_layer(
-            self, trainable, call, place, hands_on, recomputed, *args, *params
-        )
-        if hands_on:
-            output, handed_on = output
-            call.hand_on(handed_on, place, version, output)  # type: ignore[union-attr]
+        place = 0 if call is None else call.note_reader(args[0])
+        output = _apply_tapped_layer(self, trainable, call, place, recomputed, *args, *params)
         if not axis:
             return output
         if isinstance(output, Tensor):
@@ -484,10 +470,10 @@ class Tap(Place):
         )
 
     def _samples_in(
-        self, rule: Rule, call: Forward, axis: int, args: tuple[Any, ...]
+        self, rule: Rule, call: ForwardCall, axis: int, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         """The same inputs with a row for each sample; ``None`` where they are all constants."""
-        recorder, path = self.recorder, self.path
+        session, path = self.session, self.path
         call.begin_call(path)
         rows = rule.rows(self.layer, *args)
         if rows is not None:  # the rule knows which rows belong together
@@ -495,7 +481,7 @@ class Tap(Place):
             if sets_batch and standing_for.untyped_storage().data_ptr() in call.input_storages:
                 self._set_batch(call, found, standing_for, args[0])
             tensors = [x for x in args if isinstance(x, Tensor)]
-            samples = recorder.reads_samples(
+            samples = session.reads_samples(
                 path,
                 standing_for,
                 0,
@@ -511,12 +497,12 @@ class Tap(Place):
             if id(x) in kinds:
                 continue
             if isinstance(x, BareParameter):
-                kinds[id(x)] = x.row is not None and recorder.reads_samples(
+                kinds[id(x)] = x.row is not None and session.reads_samples(
                     path, x.value.detach(), axis, sure=False
                 )
             else:
                 sure = x.requires_grad or call.batch_size is None
-                kinds[id(x)] = recorder.reads_samples(path, x, axis, sure=sure)
+                kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
         if inputs and not any(kinds.values()):
             return None
         if not all(kinds.values()):
@@ -533,7 +519,7 @@ class Tap(Place):
             for x in args
         )
 
-    def _set_batch(self, call: Forward, found: int, offsets: Tensor, ids: Tensor) -> None:
+    def _set_batch(self, call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
         """The model was called with the ids of all bags end to end: its bags are the samples."""
         if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
             call.batch_sizes = (found,)
@@ -544,8 +530,8 @@ class Tap(Place):
 class ScopedForward(Tap):
     """Stands in for the ``forward`` of a module with a registered scope; taps nothing itself."""
 
-    def __init__(self, module: nn.Module, path: str, scope: Scope, recorder: Recorder):
-        super().__init__(module, path, None, recorder)
+    def __init__(self, module: nn.Module, path: str, scope: Scope, session: ClippingSession):
+        super().__init__(module, path, None, session)
         self.scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -562,12 +548,6 @@ class TappedLayer(torch.autograd.Function):
     and their names as of forward, the call of the root that it belongs to (``call``, if any) and
     the place of its input among that call's readers, whether this is checkpointing's second forward
     (``recomputed``), and saved values that are no tensors, in their places (``others``).
-
-    Layers that read one input in a row (query, key and value) are a chain where their rule can add
-    to an input gradient: each hands on (``hands_on``) its input as a second output, which the next
-    reads in its place, and in backward gets the sum of what those after it have found, to add its
-    own in the matmul that forms it. Autograd would add them up in passes of their own. A hook on
-    autograd's node of a layer sees such sums.
     """
 
     @staticmethod
@@ -575,9 +555,8 @@ class TappedLayer(torch.autograd.Function):
         ctx: Any,
         tap: Tap,
         trainable: Trainable,
-        call: Forward | None,
+        call: ForwardCall | None,
         place: int,
-        hands_on: bool,
         recomputed: bool,
         *inputs_and_params: Any,
     ) -> Any:
@@ -597,10 +576,7 @@ class TappedLayer(torch.autograd.Function):
                 break
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
-        ctx.call, ctx.place, ctx.hands_on = call, place, hands_on
-        if hands_on:
-            ctx.set_materialize_grads(False)  # mostly nobody reads what is handed on
-            return output, inputs[0].detach()
+        ctx.call, ctx.place = call, place
         return output
 
     @staticmethod
@@ -615,29 +591,16 @@ class TappedLayer(torch.autograd.Function):
                 "flash clipping does not have. Call backward() without create_graph, or take "
                 "such gradients on the unwrapped model."
             )
-        grad_output: Any
-        onto: Tensor | None = None
-        if ctx.hands_on:
-            grad_output, onto = grad_outputs
-            if grad_output is None:  # only what comes after it was asked for
-                return (*_NONE, onto, *(None,) * (len(ctx.needs_input_grad) - len(_NONE) - 1))
-        else:
-            grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
+        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
         saved = ctx.saved_tensors
         if ctx.others is not None:
             saved = tuple(
                 other if tensor is None else tensor
                 for tensor, other in zip(saved, ctx.others, strict=True)
             )
-        recorder = tap.recorder
+        session = tap.session
         needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
-        if onto is None:
-            grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
-        else:
-            if getrefcount(onto) > references_of_none() or _is_shared(onto):
-                onto = onto.clone()  # a hook of somebody's kept it, or put it there
-            assert isinstance(rule, AccumulatingRule)
-            grads, by_name = rule.backward_onto(tap.layer, saved, grad_output, needs, onto)
+        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         try:
             factors = [by_name[name] for name in names]
         except KeyError as missing:
@@ -655,82 +618,30 @@ class TappedLayer(torch.autograd.Function):
                     "Return a tuple with a gradient for every input that needs.inputs asks for."
                 )
         rest = len(needs.inputs) - len(grads)
-        if ctx.hands_on and not _is_asked_for(ctx, len(params)):
-            return (*_NONE, *grads, *(None,) * (rest + len(params)))
-        if recorder.enabled:
+        if session.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
             tap.record(params, factors, ctx.recomputed, readers)
             return (*_NONE, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
-            factor.clipped_sum(None, recorder.backend).view_as(param)
+            factor.clipped_sum(None, session.backend).view_as(param)
             for param, factor in zip(params, factors, strict=True)
         ]
         return (*_NONE, *grads, *(None,) * rest, *ordinary)
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.
-_NONE = (None,) * 6
-
-
-class _Counted(torch.autograd.Function):
-    """Counts references to a gradient as :class:`TappedLayer` gets it, when nobody keeps it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int]) -> Any:
-        ctx.counts = counts
-        return x * 2, x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        grad_output, onto = grad_outputs
-        ctx.counts.append(getrefcount(onto))
-        return grad_output + onto, None
-
-
-def _is_asked_for(node: Any, params: int) -> bool:
-    """Whether the running backward would come by without the chain of readers: for what is before
-    the input that they read, or for the layer's parameters, the last of its own inputs. One that is
-    for another reader (``backward(inputs=...)``) comes by on its way to that."""
-    edges = node.next_functions
-    producer, output = edges[0]
-    while output == 1 and getattr(producer, "hands_on", False):
-        producer, output = producer.next_functions[0]
-    return _will_run(producer) or any(_will_run(last) for last, _ in edges[-params:])
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return bool(will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad was asked for this very parameter
-        return True
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have the same memory: two references are this one's and the asking."""
-    return references_to(tensor.untyped_storage()._cdata) > 2
-
-
-@cache
-def references_of_none() -> int:
-    """How many references Python has to the gradient of what a tapped layer handed on, where nobody
-    keeps it: then it may be added to in place."""
-    counts: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(1, device="cpu", requires_grad=True)
-        output, handed_on = _Counted.apply(x, counts)
-        (output * 2 + handed_on * 3).backward()  # a gradient of its own for each
-    return counts[0]
+_NONE = (None,) * 5
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
 # (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
-_apply_tapped_layer = super(torch.autograd.Function, TappedLayer).apply
+_apply_tapped_layer = apply_of(TappedLayer)
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
     """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
     for x in inputs:
-        if isinstance(x, Tensor) and _is_alias_of(x, output):
+        if isinstance(x, Tensor) and is_alias_of(x, output):
             return output.clone()
     return own(output)

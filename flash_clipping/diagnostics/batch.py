@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from flash_clipping._compat import DROPOUTS, pytree
 
 #: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
 Loss = Callable[[Any, Any], Tensor]
@@ -158,8 +159,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+        if isinstance(module, DROPOUTS):
+            vars(module)["p"] = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
             vars(module)["dropout"] = 0.0  # nn.MultiheadAttention and recurrent layers
     return model

@@ -182,13 +182,13 @@ def _watched(flash: Flash) -> Iterator[None]:
             flash.merged(factors, self.params)
             return factors
 
-    recorder = flash.module._recorder
+    session = flash.module._session
 
-    before, recorder.tape_class = recorder.tape_class, WatchedTape
+    before, session.tape_class = session.tape_class, WatchedTape
     try:
         yield
     finally:
-        recorder.tape_class = before
+        session.tape_class = before
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a tape asks of the session that its backward pass belongs to.
 
-:class:`~flash_clipping.capture.session.Recorder` is one. What finishes a backward pass knows no
-taps and no modules: only what is stated here.
+One is :class:`~flash_clipping.capture.session.ClippingSession`. What finishes a backward pass knows
+no taps and no modules: only what is stated here.
 """
 
 from __future__ import annotations

@@ -21,10 +21,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import _storage_Use_Count as references_to  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
-from flash_clipping.capture.session import Captured
+from flash_clipping._compat import (
+    has_lasting_node,
+    hooks_of_module,
+    hooks_of_parameter,
+    memory_id,
+    pytree,
+    references_to,
+)
+from flash_clipping.capture.session import GraphedResults
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.ops.runtime.backend import matmul_settings
@@ -62,7 +68,9 @@ class Graph:
     inputs: list[Tensor]
     output: Any = None
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    of_modules: list[tuple[GradSampleHooksFlashClipping, Captured]] = field(default_factory=list)
+    of_modules: list[tuple[GradSampleHooksFlashClipping, GraphedResults]] = field(
+        default_factory=list
+    )
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
@@ -70,7 +78,7 @@ class Graph:
 
     def is_held(self) -> bool:
         """Whether somebody else refers to the gradients' memory, in whatever way."""
-        return any([references_to(memory._cdata) > own for memory, own in self.storages])
+        return any([references_to(memory_id(memory)) > own for memory, own in self.storages])
 
 
 class GraphedStep:
@@ -224,17 +232,17 @@ class GraphedStep:
         additions = {
             id(param): wrapped.clipped_backwards - count
             for wrapped, count in zip(models, counts, strict=True)
-            if wrapped.mode == "one_pass" and wrapped._recorder.enabled
+            if wrapped.mode == "one_pass" and wrapped._session.enabled
             for param in wrapped.trainable_parameters
         }
         # Gradients in one memory, as views of one sum are, count their changes together.
         most: dict[int, float] = {}
         for param, grad, _ in held:
-            memory = grad.untyped_storage()._cdata
+            memory = memory_id(grad.untyped_storage())
             most[memory] = most.get(memory, 0) + additions.get(id(param), math.inf)
         for param, grad, version in held:
             changes = grad._version - version
-            if param.grad is not grad or changes > most[grad.untyped_storage()._cdata]:
+            if param.grad is not grad or changes > most[memory_id(grad.untyped_storage())]:
                 _refuse(
                     "clears gradients, or does more to them than adding, which no replay would do. "
                     "Call zero_grad() outside"
@@ -271,8 +279,8 @@ class GraphedStep:
                 tuple(bound) if isinstance(bound, Sequence) else bound,
                 wrapped.clipping,
                 wrapped.loss_reduction,
-                wrapped._recorder.enabled,
-                wrapped._recorder.backend,
+                wrapped._session.enabled,
+                wrapped._session.backend,
             ]
         return (
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
@@ -283,7 +291,7 @@ class GraphedStep:
             *map(id, modules),
             *[_settings(module) for module in modules],
             *[
-                (id(param), param.requires_grad, _place(param), *(param._backward_hooks or ()))
+                (id(param), param.requires_grad, _place(param), *(hooks_of_parameter(param) or ()))
                 for module in modules
                 for param in module._parameters.values()
                 if param is not None
@@ -356,7 +364,7 @@ class GraphedStep:
         memories: dict[int, list[torch.UntypedStorage]] = {}
         for _, grad in graph.grads:
             memory = grad.untyped_storage()
-            memories.setdefault(memory._cdata, []).append(memory)
+            memories.setdefault(memory_id(memory), []).append(memory)
         # One reference for every gradient in it, and one for what asks.
         graph.storages = [(same[0], len(same) + 1) for same in memories.values()]
         return graph
@@ -469,15 +477,7 @@ def _has_lasting_node(param: nn.Parameter) -> bool:
     a capture, on a stream of its own, cannot; failing there would leave the device's generator and
     allocator as if it still went on.
     """
-    if not param.requires_grad:
-        return False
-
-    def marks() -> Any:
-        node: Any = torch.autograd.graph.get_gradient_edge(param).node
-        return node.metadata
-
-    marks()[GraphedStep] = True
-    return GraphedStep in marks()
+    return param.requires_grad and has_lasting_node(param)
 
 
 def _detached(output: Any) -> Any:
@@ -506,12 +506,7 @@ def _place(tensor: Tensor) -> Hashable:
 def _settings(module: nn.Module) -> Hashable:
     """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
     and its hooks, by the numbers that PyTorch gives them."""
-    hooks = (
-        *module._forward_pre_hooks,
-        *module._forward_hooks,
-        *module._backward_pre_hooks,
-        *module._backward_hooks,
-    )
+    hooks = tuple(chain.from_iterable(hooks_of_module(module)))
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
     return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]

@@ -15,13 +15,9 @@ from opacus.optimizers import (
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizerFastGradientClipping,
 )
-from opacus.optimizers.optimizer import (
-    _check_processed_flag,
-    _generate_noise,
-    _mark_as_processed,
-)
 from torch import Tensor, nn
 
+from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.integration.drawn_noise import DrawnStates
@@ -33,6 +29,8 @@ from flash_clipping.integration.step_record import (
     total_bound,
 )
 from flash_clipping.ops.noise import noisy_means
+
+_check_unused, _mark_used, _draw_noise = functions_of_optimizer()
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
@@ -69,6 +67,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
         self._drawn = DrawnStates()
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
+        check_optimizer(self)
 
     # -- the model whose sums it takes ----------------------------------------------------------
 
@@ -255,7 +254,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         for p in params:
             if (summed := getattr(p, "summed_grad", None)) is not None:
-                _check_processed_flag(summed)
+                _check_unused(summed)
         if self._module is None:
             if any(p.grad is None for p in params):
                 raise ValueError(
@@ -302,7 +301,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
         std, divisor = self._noise_std(), self._divisor()
         for p in self.params:
-            _check_processed_flag(p.summed_grad)
+            _check_unused(p.summed_grad)
         sums = [p.summed_grad for p in self.params]
         dtypes = [self._noisy_dtype(p) for p in self.params]
         generators = self._generators(sums) if std else []
@@ -318,7 +317,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._drawn.note_end(generators)
         for p, grad in zip(self.params, noisy, strict=True):
             p.grad = grad.view_as(p)
-            _mark_as_processed(p.summed_grad)
+            _mark_used(p.summed_grad)
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         """Of noisy gradients: the parameter's, as optimizers want them."""
@@ -341,7 +340,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         ]
 
     def _with_secure_noise(self, summed: Tensor, std: float) -> Tensor:
-        return summed + _generate_noise(
+        return summed + _draw_noise(
             std=std, reference=summed, generator=self.generator, secure_mode=True
         )
 
@@ -395,7 +394,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         generator = self.generator
         device = torch.device("cpu") if generator is None else generator.device
         reference = torch.zeros(1, device=device)
-        noise = _generate_noise(
+        noise = _draw_noise(
             std=std, reference=reference, generator=generator, secure_mode=self.secure_mode
         )
         return count + noise.to(count.device).squeeze(0)
@@ -411,9 +410,9 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
             return
         divisor = self._divisor()
         for p in self.params:
-            _check_processed_flag(p.summed_grad)
+            _check_unused(p.summed_grad)
             p.grad = (p.summed_grad / divisor).view_as(p)
-            _mark_as_processed(p.summed_grad)
+            _mark_used(p.summed_grad)
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         # The other workers' part has no noise of its own: it is not rounded by itself.

@@ -12,6 +12,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from flash_clipping._compat import (
+    applied_to,
+    awaits_gradient,
+    is_flattened,
+    is_replica,
+    runs_in_ddp,
+)
 from flash_clipping.errors import FlashClippingError
 
 _INSTEAD = (
@@ -28,16 +35,13 @@ def _form_of(module: nn.Module) -> str | None:
     if not dist.is_available():
         return None
     # Imported when first needed: they load half of torch.distributed.
-    from torch.distributed import _composable
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(module, FullyShardedDataParallel):
         return "torch.distributed.fsdp.FullyShardedDataParallel"
     if isinstance(module, FSDPModule):
         return "torch.distributed.fsdp.fully_shard"
-    # What composable functions have been applied has no public name.
-    registry = getattr(_composable, "_get_registry", lambda _: None)(module) or ()
-    if "replicate" in registry:
+    if "replicate" in applied_to(module):
         return "torch.distributed's replicate"
     return None
 
@@ -61,9 +65,9 @@ def refuse_around(module: nn.Module) -> None:
     Raises:
         FlashClippingError: it is a replica, or runs inside DistributedDataParallel.
     """
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+    if runs_in_ddp():
         found = "DistributedDataParallel"
-    elif getattr(module, "_is_replica", False):
+    elif is_replica(module):
         found = "DataParallel"
     else:
         return
@@ -87,9 +91,9 @@ def refuse_since(module: nn.Module) -> None:
             if param is None:
                 continue
             # Parts of one flat parameter take the parameters' places.
-            if getattr(param, "_fsdp_flattened", False) or not isinstance(param, nn.Parameter):
+            if is_flattened(param) or not isinstance(param, nn.Parameter):
                 form = "torch.distributed.fsdp.FullyShardedDataParallel"
-            elif getattr(param, "_post_accumulate_grad_hooks", None):
+            elif awaits_gradient(param):
                 raise FlashClippingError(
                     f"{path}.{name}: found a hook that waits until autograd has accumulated its "
                     "gradient (register_post_accumulate_grad_hook), which never happens to a "

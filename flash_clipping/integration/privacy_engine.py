@@ -14,6 +14,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from flash_clipping._compat import check_engine, without_validator
 from flash_clipping.integration.adaptive import AdaptiveBound
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
@@ -117,6 +118,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
+        check_engine(PrivacyEngine)
         self._check_keywords(kwargs, clipping)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
@@ -349,12 +351,6 @@ class FlashPrivacyEngine(PrivacyEngine):
 
 def _validate(module: nn.Module) -> None:
     """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
-    attention = nn.MultiheadAttention
     # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
-    validators = ModuleValidator.VALIDATORS
-    verdict = validators.pop(attention, None)
-    try:
+    with without_validator(nn.MultiheadAttention):
         ModuleValidator.validate(module, strict=True)
-    finally:
-        if verdict is not None:
-            validators[attention] = verdict

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_clipping._compat import padding_of
 from flash_clipping.factors import Convolution, Dense, Factor, RowSum
 from flash_clipping.rules.registry import (
     Needs,
@@ -74,10 +75,10 @@ class ConvolutionRule(Rule):
         return list(layer.padding) if self._pads_itself(layer) else [0] * len(layer.stride)
 
     def _pad(self, layer: Any, x: Tensor) -> Tensor:
-        if self._pads_itself(layer) or not any(layer._reversed_padding_repeated_twice):
+        if self._pads_itself(layer) or not any(padding := padding_of(layer)):
             return x
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        return F.pad(x, padding, mode=mode)
 
     def _input_grad(self, layer: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -> Tensor:
         # The padding's own gradient is autograd's to give; only its shape depends on x.

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.registry import (
-    AccumulatingRule,
     Needs,
+    Rule,
     as_BTd,
     autocast_operands,
     own,
-    product_onto,
     register_rule,
     weight_and_bias,
 )
@@ -29,7 +28,7 @@ def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
 
 
 @register_rule(nn.Linear)
-class LinearRule(AccumulatingRule):
+class LinearRule(Rule):
     """Any number of axes between the batch and the features counts as positions."""
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -39,16 +38,11 @@ class LinearRule(AccumulatingRule):
         assert weight is not None
         return own(F.linear(x, weight, bias)), (x, weight)
 
-    def backward_onto(
-        self,
-        layer: Any,
-        saved: tuple[Any, ...],
-        grad_output: Tensor,
-        needs: Needs,
-        onto: Tensor | None,
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, weight = saved
-        grad_input = product_onto(grad_output, weight, onto) if needs.input else None
+        grad_input = grad_output @ weight if needs.input else None
         G_BTp = as_BTd(grad_output)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
@@ -58,7 +52,7 @@ class LinearRule(AccumulatingRule):
         return grad_input, factors
 
 
-class TransposedLinearRule(AccumulatingRule):
+class TransposedLinearRule(Rule):
     """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -66,16 +60,11 @@ class TransposedLinearRule(AccumulatingRule):
         assert weight is not None
         return own(F.linear(x, weight.mT, bias)), (x, weight)
 
-    def backward_onto(
-        self,
-        layer: Any,
-        saved: tuple[Any, ...],
-        grad_output: Tensor,
-        needs: Needs,
-        onto: Tensor | None,
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, weight = saved
-        grad_input = product_onto(grad_output, weight.mT, onto) if needs.input else None
+        grad_input = grad_output @ weight.mT if needs.input else None
         G_BTp = as_BTd(grad_output)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import lacks_batch_axis, rms_norm
 from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.runtime.shapes import Normalized
@@ -152,13 +153,12 @@ class RMSNormRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x)
         # One fused kernel where PyTorch has one; it also returns what backward needs.
-        output, rstd = torch.ops.aten._fused_rms_norm(
-            x, layer.normalized_shape, layer.weight, layer.eps
-        )
-        if rstd.dtype != accumulation_dtype(x.dtype):  # not fused: rounded to the input's dtype
+        output, rstd = rms_norm(x, layer.normalized_shape, layer.weight, layer.eps)
+        wide = accumulation_dtype(x.dtype)
+        if rstd is None or rstd.dtype != wide:  # not fused: not told, or rounded
             axes = tuple(range(-len(layer.normalized_shape), 0))
             eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
-            rstd = (x.float().square().mean(axes, keepdim=True) + eps).rsqrt()
+            rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
         return output, (x, rstd, layer.weight)
 
     def backward(
@@ -243,8 +243,7 @@ class InstanceNormRule(GroupNormRule):
                 f"{type(layer).__name__}(track_running_stats=True) keeps statistics of the "
                 "samples that are not private. Set track_running_stats=False."
             )
-        layer._check_input_dim(x)
-        if x.dim() == layer._get_no_batch_dim():
+        if lacks_batch_axis(layer, x):
             raise UnsupportedLayer(
                 f"{type(layer).__name__} without a batch axis has no samples: found shape "
                 f"{tuple(x.shape)}. Add the batch axis, x.unsqueeze(0)."

@@ -96,36 +96,6 @@ class Rule(ABC):
         """
 
 
-class AccumulatingRule(Rule):
-    """A rule that can add its input gradient to another, for layers with one input and one output
-    of which several read the same (query, key, value).
-
-    A subclass with a :meth:`backward` of its own is asked for that alone.
-    """
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[Any, Mapping[str, Factor]]:
-        return self.backward_onto(layer, saved, grad_output, needs, None)
-
-    @abstractmethod
-    def backward_onto(
-        self,
-        layer: Any,
-        saved: tuple[Any, ...],
-        grad_output: Any,
-        needs: Needs,
-        onto: Tensor | None,
-    ) -> tuple[Any, Mapping[str, Factor]]:
-        """:meth:`backward` with the input gradient added to ``onto``, in place if that is cheapest:
-        nobody else refers to its memory."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether :meth:`backward_onto` is what :meth:`backward` does."""
-        return getattr(self.backward, "__func__", None) is AccumulatingRule.backward
-
-
 _RULES: dict[type[nn.Module], Rule] = {}
 _R = TypeVar("_R", bound=type[Rule])
 
@@ -242,20 +212,6 @@ def positions(x: Tensor, features: int = 1) -> int:
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
     return x if x.dim() == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])
-
-
-def product_onto(grad_output: Tensor, weight: Tensor, onto: Tensor | None) -> Tensor:
-    """``grad_output @ weight + onto``: an input gradient, added in place where that is one launch.
-
-    The sum is then rounded once.
-    """
-    if onto is None:
-        return grad_output @ weight
-    if not onto.is_contiguous() or not onto.dtype == grad_output.dtype == weight.dtype:
-        return onto + grad_output @ weight
-    (p, d), rows = weight.shape, grad_output.shape[:-1].numel()
-    onto.view(rows, d).addmm_(grad_output.reshape(rows, p), weight)
-    return onto
 
 
 def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -106,7 +106,7 @@ def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     for kind in ("embedding", "looked_up", "looked_up_T", "looked_up_first", "looked_up_BT"):
         model = AtPositions(kind) if kind == "embedding" else OnConstants(kind)
         flash = GradSampleModuleFlashClipping(model)
-        flash._recorder.tape_class = Watched
+        flash._session.tape_class = Watched
         squares(flash, (torch.randn(3, 5, 4),)).backward()
         assert sum(isinstance(factor, Lookup) for factor in seen) == 1, kind
         seen.clear()

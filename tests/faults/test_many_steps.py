@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture import tap
 from tests.support.faults import Fault, Trainer, batch
 from tests.support.wrapping import MODES
 
@@ -30,7 +29,6 @@ def resident_kilobytes() -> int:
 
 def test_a_tapped_layer_keeps_few_objects_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each brings Python's garbage collector nearer, which by default comes for some hundreds."""
-    monkeypatch.setitem(tap.WORTH_HANDING_ON, False, 1 << 15)  # as it is for small models
     layers = 50
     module = GradSampleModuleFlashClipping(
         nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]), max_grad_norm=1.0

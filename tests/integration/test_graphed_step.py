@@ -308,7 +308,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="injected"):
         graphed.step(batches(1)[0])
     assert all(p.grad is g for p, g in zip(graphed.plain.parameters(), kept, strict=True))
-    assert graphed.model._recorder.captured is None and not graphed.step._graphs
+    assert graphed.model._session.captured is None and not graphed.step._graphs
     handle.remove()
     for x in batches(2, start=80):
         assert_same_tensors(graphed.results(x), eager.results(x))

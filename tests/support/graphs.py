@@ -30,7 +30,7 @@ class PlayedByHand(GraphedStep):
             params = list(self._module().parameters())
             before = [p.grad for p in params]
             with ExitStack() as stack, torch.enable_grad():
-                again = [stack.enter_context(m._recorder.captures()) for m, _ in graph.of_modules]
+                again = [stack.enter_context(m._session.captures()) for m, _ in graph.of_modules]
                 for p in params:
                     p.grad = None
                 output = work()

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import gdc_launch_dependents, gdc_wait
 
 MAX_RANKED = 4096
 """Positions of a sample up to which all pairs of ids are compared; beyond, ``torch.sort``."""
@@ -62,8 +63,8 @@ def _order_kernel(
     filled up with entries of id -1.
     """
     if EARLY:  # the next kernel may start, and waits as this one does before it reads
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     pid = tl.program_id(0)
     b = (pid // blocks).to(tl.int64)
     block = (pid % blocks) * ROWS
@@ -120,7 +121,7 @@ def _runs_kernel(
     rows = G_ptr + b * G_stride_b + columns
     entries_ptr += b * length
     if EARLY:  # for the order
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     # The run that began before is another program's.
     others = tl.load(entries_ptr + first - 1, mask=first > 0, other=-1) >> 32
     current = others

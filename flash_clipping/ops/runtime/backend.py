@@ -17,7 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled as is_autocasting
+
+from flash_clipping._compat import is_autocasting
 
 P = ParamSpec("P")
 R = TypeVar("R")

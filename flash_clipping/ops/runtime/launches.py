@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.compiler import CompiledKernel
+
+from flash_clipping._compat import compiled_kernel, gluon
 
 #: Since which version a compiled kernel is known to take all arguments, constants among them.
 _TAKES_CONSTANTS = (3, 6)
@@ -35,10 +36,13 @@ ran with the first): Gluon is experimental, and changes."""
 
 def has_gluon() -> bool:
     """Whether this Triton is one that kernels in Gluon compile with."""
-    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1]
+    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1] and gluon() is not None
 
 
-_remembers = VERSION >= _TAKES_CONSTANTS and torch.version.hip is None
+_CompiledKernel = compiled_kernel()
+_remembers = (
+    VERSION >= _TAKES_CONSTANTS and torch.version.hip is None and _CompiledKernel is not None
+)
 _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
@@ -86,7 +90,7 @@ def launch(
         return
     in_order = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     compiled = kernel[(programs,)](*args, **constants)
-    if not _remembers or not isinstance(compiled, CompiledKernel):  # too old, or interpreted
+    if not _remembers or not isinstance(compiled, _CompiledKernel):  # too old, or interpreted
         return
     if len(_found) >= _MOST:
         _found.clear()

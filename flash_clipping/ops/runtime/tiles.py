@@ -15,7 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping._compat import early_start
 from flash_clipping.ops.runtime.launches import VERSION
+
+#: What a kernel that starts early calls; both ``None`` where none can.
+gdc_launch_dependents, gdc_wait = early_start()
 
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -73,7 +77,7 @@ def is_hopper(device: torch.device) -> bool:
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel can be started before the one it depends on has ended (programmatic
     dependent launch), and wait for it where it reads."""
-    return generation(device) >= 9 and VERSION >= (3, 6)
+    return generation(device) >= 9 and VERSION >= (3, 6) and gdc_wait is not None
 
 
 def fits_tma(*tensors: Tensor) -> bool:

@@ -1,0 +1,245 @@
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import plain_functions, pytree, transforms_are_active
+from flash_clipping.capture.bare.mixed import mixed, run_mixed
+from flash_clipping.capture.bare.operation import (
+    ADDITION,
+    IN_PLACE,
+    MixedOperation,
+    looked_up,
+    name_of,
+)
+from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, UnsupportedUse, is_plain
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.errors import FlashClippingError
+
+#: Functions that only look at the other tensor's shape, dtype or device.
+_METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
+#: Functions that move rows of a table about as they are.
+_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
+_EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_DETACHING = {"detach", "__get__data"}
+#: Functions that draw random numbers: one draw for all rows is not one draw per row.
+_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one torch function that got at least one bare parameter."""
+    name = name_of(func)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    tap = bares[0].tap
+    others = [leaf for leaf in leaves if is_plain(leaf)]
+    if name in _DETACHING:
+        return bares[0].value.detach()
+    if transforms_are_active():
+        raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
+    if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
+        raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
+    if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
+        values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return func(*args, **kwargs)  # all were computed with gradients off
+    if name == "backward":
+        raise UnsupportedUse(
+            tap,
+            "backward() of something that no tensor with the batch as its first axis took part in",
+        )
+    if name.startswith("__set") or "out" in kwargs:
+        raise UnsupportedUse(tap, f"{name} writes into a tensor")
+    in_place = name.endswith("_") and not name.startswith("__")
+    axis = _axis_of(name, leaves, bares[0])
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, others, axis)
+    if any(batched):
+        if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
+            raise UnsupportedUse(tap, f"{name} changes a tensor in place")
+        _refuse_mixing(tap, name, args, kwargs)
+        if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
+            raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+        return mixed(func, leaves, spec, batched, axis)
+    if in_place and not isinstance(leaves[0], BareParameter):
+        # Only its result would be known to come from parameters, not the tensor itself.
+        raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
+    if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
+        raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+    values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+    plain_args, plain_kwargs = pytree.tree_unflatten(values, spec)
+    result = func(*plain_args, **plain_kwargs)
+    if name in _METADATA_ONLY and is_plain(leaves[0]):
+        return result  # only the parameter's shape, dtype or device went into it
+    origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
+
+    rows = _row_of(func, name, leaves, spec, result)
+    lookup = _table_rows(func, name, leaves, spec, result) if isinstance(result, Tensor) else None
+
+    def derived(value: Tensor, row: Tensor | None) -> Tensor:
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        if not value.requires_grad and torch.is_grad_enabled():
+            return value
+        return BareParameter.wrap(value, origin, tap, row, lookup)
+
+    if rows is None:
+        return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
+    return pytree.tree_map(
+        lambda value, row: derived(value, row) if isinstance(value, Tensor) else value, result, rows
+    )
+
+
+BareParameter.run = staticmethod(_run)
+
+
+def _row_of(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
+) -> Any | None:
+    """What one sample's row of ``result`` is, where its first axis may be the batch.
+
+    An expansion over a leading axis of 1 makes rows that are all the same; what is computed from
+    such rows alone is the same function of one row.
+    """
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
+        bare = bares[0]
+        if bare.dim() < result.dim() or bare.shape[0] == 1:
+            return result[:1]
+    if not any(bare.row is not None for bare in bares):
+        return None
+    if any(word in name for word in _RANDOM):
+        return None
+    sizes = {bare.shape[0] for bare in bares if bare.row is not None}
+    ones = [
+        (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, BareParameter) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(ones, spec)
+    try:
+        rows = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
+        return None
+    values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
+    by_row = len(values) == len(found) and all(
+        not isinstance(value, Tensor)
+        or (value.dim() > 0 and value.shape[0] in sizes and row.shape == (1, *value.shape[1:]))
+        for value, row in zip(values, found, strict=True)
+    )
+    return rows if by_row else None
+
+
+def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse functions of samples and parameters whose result for one sample needs the others."""
+    trains = name == "batch_norm" and (kwargs.get("training") or any(x is True for x in args[5:6]))
+    by_count = "embedding" in name and kwargs.get("scale_grad_by_freq")
+    if trains or by_count or name == "masked_scatter":
+        instead = "group_norm or layer_norm" if trains else "torch.where(mask, parameter, x)"
+        if by_count:
+            name, instead = f"{name}(scale_grad_by_freq=True)", "scale_grad_by_freq=False"
+        raise FlashClippingError(
+            f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
+            f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
+            "takes part in it."
+        )
+
+
+def _need_grad(tensors: list[Tensor]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]
+
+
+def _table_rows(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
+) -> TableRows | None:
+    """Which rows of a table ``result`` is, if it is made of such rows alone."""
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    if name == "embedding":
+        return looked_up(*args, **kwargs)
+    bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
+    if len(bares) != 1 or (before := bares[0].lookup) is None:
+        return None
+    value = bares[0].value
+    if name == "to":
+        return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
+    if name not in _MOVES_ROWS:
+        return None
+    # The same for the number of the row in every place of it: no memory, if rows stay whole.
+    numbers = before.ids.unsqueeze(-1).expand(value.shape)
+    moved = [numbers if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(moved, spec)
+    ids = func(*args, **kwargs)
+    if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
+        return None
+    return TableRows(ids[..., 0], before.table, before.padding_idx)
+
+
+def _axis_of(name: str, leaves: list[Any], bare: BareParameter) -> int:
+    """The axis that holds the samples of what meets a bare parameter.
+
+    That is the first, but where rows of a table are added to a batch that has positions first.
+    """
+    if name not in ADDITION or len(leaves) != 2 or bare.lookup is None:
+        return 0
+    plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
+    if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
+        return 0
+    return bare.tap.session.batch_axis
+
+
+def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
+    """For tensors that meet bare parameters in one operation: which belong to the batch."""
+    # Beside one that surely does, a mask that was computed from it needs no proof.
+    certain = any([_is_certain(tensor) for tensor in tensors])
+    return [_carries_samples(tap, tensor, axis, beside=certain) for tensor in tensors]
+
+
+def _is_certain(tensor: Tensor) -> bool:
+    """Whether a tensor came out of a tapped layer that read samples."""
+    return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
+
+
+def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool) -> bool:
+    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
+    session = tap.session
+    if tap.reads_constants or isinstance(tensor, nn.Parameter):
+        return False
+    sure = _is_certain(tensor)
+    if tensor.dim() == 0 or (tap.folded and not sure):
+        return sure  # rows of a folded module are not the batch's: see MixedOperation.row_by_row
+    return session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
+
+
+def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
+    """A bare parameter that was expanded over the batch and is handed to a layer."""
+    if x.row is None or x.shape[0] != batch_size:
+        raise FlashClippingError(
+            f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
+            f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "
+            f"({batch_size}); the layer's own parameters then have no per-sample gradients. "
+            "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
+            "keep the batch the first axis of what meets parameters."
+        )
+    row = BareParameter.wrap(x.row, x.leaves, x.tap)
+    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
+    leaves, spec = pytree.tree_flatten(((like, row), {}))
+    with plain_functions():
+        return _mixed_rows(leaves, spec)
+
+
+def _mixed_rows(leaves: list[Any], spec: Any) -> Tensor:
+    like, row = leaves
+    operation = MixedOperation(
+        func=torch.add,
+        leaves=[torch.empty(0), row],
+        spec=spec,
+        bares=[row],
+        batched=[True],
+        autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
+        recomputed=in_backward(),
+    )
+    return run_mixed(operation, [like])
