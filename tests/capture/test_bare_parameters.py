@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import truth_by_autograd
-from tests.support.cases import bound_between, check_case, make, step
+from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
 from tests.support.oracle import per_sample_truth
+from tests.support.uses import Scaling
 
 Forward = Callable[["Uses", Tensor], Tensor]
 B, T, D = 4, 5, 6
@@ -109,12 +109,12 @@ def case_of(use: Forward) -> Case:
 @pytest.mark.parametrize("name", USES)
 def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
     case = case_of(USES[name])
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
     model.calls = 0
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     assert model.calls == 1
     check_case(module, truth, bound, 1e-10)
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -124,7 +124,7 @@ def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
 def test_ordinary_backward_with_hooks_disabled(name: str) -> None:
     """A graph made with taps still gives ordinary gradients once recording is off."""
     case = case_of(USES[name])
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     case.loss(model, batch).sum().backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -152,24 +152,24 @@ def written_into(m: Uses, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("use", [in_place_result_dropped, written_into])
 def test_writing_in_place_falls_back_to_the_generic_rule(use: Forward) -> None:
     case = case_of(use)
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         check_case(module, truth, 1.0, 1e-10)
 
 
 def test_dropout_is_the_one_that_was_applied() -> None:
     """The stand-in never runs the forward again, so random numbers are drawn once."""
     case = case_of(lambda m, x: F.dropout(x * m.vector, 0.5) + F.dropout(m.vector, 0.5))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     module = GradSampleModuleFlashClipping(
         model, max_grad_norm=1e6, strict=False, loss_reduction="sum"
     )
     torch.manual_seed(7)
-    step(module, case, batch, "sum")
+    step_case(module, case, batch, "sum")
     clipped = {n: p.grad.clone() for n, p in model.named_parameters()}
     module.to_standard_module().zero_grad(set_to_none=True)
     torch.manual_seed(7)
@@ -220,15 +220,15 @@ def test_checkpoint_inside_the_forward(inside: bool, kind: str, reentrant: bool,
         return Wrapped(nn.Linear(3, 3), model) if inside else model
 
     case = Case(build, floats(B, T, 3))
-    model, batch = make(case, torch.float64)
-    plain, _ = make(Case(build, floats(B, T, 3)), torch.float64)
+    model, batch = make_case(case, torch.float64)
+    plain, _ = make_case(Case(build, floats(B, T, 3)), torch.float64)
     plain.load_state_dict(model.state_dict())
     truth = truth_by_autograd(plain, batch, lambda m, b: case.loss(m, b).mean())
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         check_case(module, truth, bound, 1e-10)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
@@ -251,49 +251,37 @@ def test_failed_backward_puts_parameters_back() -> None:
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
-class Scaling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return G * gain, (G * x).flatten(0, -2).sum(0)
-
-
 @pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 @pytest.mark.parametrize("derived", [False, True])
 def test_autograd_function_falls_to_the_generic_rule(derived: bool) -> None:
     """It gets past the stand-in, whose gradient would be lost without a word: this is found in the
     first forward."""
     case = case_of(lambda m, x: Scaling.apply(x, m.vector.exp() if derived else m.vector))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = truth_by_autograd(model, batch, lambda m, b: case.loss(m, b).mean())
     model.zero_grad(set_to_none=True)
     module = GradSampleModuleFlashClipping(model, strict=False)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, 1.0, 1e-10)
 
 
 def test_autograd_function_in_a_later_step_is_refused() -> None:
     """The graph is looked at in the first forward; afterwards backward notices."""
     case = case_of(lambda m, x: (Scaling.apply if m.calls > 1 else torch.mul)(x, m.vector))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     module = GradSampleModuleFlashClipping(model, strict=False)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     module.zero_grad(set_to_none=True)
     with pytest.raises(FlashClippingError, match=r"Uses\).*autograd.Function.*Freeze.*LoRA"):
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
 
 
 def test_layer_on_parameters_alone() -> None:
     case = case_of(lambda m, x: x + m.head.weight.new_zeros(()) + m.first(m.matrix[:3, :3])[0])
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, 1.0, 1e-10)
 
 
@@ -301,17 +289,17 @@ def test_layer_on_parameters_alone() -> None:
 def test_generic_rule_for_everything(name: str) -> None:
     """``force_functorch`` serves every layer by the generic rule."""
     case = CASES[name]
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, force_functorch=True)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, 1.0, 1e-10)
 
 
 def test_generic_leaf_without_children() -> None:
     case = Case(lambda: Wrapped(nn.Linear(4, 6), Scale(6)), floats(5, 7, 4))
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=0.7)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, 0.7, 1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flash_clipping import Dense, FlashClippingError, Rule, register_rule
 from flash_clipping.rules import registry
 from tests.support.autograd import squares
-from tests.support.uses import IDS, D, Holder, T, attention_layer, exact, make, seeded_batch
+from tests.support.uses import IDS, D, Holder, T, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
@@ -110,7 +110,7 @@ def test_what_a_rule_does_not_take_is_refused(
 ) -> None:
     monkeypatch.setattr(registry, "_RULES", registry._RULES.copy())
     register_rule(Gain)(GainRule)
-    model = make(lambda: Holder(call, layer=Gain()))
+    model = make_around(lambda: Holder(call, layer=Gain()))
     flash = WRAPPERS["wrapped"](model)
     with pytest.raises(FlashClippingError, match=message):
         squares(flash, seeded_batch()).backward()

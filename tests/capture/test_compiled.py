@@ -18,7 +18,7 @@ from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleMod
 from flash_clipping.capture.regions import Region, _Affine
 from flash_clipping.capture.wires import Seen
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
-from tests.support.cases import bound_between, check_case, make, step
+from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, floats, ids, squared_loss
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
@@ -163,7 +163,7 @@ def compare(
     """The first step is rehearsed and compiled; the next finds all that."""
     for _ in range(steps):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         check_case(module, truth, bound, tolerance)
 
 
@@ -171,7 +171,7 @@ def compare(
 @pytest.mark.parametrize("name", [*WIRED, *map(slow, ALSO_WIRED)])
 def test_wired_rules_match_the_oracle(name: str) -> None:
     case, backend = CASES[name], Backend()
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = wrap(model, max_grad_norm=bound)
@@ -186,34 +186,34 @@ def test_wired_rules_match_the_oracle(name: str) -> None:
 )
 def test_a_tied_transformer(backend: str, checkpointing: bool, reduction: str) -> None:
     case = Case(lambda: Transformer(checkpointing), LM.batch, lm_loss)
-    model, batch = make(Case(Transformer, LM.batch, lm_loss), torch.float32)
+    model, batch = make_case(Case(Transformer, LM.batch, lm_loss), torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
     bound = bound_between(truth)
-    module = wrap(make(case, torch.float32)[0], max_grad_norm=bound, loss_reduction=reduction)
+    module = wrap(make_case(case, torch.float32)[0], max_grad_norm=bound, loss_reduction=reduction)
     module.compile(backend=backend, fullgraph=True)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, reduction)
+        step_case(module, case, batch, reduction)
         check_case(module, truth, bound, 1e-5)
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", [Language, slow(Transformer)], ids=["small", "large"])
 def test_inductor(kind: type[Language]) -> None:
-    model, batch = make(Case(kind, LM.batch, lm_loss), torch.float32)
+    model, batch = make_case(Case(kind, LM.batch, lm_loss), torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
     bound = bound_between(truth)
     module = wrap(model, max_grad_norm=bound)
     module.compile(fullgraph=True)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, LM, batch, "mean")
+        step_case(module, LM, batch, "mean")
         check_case(module, truth, bound, 1e-5)
 
 
 def test_batches_of_many_sizes_share_graphs() -> None:
     backend = Backend()
-    model, _ = make(LM, torch.float32)
+    model, _ = make_case(LM, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend=backend, fullgraph=True)
@@ -222,7 +222,7 @@ def test_batches_of_many_sizes_share_graphs() -> None:
         batch = (torch.randint(0, 13, (size, 6)),)
         truth = per_sample_truth(plain, batch, lm_loss)
         module.zero_grad(set_to_none=True)
-        step(module, LM, batch, "mean")
+        step_case(module, LM, batch, "mean")
         check_case(module, truth, 0.5, 1e-5)
         learned.append(len(region_of(module)._known))
     assert backend.graphs <= 3
@@ -258,7 +258,7 @@ def test_shapes_are_learned_once_for_two_batch_sizes_and_two_lengths() -> None:
 
 
 def test_autocast() -> None:
-    model, batch = make(LM, torch.float32)
+    model, batch = make_case(LM, torch.float32)
     eager = wrap(copy.deepcopy(model), max_grad_norm=0.5)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=True)
@@ -280,7 +280,7 @@ def last_layout(module: GradSampleModuleFlashClipping) -> Any:
 
 
 def test_a_model_in_bfloat16() -> None:
-    model, batch = make(LM, torch.bfloat16)
+    model, batch = make_case(LM, torch.bfloat16)
     eager = wrap(copy.deepcopy(model), max_grad_norm=0.5)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=True)
@@ -296,7 +296,7 @@ def test_a_model_in_bfloat16() -> None:
 @pytest.mark.parametrize("frozen", [slow("tokens"), "blocks.0", slow("bias"), "weight"])
 def test_frozen_parameters(frozen: str) -> None:
     case = LM
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     for name, param in model.named_parameters():
         param.requires_grad_(not (name.startswith(frozen) or name.endswith(frozen)))
     truth = per_sample_truth(model, batch, lm_loss)
@@ -308,7 +308,7 @@ def test_frozen_parameters(frozen: str) -> None:
 
 def test_unfrozen_between_steps() -> None:
     case = LM
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=True)
@@ -342,7 +342,7 @@ def with_adapters() -> nn.Module:
 
 def test_adapters() -> None:
     case, backend = Case(with_adapters, LM.batch, lm_loss), Backend()
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
     bound = bound_between(truth)
     module = wrap(model, max_grad_norm=bound)
@@ -357,7 +357,7 @@ def test_adapters() -> None:
 
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 def test_compiled_in_whole_before_wrapping(how: str) -> None:
-    model, batch = make(LM, torch.float32)
+    model, batch = make_case(LM, torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
     bound, backend = bound_between(truth), Backend()
     if how == "torch.compile":
@@ -386,8 +386,8 @@ def test_blocks(checkpointing: bool, wrapped_first: bool) -> None:
     backend = Backend()
     case = Case(lambda: Language(checkpointing, blocks=3), LM.batch, lm_loss)
     plain = Case(lambda: Language(blocks=3), LM.batch, lm_loss)
-    model, batch = make(case, torch.float32)
-    truth = per_sample_truth(make(plain, torch.float32)[0], batch, lm_loss)
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(make_case(plain, torch.float32)[0], batch, lm_loss)
     bound = bound_between(truth)
     module = wrap(model, max_grad_norm=bound) if wrapped_first else None
     for block in model.blocks:
@@ -410,8 +410,8 @@ def test_checkpoints_around_compiled_blocks(reentrant: bool) -> None:
 
     case = Case(lambda: Checkpointed(blocks=2), LM.batch, lm_loss)
     plain = Case(lambda: Language(blocks=2), LM.batch, lm_loss)
-    model, batch = make(case, torch.float32)
-    truth = per_sample_truth(make(plain, torch.float32)[0], batch, lm_loss)
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(make_case(plain, torch.float32)[0], batch, lm_loss)
     bound = bound_between(truth)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -422,7 +422,7 @@ def test_checkpoints_around_compiled_blocks(reentrant: bool) -> None:
 def test_compiled_blocks_in_a_compiled_model() -> None:
     backend = Backend()
     case = Case(lambda: Language(blocks=2), LM.batch, lm_loss)
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, lm_loss)
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
@@ -442,7 +442,7 @@ def test_a_block_that_is_called_twice() -> None:
             return self.block(self.block(self.first(x)))
 
     case, backend = Case(Twice, floats(5, 3, 4)), Backend()
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     model.block.compile(backend=backend, fullgraph=True)
@@ -471,7 +471,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", slow("automatic")])
 def test_layers_that_are_called_twice(clipping: str) -> None:
     case = Case(Shared, floats(5, 7, 6))
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     bound: Any = 0.3 if clipping != "per_layer" else [0.1] * 10
     eager = wrap(copy.deepcopy(model), max_grad_norm=bound, clipping=clipping)
@@ -480,7 +480,7 @@ def test_layers_that_are_called_twice(clipping: str) -> None:
     for _ in range(2):
         for which in (eager, module):
             which.zero_grad(set_to_none=True)
-            step(which, case, batch, "mean")
+            step_case(which, case, batch, "mean")
         assert_close(module.get_norm_sample(), truth.norms, 1e-5)
         assert_close(module.get_clipping_coef(), eager.get_clipping_coef(), 1e-5)
         for p, q in zip(model.parameters(), eager._module.parameters(), strict=True):
@@ -494,7 +494,7 @@ def test_samples_along_the_second_axis() -> None:
         floats(7, 5, 4),
         lambda model, batch: model(*batch).square().sum((0, 2)),
     )
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(
         model, (batch[0].transpose(0, 1),), lambda m, b: m(b[0]).square().sum((1, 2))
     )
@@ -519,13 +519,13 @@ def test_an_output_that_is_not_used() -> None:
         return model(*batch)[0].square().flatten(1).sum(1)
 
     case = Case(TwoOutputs, floats(5, 7, 4), loss)
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, loss)
     module = wrap(model, max_grad_norm=1.0)
     module.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         assert_close(module.get_norm_sample(), truth.norms, 1e-5)
         assert_close(model.first.weight.grad, truth.clipped(1.0)["first.weight"], 1e-5)
         assert model.right.weight.grad is not None and not model.right.weight.grad.any()
@@ -534,12 +534,12 @@ def test_an_output_that_is_not_used() -> None:
 @pytest.mark.parametrize("what", ["input", "one parameter"])
 def test_gradients_of_something_alone(what: str) -> None:
     case = CASES["linear_3d"]
-    model, (x,) = make(case, torch.float32)
+    model, (x,) = make_case(case, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=1.0)
     module.compile(backend="aot_eager", fullgraph=True)
     x = x.requires_grad_()
-    step(module, case, (x,), "mean")
+    step_case(module, case, (x,), "mean")
     module.zero_grad(set_to_none=True)
     x.grad = None
     if what == "input":
@@ -555,7 +555,7 @@ def test_gradients_of_something_alone(what: str) -> None:
 
 
 def test_hooks_that_are_disabled_give_ordinary_gradients() -> None:
-    model, batch = make(LM, torch.float32)
+    model, batch = make_case(LM, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=1e-3)
     module.compile(backend="aot_eager", fullgraph=True)
@@ -584,7 +584,7 @@ def test_hooks_that_are_disabled_give_ordinary_gradients() -> None:
 
 
 def test_without_gradients_and_in_eval_mode() -> None:
-    model, batch = make(LM, torch.float32)
+    model, batch = make_case(LM, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=1.0)
     module.compile(backend="aot_eager", fullgraph=True)
@@ -601,7 +601,7 @@ def test_without_gradients_and_in_eval_mode() -> None:
 
 def test_two_backwards_before_a_step() -> None:
     case = CASES["linear_3d"]
-    model, (x,) = make(case, torch.float32)
+    model, (x,) = make_case(case, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.allow_grad_accumulation()
@@ -619,7 +619,7 @@ def test_two_backwards_before_a_step() -> None:
 
 def test_two_forwards_and_one_backward() -> None:
     case = CASES["linear_3d"]
-    model, (x,) = make(case, torch.float32)
+    model, (x,) = make_case(case, torch.float32)
     truth = per_sample_truth(
         model, (x, x * 2), lambda m, b: case.loss(m, b[:1]) + case.loss(m, b[1:])
     )
@@ -633,7 +633,7 @@ def test_two_forwards_and_one_backward() -> None:
 
 @pytest.mark.parametrize("clipping", ["flat", slow("per_layer")])
 def test_two_passes(clipping: str) -> None:
-    model, batch = make(LM, torch.float32)
+    model, batch = make_case(LM, torch.float32)
     bound: Any = 0.5 if clipping == "flat" else [0.1] * len([*model.parameters()])
     eager = wrap(copy.deepcopy(model), max_grad_norm=bound, clipping=clipping)
     module = wrap(model, max_grad_norm=bound, clipping=clipping, mode="two_pass")
@@ -687,7 +687,7 @@ def test_a_wrapped_model_that_is_compiled_from_outside() -> None:
 )
 def test_other_layers_break_the_graph(name: str) -> None:
     case = CASES[name]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = wrap(model, max_grad_norm=bound)
@@ -697,7 +697,7 @@ def test_other_layers_break_the_graph(name: str) -> None:
 
 def test_without_breaks_other_layers_are_refused() -> None:
     case = CASES["generic"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     module = wrap(model)
     module.compile(backend="aot_eager", fullgraph=True)
     with pytest.raises(FlashClippingError, match=r"layers.1 \(Scale\): it uses its parameters"):
@@ -725,7 +725,7 @@ def test_a_layer_on_both_sides_of_a_break() -> None:
             return x + 1
 
     case = Case(Broken, floats(5, 3, 4))
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     plain = copy.deepcopy(model)
     eager = wrap(plain, max_grad_norm=0.5)
     module = wrap(model, max_grad_norm=0.5)
@@ -733,7 +733,7 @@ def test_a_layer_on_both_sides_of_a_break() -> None:
     for _ in range(3):
         for which in (eager, module):
             which.zero_grad(set_to_none=True)
-            step(which, case, batch, "mean")
+            step_case(which, case, batch, "mean")
         assert_close(module.get_norm_sample(), eager.get_norm_sample(), 1e-5)
         assert_close(model.layer.weight.grad, plain.layer.weight.grad, 1e-5)
 
@@ -759,7 +759,7 @@ def test_a_layer_that_a_block_borrows() -> None:
             return self.block(torch.tanh(self.layer(x)))
 
     case = Case(Lending, floats(5, 3, 4))
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     model.layer.compile(backend="aot_eager")
     model.block.compile(backend="aot_eager")
@@ -779,7 +779,7 @@ def test_shapes_that_were_told_wrong_are_learned_anew(fullgraph: bool) -> None:
             x = torch.tanh(self.first(x))
             return self.second(x[:, : x.shape[1] // 2])
 
-    model, _ = make(Case(Halved, floats(5, 4, 4)), torch.float32)
+    model, _ = make_case(Case(Halved, floats(5, 4, 4)), torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=fullgraph)
@@ -792,7 +792,7 @@ def test_shapes_that_were_told_wrong_are_learned_anew(fullgraph: bool) -> None:
 def test_wires_of_a_wrong_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd would add up what arrives for a wire with fewer rows."""
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     module = wrap(model)
     module.compile(backend="aot_eager", fullgraph=True)
     learn = Region._learn
@@ -885,7 +885,7 @@ def test_engine_with_poisson_batches(wrap_model: bool) -> None:
 
 def test_hooks_without_a_wrapper() -> None:
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     hooks = GradSampleHooksFlashClipping(model, max_grad_norm=0.5)
     backend = Backend()
@@ -897,26 +897,26 @@ def test_hooks_without_a_wrapper() -> None:
 
 def test_copies_are_not_compiled() -> None:
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     backend = Backend()
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend=backend, fullgraph=True)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     other = copy.deepcopy(module)
     for which in (other, module):
         which.zero_grad(set_to_none=True)
-        step(which, case, batch, "mean")
+        step_case(which, case, batch, "mean")
         check_case(which, truth, 0.5, 1e-5)
     assert backend.graphs == 1
 
 
 def test_the_model_comes_back_as_it_was() -> None:
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     module = wrap(model)
     module.compile(backend="eager")
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     plain = module.to_standard_module()
     assert plain is model and not any("forward" in vars(m) for m in model.modules())
 

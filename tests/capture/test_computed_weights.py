@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 from flash_clipping import FlashClippingError
 from tests.support.autograd import squares
-from tests.support.uses import IDS, D, Holder, attention_layer, exact, make, seeded_batch
+from tests.support.uses import IDS, D, Holder, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import WRAPPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
@@ -140,7 +140,7 @@ def test_computed_weight_is_exact(name: str, mode: str, wrapper: str) -> None:
     ids=["weight_norm", "spectral_norm", "prune"],
 )
 def test_weight_of_a_hook_is_refused(change: Callable[[nn.Module], nn.Module]) -> None:
-    model = make(lambda: Holder(plainly, layer=change(nn.Linear(D, D))))
+    model = make_around(lambda: Holder(plainly, layer=change(nn.Linear(D, D))))
     flash = WRAPPERS["wrapped"](model, strict=False)
     with pytest.raises(FlashClippingError, match=r"(?s)middle\.layer .*parametrizations"):
         squares(flash, seeded_batch()).backward()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.factors import Bag
-from tests.support.cases import bound_between, check_case, make, step
+from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
 from tests.support.oracle import per_sample_truth
 
@@ -37,7 +37,7 @@ FOLDED = ["attention*", "norm"]
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_declared_windows_in_an_empty_batch(mode: str) -> None:
-    model, _ = make(CASE, torch.float64)
+    model, _ = make_case(CASE, torch.float64)
     model.bias.requires_grad_(False)
     module = GradSampleModuleFlashClipping(model, folded_modules=FOLDED, mode=mode)
     module(torch.zeros(0, 12, 3, dtype=torch.float64)).sum().backward()
@@ -60,7 +60,7 @@ def test_per_sample_tables_of_bags(samples: int) -> None:
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_declared_windows_are_exact(mode: str) -> None:
-    model, batch = make(CASE, torch.float64)
+    model, batch = make_case(CASE, torch.float64)
     model.bias.requires_grad_(False)
     truth = per_sample_truth(model, batch, CASE.loss)
     bound = bound_between(truth)
@@ -70,25 +70,25 @@ def test_declared_windows_are_exact(mode: str) -> None:
         mode=mode,
         folded_modules=FOLDED,
     )
-    step(module, CASE, batch, "mean")
+    step_case(module, CASE, batch, "mean")
     check_case(module, truth, bound, 1e-10)
 
 
 def test_undeclared_windows_are_refused_by_name() -> None:
-    model, batch = make(CASE, torch.float64)
+    model, batch = make_case(CASE, torch.float64)
     module = GradSampleModuleFlashClipping(model)
     with pytest.raises(FlashClippingError, match=r"attention.* 9 rows for a batch of 3"):
-        step(module, CASE, batch, "mean")
+        step_case(module, CASE, batch, "mean")
 
 
 def test_wrong_declarations() -> None:
-    model, batch = make(CASE, torch.float64)
+    model, batch = make_case(CASE, torch.float64)
     with pytest.raises(ValueError, match="no module is named like 'window'"):
         GradSampleModuleFlashClipping(model, folded_modules=["window"])
 
 
 def test_through_the_engine() -> None:
-    model, batch = make(CASE, torch.float32)
+    model, batch = make_case(CASE, torch.float32)
     dataset = torch.utils.data.TensorDataset(batch[0], torch.zeros(3, dtype=torch.long))
     module, *_ = FlashPrivacyEngine().make_private(
         module=model,
@@ -98,7 +98,7 @@ def test_through_the_engine() -> None:
         max_grad_norm=1.0,
         folded_modules=FOLDED,
     )
-    step(module, CASE, batch, "mean")
+    step_case(module, CASE, batch, "mean")
     assert module.get_norm_sample().shape == (3,)
 
 
@@ -145,13 +145,13 @@ class MaskedWindows(nn.Module):
 def test_mask_and_bare_biases_in_windows(shape: tuple[int, ...], windows: str, mode: str) -> None:
     """With fewer windows than samples, as many, and more."""
     case = Case(lambda: MaskedWindows(windows), floats(*shape))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(
         model, max_grad_norm=bound, mode=mode, folded_modules=["attention*"]
     )
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-10)
 
 
@@ -176,11 +176,11 @@ class BiasFromCoordinates(nn.Module):
 def test_constants_in_a_folded_module(rows: int, batch_size: int) -> None:
     """However many rows they have: those of samples become fewer with the batch."""
     case = Case(lambda: BiasFromCoordinates(rows), floats(batch_size, 12, 3))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(
         model, max_grad_norm=bound, folded_modules=["attention*"], strict=False
     )
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-10)

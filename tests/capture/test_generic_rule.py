@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError
 from tests.support.autograd import squares, truth_by_autograd
-from tests.support.uses import IDS, D, Data, Holder, make, measured, seeded_batch
+from tests.support.uses import IDS, D, Data, Holder, make_around, measured, seeded_batch
 from tests.support.wrapping import WRAPPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
@@ -46,20 +46,25 @@ def test_padding_is_not_trained(name: str, force: bool) -> None:
     def middle() -> nn.Module:
         return Holder(lambda m, x, i: x + m.layer(i), layer=PADDED[name]())
 
-    truth = truth_by_autograd(make(middle), (*seeded_batch(), IDS), squares)
+    truth = truth_by_autograd(make_around(middle), (*seeded_batch(), IDS), squares)
     (table,) = [g for n, g in truth.grads.items() if g.shape[1:] == (7, D)]
     assert table[:, 2].abs().max() == 0 < table[:, 1].abs().max()
     measured(
-        make(middle), truth, (*seeded_batch(), IDS), "one_pass", "wrapped", force_functorch=force
+        make_around(middle),
+        truth,
+        (*seeded_batch(), IDS),
+        "one_pass",
+        "wrapped",
+        force_functorch=force,
     )
 
 
 def test_objects_are_refused_by_the_generic_rule() -> None:
     """One sample would get, or give, the tensors of all."""
-    returning = make(lambda: Holder(lambda m, x: m.inner(x).a, inner=Returning()))
+    returning = make_around(lambda: Holder(lambda m, x: m.inner(x).a, inner=Returning()))
     with pytest.raises(FlashClippingError, match=r"inner \(Returning\): .*returns a Data"):
         WRAPPERS["wrapped"](returning, force_functorch=True)(*seeded_batch())
-    taking = make(lambda: Holder(lambda m, x: m.inner(Data(x), x), inner=Taking()))
+    taking = make_around(lambda: Holder(lambda m, x: m.inner(Data(x), x), inner=Taking()))
     with pytest.raises(FlashClippingError, match=r"inner \(Taking\): .*called with a Data"):
         WRAPPERS["wrapped"](taking, force_functorch=True)(*seeded_batch())
 

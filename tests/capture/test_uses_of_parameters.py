@@ -16,25 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import FlashClippingError
 from flash_clipping.capture import bare
 from tests.support.autograd import squares
-from tests.support.uses import D, Holder, T, exact, make, seeded_batch
+from tests.support.uses import D, Holder, Scaling, T, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-class Scaling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return G * gain, (G * x).flatten(0, -2).sum(0)
 
 
 @torch.jit.script
@@ -247,14 +235,14 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED_USES)
 def test_use_of_a_parameter_is_refused_by_name(name: str, mode: str) -> None:
     use, message = REFUSED_USES[name]
-    model = make(all_kinds(use))
+    model = make_around(all_kinds(use))
     flash = WRAPPERS["wrapped"](model, mode=mode, strict=False)
     with pytest.raises(FlashClippingError, match=message):
         squares(flash, seeded_batch()).backward()
 
 
 def test_complex_parameter_is_refused_and_the_model_left_as_it_was() -> None:
-    model = make(lambda: Holder(lambda m, x: x * m.c.abs()))
+    model = make_around(lambda: Holder(lambda m, x: x * m.c.abs()))
     model.middle.c = nn.Parameter(torch.randn(D, dtype=torch.complex128))
     with pytest.raises(FlashClippingError, match=r"middle\.c: a complex .*view_as_complex"):
         WRAPPERS["wrapped"](model, strict=False)
@@ -272,13 +260,13 @@ def test_what_gets_past_all_functions_is_noticed_in_backward(
 ) -> None:
     """The net below the others: as if the look at the first forward's graph found nothing."""
     monkeypatch.setattr("flash_clipping.capture.tap.refuse_bypassed", lambda *_: None)
-    model = make(all_kinds(USES["autograd_function"]))
+    model = make_around(all_kinds(USES["autograd_function"]))
     flash = WRAPPERS["wrapped"](model, strict=False)
     with pytest.raises(FlashClippingError, match=r"middle \(Holder\): .*autograd.Function"):
         squares(flash, seeded_batch()).backward()
     # What is computed from a parameter comes out as an ordinary tensor, by a mistake of ours.
     monkeypatch.setattr(bare.BareParameter, "wrap", staticmethod(lambda value, *_: value))
-    model = make(all_kinds(lambda m, x: x * m.v.exp()))
+    model = make_around(all_kinds(lambda m, x: x * m.v.exp()))
     flash = WRAPPERS["wrapped"](model, strict=False)
     with pytest.raises(FlashClippingError, match=r"middle \(Holder\)"):
         squares(flash, seeded_batch()).backward()

@@ -16,7 +16,13 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from tests.support.faults import Net, Trainer, assert_same, batch, state_after_one_step
+from tests.support.faults import (
+    NetOfEveryRule,
+    Trainer,
+    assert_same_state,
+    batch,
+    state_after_one_step,
+)
 from tests.support.wrapping import MODES
 
 
@@ -71,7 +77,7 @@ def plain_gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 def test_model_is_restored(mode: str, wrap: bool, restore: str) -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = NetOfEveryRule()
     forward = lambda *args: type(model).forward(model, *args)  # noqa: E731
     model.forward = forward  # an instance's own forward must come back too
     before = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -96,7 +102,9 @@ def test_model_is_restored(mode: str, wrap: bool, restore: str) -> None:
     if restore != "remove_hooks":  # which leaves attributes, as in Opacus
         assert {name: set(vars(param)) for name, param in model.named_parameters()} == attributes
     torch.manual_seed(0)
-    for found, expected in zip(plain_gradients(model), plain_gradients(Net()), strict=True):
+    for found, expected in zip(
+        plain_gradients(model), plain_gradients(NetOfEveryRule()), strict=True
+    ):
         assert torch.equal(found, expected)
     # It can be wrapped again, and no guard of the first wrapper speaks up.
     model.zero_grad(set_to_none=True)
@@ -111,14 +119,14 @@ def test_disabled_hooks_leave_an_ordinary_model(mode: str) -> None:
     trainer.module.disable_hooks()
     torch.manual_seed(0)
     for found, expected in zip(
-        plain_gradients(trainer.module), plain_gradients(Net()), strict=True
+        plain_gradients(trainer.module), plain_gradients(NetOfEveryRule()), strict=True
     ):
         torch.testing.assert_close(found, expected)
     with pytest.raises(FlashClippingError, match="no per-sample norms yet"):
         trainer.module.get_norm_sample()
     trainer.module.enable_hooks()
     trainer.step(batch())
-    assert_same(trainer.state(), state_after_one_step(mode=mode), "enabled again")
+    assert_same_state(trainer.state(), state_after_one_step(mode=mode), "enabled again")
 
 
 def test_hooks_disabled_between_forward_and_backward() -> None:
@@ -130,7 +138,9 @@ def test_hooks_disabled_between_forward_and_backward() -> None:
     loss.backward()
     torch.manual_seed(0)
     for found, expected in zip(
-        [param.grad for param in trainer.plain.parameters()], plain_gradients(Net()), strict=True
+        [param.grad for param in trainer.plain.parameters()],
+        plain_gradients(NetOfEveryRule()),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)
 
@@ -144,4 +154,4 @@ def test_training_and_evaluation_alternate() -> None:
     trainer.module.train()
     trainer.step(batch())
     assert kept.requires_grad
-    assert_same(trainer.state(), state_after_one_step(), "after evaluation")
+    assert_same_state(trainer.state(), state_after_one_step(), "after evaluation")

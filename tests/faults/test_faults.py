@@ -21,7 +21,7 @@ import flash_clipping
 from tests.support.faults import (
     VARIANTS,
     Trainer,
-    assert_same,
+    assert_same_state,
     batch,
     fail_at_operators,
     operators_in_a_step,
@@ -116,7 +116,7 @@ def interrupt_at_lines(
         del trainer.update  # type: ignore[method-assign]
         try:
             trainer.step(batch())
-            assert_same(trainer.state(), expected, interrupt.where)
+            assert_same_state(trainer.state(), expected, interrupt.where)
         except Exception as error:
             yield f"{interrupt.where}: {type(error).__name__}: {error}"
 

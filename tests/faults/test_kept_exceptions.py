@@ -17,7 +17,7 @@ from flash_clipping.finish.tape import Tape
 from tests.support.faults import (
     VARIANTS,
     Trainer,
-    assert_same,
+    assert_same_state,
     batch,
     fail_at_operators,
     operators_in_a_step,
@@ -67,7 +67,7 @@ def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.M
             trainer.step(batch())
     trainer = Trainer(mode=mode)
     trainer.step(batch())
-    assert_same(trainer.state(), state_after_one_step(mode=mode), "after a refusal")
+    assert_same_state(trainer.state(), state_after_one_step(mode=mode), "after a refusal")
 
 
 @pytest.mark.parametrize("fail", [raise_in_forward, raise_in_backward])
@@ -80,7 +80,7 @@ def test_fault_in_a_hook_of_the_user(mode: str, fail: Callable[[Trainer], Any]) 
     assert not tapes_alive()
     handle.remove()
     trainer.step(batch())
-    assert_same(trainer.state(), state_after_one_step(mode=mode), fail.__name__)
+    assert_same_state(trainer.state(), state_after_one_step(mode=mode), fail.__name__)
 
 
 class SometimesFolded(nn.Module):
@@ -120,4 +120,4 @@ def test_step_is_the_same_wherever_its_memory_is(variant: str) -> None:
         draw.shuffle(scattered)
         del scattered[::2]
         trainer.step(batch())
-        assert_same(trainer.state(), expected, f"attempt {attempt}")
+        assert_same_state(trainer.state(), expected, f"attempt {attempt}")

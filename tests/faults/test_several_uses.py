@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import truth_by_autograd
-from tests.support.faults import Net, batch
+from tests.support.faults import NetOfEveryRule, batch
 from tests.support.models import Scale
 from tests.support.wrapping import MODES
 
@@ -40,7 +40,7 @@ def test_model_called_twice_before_one_backward(mode: str) -> None:
         return (first - second).square().flatten(1).sum(1)
 
     ids, signal, _ = batch(size=5)
-    check_against_autograd(Net().double(), losses, ids, signal.double(), mode=mode)
+    check_against_autograd(NetOfEveryRule().double(), losses, ids, signal.double(), mode=mode)
 
 
 @pytest.mark.parametrize("mode", MODES)

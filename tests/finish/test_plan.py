@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,17 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Dense, Lookup, Outer, RowSum
+from flash_clipping.factors import Dense, RowSum
 from flash_clipping.finish import tape
-from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
+from flash_clipping.finish.plan import plan_of
 from flash_clipping.finish.tape import Tape
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules import registry
-from flash_clipping.rules.embedding import EmbeddingRule
-from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import Rule
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
@@ -253,63 +249,6 @@ def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping
     assert len(seen) > 2 and all(ref() is None for ref in seen)  # of rehearsals as well
 
 
-def test_only_the_plans_used_last_are_kept() -> None:
-    plans = Plans()
-    plans.SIZE = 2
-    for number in range(3):
-        if number == 2:
-            assert plans.find(0, "layout 0") is not None  # used again: 1 is the oldest now
-        plans.keep(number, f"layout {number}", Plan([], True))
-    assert [plans.find(n, f"layout {n}") is not None for n in range(3)] == [True, False, True]
-
-
-def test_equal_hashes_do_not_make_equal_layouts() -> None:
-    plans = Plans()
-    plans.keep(7, "one layout", Plan([], True))
-    assert plans.find(7, "another layout") is None
-
-
-def test_layouts_tell_apart() -> None:
-    x = torch.zeros(2, 3, 4)
-    room = torch.zeros(25)
-    others = [
-        x.double(),
-        x.transpose(0, 1),
-        torch.zeros(2, 4, 3).mT,
-        torch.zeros(2, 12),
-        torch.zeros(4, 3, 4)[::2],
-        room[1:].view(2, 3, 4),
-    ]
-
-    def layout(*rows: Tensor) -> Hashable:
-        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
-
-    assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
-    assert layout(x) == layout(torch.ones(2, 3, 4))
-    same, apart = layout(x, x), layout(x, torch.ones(2, 3, 4))
-    assert same != apart
-    assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-    assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
-
-
-def test_strides_along_axes_of_one_element_say_nothing() -> None:
-    x = torch.zeros(40)
-    one_sample = [x.as_strided((1, 3, 4), (stride, 4, 1)) for stride in (12, 7)]
-    one_position = [x.as_strided((3, 1, 4), (4, stride, 1)) for stride in (4, 5)]
-    for first, second in (one_sample, one_position):
-        layouts = {layout_of_step([0], [RowSum(each)], [], ()) for each in (first, second)}
-        assert len(layouts) == 1
-
-
-def test_which_operands_are_contiguous_counts() -> None:
-    x = torch.zeros(60)
-    whole = x.as_strided((3, 2, 4), (8, 4, 1))
-    apart, further = [x.as_strided((3, 2, 4), (stride, 4, 1)) for stride in (12, 16)]
-    ways = [(whole, apart), (apart, whole), (whole, further), (apart, further), (further, apart)]
-    layouts = {layout_of_step([0, 1], [*map(RowSum, rows)], [], ()) for rows in ways}
-    assert len(layouts) == len(ways)
-
-
 def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -330,18 +269,6 @@ def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
     check_step(wrapped, draw(3, 4, 2))
 
 
-def test_which_operands_are_whose_counts() -> None:
-    """The same tensors in the same order: once the one is normalized, once the other."""
-    rows = [torch.randn(2, 3, 1) for _ in range(2)]
-    x_hat = Normalized(*[torch.randn(2, 3, 1) for _ in range(3)])
-    ways = [
-        [RowSum(rows[0], None, x_hat), RowSum(rows[1])],
-        [RowSum(rows[0]), RowSum(rows[1], None, x_hat)],
-    ]
-    one, other = [layout_of_step([0, 1], factors, [], ()) for factors in ways]
-    assert one != other
-
-
 @pytest.mark.skipif(not is_interpreting(), reason="no kernels")
 def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment may change between steps; without kernels nothing is worth one launch."""
@@ -352,13 +279,6 @@ def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> N
         check_step(wrapped, draw(3, 4, 0))
     plans = [plan for _, plan in wrapped._session.plans._plans.values()]
     assert sorted(bool(plan.small) for plan in plans) == [False, True]
-
-
-def test_dtypes_of_parameters_count() -> None:
-    layer = nn.Linear(2, 2)
-    before = layout_of_step([], [], list(layer.parameters()), ())
-    layer.half()
-    assert layout_of_step([], [], list(layer.parameters()), ()) != before
 
 
 @pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
@@ -450,62 +370,3 @@ def test_a_bias_frozen_and_thawed_beside_its_weight() -> None:
         truth = truth_of(wrapped, batch)
         assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
         assert (bias.grad is not None) == trainable
-
-
-def test_an_heir_of_kept_gradients_keeps_its_own_way_with_norms() -> None:
-    class Doubled(Dense):
-        def sqnorms(self, backend: str) -> Tensor:
-            return 4 * super().sqnorms(backend)
-
-    grads = torch.randn(3, 5)
-    for parts in (None, grads.square()):
-        factor = Doubled(grads, parts)
-        for _ in range(2):  # the second time their parts are known
-            found = factor.sqnorm_parts("torch").sum(1)
-            assert_close(found, 4 * grads.square().sum(1), 1e-6)
-
-
-def test_an_heir_of_an_embeddings_factor_keeps_its_own_way_with_norms() -> None:
-    """Even where its norms come in parts, which are taken in another way."""
-
-    class Doubled(Lookup):
-        def sqnorms(self, backend: str) -> Tensor:
-            return 4 * super().sqnorms(backend)
-
-    class DoubledRule(EmbeddingRule):
-        def backward(self, layer, saved, grad_output, needs):
-            factor = super().backward(layer, saved, grad_output, needs)[1]["weight"]
-            return None, {"weight": Doubled(factor.ids_BT, factor.G_BTd, factor.num_embeddings)}
-
-    ids, layer, norms = torch.randint(9, (3, 5)), nn.Embedding(9, 4), []
-    for rule in (EmbeddingRule(), DoubledRule()):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Embedding: rule})
-            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
-        wrapped(ids).square().sum().backward()
-        norms.append(wrapped.get_norm_sample())
-    assert_close(norms[1], 2 * norms[0], 1e-6)
-
-
-def test_an_heir_of_a_linear_factor_keeps_its_own_way_with_norms() -> None:
-    """Even where its gradients would be worth storing, whose norms are taken in another way."""
-
-    class Doubled(Outer):
-        def sqnorms(self, backend: str) -> Tensor:
-            return 4 * super().sqnorms(backend)
-
-    class DoubledRule(LinearRule):
-        def backward(self, layer, saved, grad_output, needs):
-            grad_input, factors = super().backward(layer, saved, grad_output, needs)
-            factor = factors["weight"]
-            return grad_input, {"weight": Doubled(factor.A_BTd, factor.G_BTp)}
-
-    torch.manual_seed(0)
-    x, layer, norms = torch.randn(3, 64, 4), nn.Linear(4, 4, bias=False), []
-    for rule in (LinearRule(), DoubledRule()):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: rule})
-            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
-        wrapped(x).square().sum().backward()
-        norms.append(wrapped.get_norm_sample())
-    assert_close(norms[1], 2 * norms[0], 1e-6)

@@ -20,51 +20,18 @@ from torch import Tensor, nn
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.models import Attention, Mixed, Scale, Tokens, floats, ids
 from tests.support.oracle import assert_close
-
-BATCH, BAD = 5, 2
-OTHERS = [b for b in range(BATCH) if b != BAD]
-
-#: Relative error between the batch with and without the sample. Norms and sums are in both cases
-#: those of the same operands; a matmul may round differently for another number of rows, and with
-#: mean reduction the gradients that arrive are divided by another number of samples.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-8}
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
-RUNS = pytest.mark.parametrize(("mode", "reduction"), [("one_pass", "mean"), ("two_pass", "sum")])
-
-
-class Poison(torch.autograd.Function):
-    """Multiplies one sample's gradient by ``value``; the forward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sample: int | None, value: float) -> Tensor:
-        ctx.sample, ctx.value = sample, value
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sample is not None:
-            grad = grad.clone()
-            grad[ctx.sample] *= ctx.value
-        return grad, None, None
-
-
-class Stage(nn.Module):
-    """Between two halves of a model: lets one sample's activation or gradient be poisoned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation: tuple[int, float] | None = None
-        self.gradient: tuple[int, float] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation is not None:
-            sample, value = self.activation
-            blow = torch.zeros_like(x)
-            blow[sample].view(-1)[0] = value
-            x = x + blow
-        if self.gradient is not None:
-            x = Poison.apply(x, *self.gradient)
-        return x
+from tests.support.poison import (
+    BAD,
+    BATCH,
+    OTHERS,
+    RUNS,
+    TOLERANCE,
+    Stage,
+    bound_of,
+    check_without,
+    losses,
+    take,
+)
 
 
 class Staged(nn.Module):
@@ -187,28 +154,6 @@ def poison(model: Staged, batch: tuple[Tensor, ...], where: str, value: float) -
         model.middle.gradient = (BAD, value)
 
 
-def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    rows = model(*batch).flatten(1).float()
-    return (rows.square() * torch.linspace(0.5, 1.5, rows.shape[1])).sum(1) / 2
-
-
-def take(
-    model: nn.Module, batch: tuple[Tensor, ...], reduction: str, **options: Any
-) -> GradSampleModuleFlashClipping:
-    flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, **options)
-    # Samples are known by then: a row that is poisoned by its place would look like no sample's.
-    stages = [module for module in model.modules() if isinstance(module, Stage)]
-    poisons = [stage.activation for stage in stages]
-    for stage in stages:
-        stage.activation = None
-    flash(*batch)
-    for stage, activation in zip(stages, poisons, strict=True):
-        stage.activation = activation
-    rows = losses(flash, batch)
-    (rows.mean() if reduction == "mean" else rows.sum()).backward()
-    return flash
-
-
 def setting(name: str, dtype: torch.dtype) -> tuple[Staged, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     case = CASES[name]
@@ -223,36 +168,6 @@ def drop_sample(model: Staged, batch: tuple[Tensor, ...]) -> tuple[Staged, tuple
     for stage in (clean.middle, clean.end):
         stage.activation = stage.gradient = None
     return clean, tuple(x[OTHERS] for x in batch)
-
-
-def check_without(
-    found: GradSampleModuleFlashClipping,
-    model: nn.Module,
-    expected: GradSampleModuleFlashClipping,
-    clean: nn.Module,
-    tolerance: float,
-) -> None:
-    """Norms, coefficients and clipped sums are those of the batch without the sample."""
-    norms, coef = found.get_norm_sample(), found.get_clipping_coef()
-    assert not torch.isfinite(norms[BAD])
-    assert coef[BAD] == 0
-    assert torch.isfinite(coef).all() and (coef >= 0).all() and (coef <= 1).all()
-    assert_close(norms[OTHERS], expected.get_norm_sample(), tolerance, "norms")
-    assert_close(coef[OTHERS], expected.get_clipping_coef(), tolerance, "coefficients")
-    reference = dict(clean.named_parameters())
-    # A gradient that cancels to nothing is compared at the scale of the whole sum.
-    largest = max(p.grad.float().abs().max().item() for p in reference.values())
-    assert largest > 0
-    for name, param in model.named_parameters():
-        assert torch.isfinite(param.grad).all(), name
-        error = (param.grad.float() - reference[name].grad.float()).abs().max().item()
-        assert error <= tolerance * largest, f"{name}: {error:.2e} of {largest:.2e}"
-
-
-def bound_of(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> float:
-    """A bound that clips some samples and not others."""
-    flash = take(copy.deepcopy(model), batch, reduction)
-    return flash.get_norm_sample().median().item()
 
 
 #: fp32 with every poison; bf16 and fp16 with one of each kind.
@@ -279,101 +194,6 @@ def test_poisoned_sample_contributes_nothing(
     with pytest.warns(UserWarning, match="not finite"):
         found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
     check_without(found, model, expected, clean, TOLERANCE[dtype])
-
-
-class Overflowing(nn.Module):
-    """Squares its activations: finite inputs can overflow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).square())
-
-
-@RUNS
-@DTYPES
-def test_layer_that_overflows_for_one_sample(dtype: torch.dtype, mode: str, reduction: str) -> None:
-    """The input is finite; what a layer makes of it is not."""
-    torch.manual_seed(0)
-    model = Overflowing().to(dtype)
-    x = torch.randn(BATCH, 3, 4).to(dtype)
-    x[BAD] *= 2000 if dtype == torch.float16 else 1e25
-    assert torch.isfinite(x).all() and not torch.isfinite(model(x)[BAD]).all()
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with pytest.warns(UserWarning, match="not finite"):
-        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, TOLERANCE[dtype])
-
-
-@RUNS
-def test_overflow_under_autocast(mode: str, reduction: str) -> None:
-    """fp32 parameters, bf16 activations."""
-    torch.manual_seed(0)
-    model = Overflowing()
-    x = torch.randn(BATCH, 3, 4)
-    x[BAD] *= 1e25
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
-    with torch.autocast("cpu", torch.bfloat16):
-        bound = bound_of(clean, rest, reduction)
-        expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-        with pytest.warns(UserWarning, match="not finite"):
-            found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, TOLERANCE[torch.bfloat16])
-
-
-@RUNS
-@pytest.mark.parametrize("positions", [1, 2, 6, 40])
-def test_norm_that_overflows_fp16(positions: int, mode: str, reduction: str) -> None:
-    """A norm above 65504 is a number in fp32, and the sample is clipped like any other.
-
-    With 40 positions the per-sample gradients are stored in fp16: rounded before the norm is
-    taken, and the overflowing one left out.
-    """
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16).half()
-    x = torch.randn(BATCH, positions, 16).half()
-    weights = torch.randn(BATCH, positions, 16)
-    weights[BAD] = (weights[BAD] * 30000).clamp(-60000, 60000)
-    flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, mode=mode)
-    rows = (flash(x).float() * weights).flatten(1).sum(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (rows.mean() if reduction == "mean" else rows.sum()).backward()
-    scale = 1 / BATCH if reduction == "mean" else 1.0
-    arrived = (weights * scale).half().double() / scale  # what autograd delivers in fp16
-    grads = torch.cat([arrived.mT @ x.double(), arrived.sum(1).unsqueeze(-1)], -1)
-    expected = grads.flatten(1).norm(dim=1)
-    norms, coef = flash.get_norm_sample(), flash.get_clipping_coef()
-    assert 65504 < expected[BAD] < math.inf
-    tolerance = 1e-5 if positions < 40 else 2**-11
-    assert_close(norms[OTHERS], expected[OTHERS], tolerance, "norms")
-    assert torch.isfinite(coef).all() and (coef >= 0).all() and (coef <= 1).all()
-    if positions < 40:
-        assert_close(norms, expected, 1e-5, "norms")
-        assert coef[BAD] > 0
-    kept = torch.einsum("b,b...->...", coef.double(), grads)
-    found = torch.cat([model.weight.grad, model.bias.grad.unsqueeze(-1)], -1)
-    # Coefficients of 1e-6 leave few bits in fp16; how few is measured in test_sensitivity.py.
-    assert_close(found, kept, 2**-5, "clipped sum")
-
-
-@RUNS
-def test_norm_that_overflows_fp32(mode: str, reduction: str) -> None:
-    """A square above 3e38 is inf, and the sample is left out: never NaN, never above the bound."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    x = torch.randn(BATCH, 4)
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
-    x[BAD] *= 1e18  # squares once in the loss, once more in the norm
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with pytest.warns(UserWarning, match="not finite"):
-        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, 1e-5)
 
 
 class Branch(nn.Module):

@@ -22,7 +22,7 @@ from flash_clipping import (
     clipping_coefficients,
 )
 from flash_clipping.finish.clipping import AUTOMATIC_GAMMA
-from tests.support.cases import make, step
+from tests.support.cases import make_case, step_case
 from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
 
@@ -54,10 +54,10 @@ def private(engine: PrivacyEngine, model: nn.Module, **options: Any) -> tuple[An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_automatic_clipping_is_auto_s(dtype: torch.dtype) -> None:
     case = CASES["mixed"]
-    model, batch = make(case, dtype)
+    model, batch = make_case(case, dtype)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5, clipping="automatic")
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     coef = 0.5 / (truth.norms + AUTOMATIC_GAMMA)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     assert_close(module.get_clipping_coef(), coef, tolerance)
@@ -69,13 +69,13 @@ def test_automatic_clipping_is_auto_s(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_per_layer_clipping_against_oracle(mode: str) -> None:
     case = CASES["mixed"]
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     bounds = [truth.param_norms[n].median().item() for n, _ in model.named_parameters()]
     module = GradSampleModuleFlashClipping(
         model, max_grad_norm=bounds, clipping="per_layer", mode=mode
     )
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     for bound, (name, param) in zip(bounds, model.named_parameters(), strict=True):
         coef = (bound / (truth.param_norms[name] + 1e-6)).clamp(max=1)
         expected = torch.einsum("b,b...->...", coef, truth.grads[name])

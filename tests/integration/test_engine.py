@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from tests.support.engine import EngineTraining, assert_states_close, network
+from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.wrapping import MODES
 
 
@@ -23,7 +23,7 @@ from tests.support.wrapping import MODES
 @pytest.mark.parametrize("mode", MODES)
 def test_twenty_steps_of_adamw_equal_opacus_hooks(mode: str, poisson_sampling: bool) -> None:
     options = {"poisson_sampling": poisson_sampling, "lr": 1e-3}
-    start = network().state_dict()
+    start = convolutional_network().state_dict()
     hooks = EngineTraining(PrivacyEngine(), torch.optim.AdamW, **options).steps(20)
     flash = EngineTraining(FlashPrivacyEngine(), torch.optim.AdamW, mode=mode, **options).steps(20)
     assert_states_close(flash, hooks)
@@ -199,7 +199,10 @@ def test_checkpoint_resumes_where_it_was() -> None:
     file.seek(0)
 
     second = EngineTraining(
-        FlashPrivacyEngine(), torch.optim.AdamW, model=copy.deepcopy(network()), **options
+        FlashPrivacyEngine(),
+        torch.optim.AdamW,
+        model=copy.deepcopy(convolutional_network()),
+        **options,
     )
     second_scheduler = StepGradClip(second.optimizer, step_size=100, gamma=0.5)
     checkpoint = second.engine.load_checkpoint(

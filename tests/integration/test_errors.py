@@ -18,7 +18,7 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
 )
-from tests.support.engine import EngineTraining, assert_states_close, network
+from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.wrapping import MODES
 
 
@@ -278,7 +278,7 @@ def test_fp16_autocast_without_a_scaler(dtype: torch.dtype) -> None:
     training = EngineTraining(FlashPrivacyEngine(), poisson_sampling=False, max_grad_norm=0.5)
     x, y = next(iter(training.loader))
     x, y = x[:16], y[:16]
-    plain = network()
+    plain = convolutional_network()
     rows = []
     for b in range(len(x)):
         plain.zero_grad()
@@ -348,7 +348,7 @@ def test_error_second_backward_in_two_passes() -> None:
 
 def test_wrapped_module_takes_the_engines_bound() -> None:
     """Noise for one bound beside clipping by another would break the promise."""
-    module = wrapped(network(), max_grad_norm=100.0)
+    module = wrapped(convolutional_network(), max_grad_norm=100.0)
     training = EngineTraining(FlashPrivacyEngine(), model=module, max_grad_norm=0.01)
     training.steps(1)
     assert training.wrapper is module

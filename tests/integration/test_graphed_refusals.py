@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
 from flash_clipping.ops.runtime.upload import to_device
-from tests.support.graphs import GraphedTraining, PlayedByHand, batches, network
+from tests.support.graphs import GraphedTraining, PlayedByHand, batches, small_network
 from tests.support.oracle import assert_close
 
 
@@ -146,7 +146,7 @@ def test_a_step_that_changes_an_argument_is_refused() -> None:
 @pytest.mark.parametrize(("warmup", "graphs"), [(1, 4), (3, -1)])
 def test_numbers_that_make_no_sense(warmup: int, graphs: int) -> None:
     with pytest.raises(ValueError, match=f"found warmup={warmup} and graphs={graphs}"):
-        GraphedStep(lambda: None, network(), warmup=warmup, graphs=graphs)
+        GraphedStep(lambda: None, small_network(), warmup=warmup, graphs=graphs)
 
 
 def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:

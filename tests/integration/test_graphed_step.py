@@ -16,9 +16,9 @@ from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashCl
 from tests.support.graphs import (
     GraphedTraining,
     PlayedByHand,
-    assert_same,
+    assert_same_tensors,
     batches,
-    network,
+    small_network,
     warmed,
 )
 from tests.support.models import squared_loss
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 def test_replays_leave_what_the_step_leaves(options: dict[str, Any]) -> None:
     graphed, eager = warmed(**options)
     for x in batches(5, start=10):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 6
 
 
@@ -50,19 +50,19 @@ def test_norms_of_a_replay_are_the_oracles() -> None:
     (x,) = batches(1, start=20)
     graphed.results(x)
     assert graphed.step.replays == 2
-    truth = per_sample_truth(network(), (x,), squared_loss)
+    truth = per_sample_truth(small_network(), (x,), squared_loss)
     assert_close(graphed.model.get_norm_sample(), truth.norms, 1e-5, "norms")
 
 
 def test_other_layouts_run_as_they_are() -> None:
     graphed, eager = warmed()
     for x in (*batches(2, size=3), *batches(2, size=0), batches(1)[0].transpose(0, 1)):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     x = batches(1)[0].transpose(0, 1).contiguous().transpose(0, 1)  # other strides
-    assert_same(graphed.results(x), eager.results(x))
-    assert_same(graphed.results(batches(1)[0], 0.5), eager.results(batches(1)[0], 0.5))
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert_same_tensors(graphed.results(batches(1)[0], 0.5), eager.results(batches(1)[0], 0.5))
     assert graphed.step.replays == 1
-    assert_same(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
+    assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
     assert graphed.step.replays == 2
 
 
@@ -135,7 +135,7 @@ def test_what_python_decides_is_looked_at_in_every_call(
     change(eager)
     for x in batches(5, start=30):
         results = gradients_of if change is without_hooks else GraphedTraining.results
-        assert_same(results(graphed, x), results(eager, x))
+        assert_same_tensors(results(graphed, x), results(eager, x))
     # The first, and after three calls under what holds now; a new parameter is first hooked to.
     assert graphed.step.replays == (2 if change is other_parameter else 3)
 
@@ -154,7 +154,7 @@ def test_a_layer_in_the_place_of_another_is_not_taken_for_it() -> None:
             training.plain[2] = None
             training.plain[2] = nn.Sigmoid()
         x = batches(1)[0]
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
         assert graphed.step.replays == 1  # played by hand, a replay would run the new layer
 
 
@@ -171,7 +171,9 @@ def test_norms_that_the_step_itself_reads() -> None:
     for x in batches(7):
         found = graphed(x)
         expected = model.get_norm_sample()
-        assert_same(found, [expected, expected * 2, training.plain[3].bias._norm_sample + 1])
+        assert_same_tensors(
+            found, [expected, expected * 2, training.plain[3].bias._norm_sample + 1]
+        )
         model.zero_grad(set_to_none=True)
     assert graphed.replays == 4
 
@@ -218,7 +220,7 @@ def test_weights_that_change_in_place_need_no_other_graph() -> None:
             with torch.no_grad():
                 for p in training.plain.parameters():
                     p.mul_(0.9)
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 4
 
 
@@ -243,8 +245,10 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(keep: Callable[[Tensor],
     assert graphed.step.replays == 2
     kept = [keep(p.grad) for p in graphed.plain.parameters()]
     before = [torch.as_tensor(x).clone() for x in kept]
-    assert_same(graphed.results(batches(1, start=60)[0]), eager.results(batches(1, start=60)[0]))
-    assert_same([torch.as_tensor(x) for x in kept], before)
+    assert_same_tensors(
+        graphed.results(batches(1, start=60)[0]), eager.results(batches(1, start=60)[0])
+    )
+    assert_same_tensors([torch.as_tensor(x) for x in kept], before)
     assert graphed.step.replays == 2
     del kept
     graphed.results(batches(1)[0])
@@ -256,11 +260,11 @@ def test_nothing_is_captured_while_another_loss_is_kept() -> None:
     graphed, eager = GraphedTraining(PlayedByHand), GraphedTraining(None)
     kept = squared_loss(graphed.model, (batches(1)[0],)).sum()
     for x in batches(6):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 0
     del kept
     for x in batches(2):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 2
 
 
@@ -272,7 +276,7 @@ def test_results_and_norms_are_the_callers_own() -> None:
     of_param = graphed.plain[0].weight._norm_sample
     before = [x.clone() for x in (first, norms, of_param)]
     graphed.results(batches(1, start=70)[0])
-    assert_same([first, norms, of_param], before)
+    assert_same_tensors([first, norms, of_param], before)
     assert not first.requires_grad
 
 
@@ -307,7 +311,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     assert graphed.model._session.captured is None and not graphed.step._graphs
     handle.remove()
     for x in batches(2, start=80):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 2
 
 
@@ -359,12 +363,12 @@ def test_arguments_and_results_of_other_types() -> None:
 def test_without_a_gpu_the_step_is_called() -> None:
     graphed, eager = GraphedTraining(GraphedStep), GraphedTraining(None)
     for x in batches(6):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert (graphed.step.calls, graphed.step.replays) == (6, 0)
 
 
 def test_a_model_that_is_not_wrapped_but_hooked() -> None:
-    plain, twin = network(), network()
+    plain, twin = small_network(), small_network()
     hooks = GradSampleHooksFlashClipping(plain, max_grad_norm=0.5)
     expected = GradSampleModuleFlashClipping(twin, max_grad_norm=0.5)
     step = PlayedByHand(lambda x: squared_loss(plain, (x,)).mean().backward(), hooks)
@@ -374,7 +378,9 @@ def test_a_model_that_is_not_wrapped_but_hooked() -> None:
         step(x)
         squared_loss(expected, (x,)).mean().backward()
         assert torch.equal(hooks.get_norm_sample(), expected.get_norm_sample())
-        assert_same([p.grad for p in plain.parameters()], [p.grad for p in twin.parameters()])
+        assert_same_tensors(
+            [p.grad for p in plain.parameters()], [p.grad for p in twin.parameters()]
+        )
     assert step.replays == 3
 
 
@@ -384,7 +390,7 @@ def test_replays_count_the_samples_within_the_bound() -> None:
     for training in (graphed, eager):
         training.model.counts_unclipped = True
     for x in batches(3):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
         found, expected = (t.model._record.unclipped for t in (graphed, eager))
         assert found == expected
     assert graphed.step.replays >= 3

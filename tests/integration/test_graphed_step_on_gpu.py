@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
-from tests.support.graphs import assert_same
+from tests.support.graphs import assert_same_tensors
 from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close
 
@@ -57,7 +57,7 @@ def test_every_rule_as_a_graph(name: str, mode: str, dtype: torch.dtype) -> None
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b, 1e-5 if dtype == torch.float32 else 1e-2, name)
     else:
-        assert_same(found, expected)
+        assert_same_tensors(found, expected)
 
 
 @on_gpu
@@ -124,7 +124,9 @@ def test_graphs_of_several_sizes_share_memory() -> None:
             model.zero_grad(set_to_none=True)
             found = [step(*batch), *(p.grad.clone() for p in plain.parameters())]
             model.zero_grad(set_to_none=True)
-            assert_same(found, [run(*batch).detach(), *(p.grad for p in plain.parameters())])
+            assert_same_tensors(
+                found, [run(*batch).detach(), *(p.grad for p in plain.parameters())]
+            )
     assert step.replays == 3 * 6
 
 
@@ -145,7 +147,7 @@ def test_a_graph_after_all_others_have_gone() -> None:
         found = [p.grad.clone() for p in plain.parameters()]
         model.zero_grad(set_to_none=True)
         run(*batch)
-        assert_same(found, [p.grad for p in plain.parameters()])
+        assert_same_tensors(found, [p.grad for p in plain.parameters()])
     assert step.replays == 9
 
 
@@ -216,4 +218,4 @@ def test_weights_that_autocast_has_cast_before() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         model.zero_grad(set_to_none=True)
         run(*second)
-    assert_same(found, [p.grad for p in plain.parameters()])
+    assert_same_tensors(found, [p.grad for p in plain.parameters()])

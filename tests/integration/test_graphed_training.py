@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GraphedStep
-from tests.support.graphs import PlayedByHand, assert_same, batches, network, warmed
+from tests.support.graphs import PlayedByHand, assert_same_tensors, batches, small_network, warmed
 from tests.support.models import squared_loss
 
 
@@ -19,7 +19,7 @@ def train(graphed: bool, physical: int, noise: float) -> tuple[list[Tensor], int
     Returns:
         Parameters and losses; how many steps were replays.
     """
-    plain = network()
+    plain = small_network()
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(48, 5, 6, generator=generator))
     model, optimizer, _, loader = FlashPrivacyEngine().make_private(
@@ -56,14 +56,14 @@ def train(graphed: bool, physical: int, noise: float) -> tuple[list[Tensor], int
 @pytest.mark.parametrize("physical", [4, 64])
 def test_training_with_poisson_batches(physical: int, noise: float) -> None:
     found, replays = train(True, physical, noise)
-    assert_same(found, train(False, physical, noise)[0])
+    assert_same_tensors(found, train(False, physical, noise)[0])
     # Whole batches are of other sizes almost every time.
     assert replays >= 30 if physical == 4 else replays <= 3
 
 
 def test_a_step_without_zero_grad_is_refused_as_without_graphs() -> None:
     """The optimizer's mark on a sum that it has used is not lost with a copy of it."""
-    plain = network()
+    plain = small_network()
     model, optimizer, _, _ = FlashPrivacyEngine().make_private(
         module=plain,
         optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashPrivacyEngine
-from tests.support.private import Net, Private, data
+from tests.support.private import Private, TwoLayers, data
 
 
 class Scaled(nn.Linear):
@@ -35,7 +35,7 @@ def test_strict_is_read(wrap_model: bool) -> None:
 
 @pytest.mark.parametrize("keyword", ["strickt", "max_physical_batch_size", "target_epsilon"])
 def test_unknown_keywords_are_refused(keyword: str) -> None:
-    model = Net()
+    model = TwoLayers()
     with pytest.raises(TypeError, match=rf"found {keyword}, .*Known .* max_grad_norm.* strict"):
         Private(model, **{keyword: 1.0})
     assert not hasattr(model, "autograd_grad_sample_hooks")
@@ -48,7 +48,7 @@ def test_keywords_of_adaptive_clipping_belong_to_it() -> None:
 
 
 def arguments(with_epsilon: bool) -> dict[str, Any]:
-    model = Net()
+    model = TwoLayers()
     values: dict[str, Any] = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

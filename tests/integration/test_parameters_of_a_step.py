@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.private import SLACK, Net, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
 def test_parameters_that_the_wrapper_does_not_know(released: Released) -> None:
@@ -33,7 +33,7 @@ def test_parameters_that_the_wrapper_does_not_know(released: Released) -> None:
 
 
 def test_parameters_that_are_unfrozen_later_may_be_added(released: Released) -> None:
-    model = Net()
+    model = TwoLayers()
     model.head.requires_grad_(False)
     private = Private(model, parameters=[*model.body.parameters()])
     private.step()
@@ -99,7 +99,7 @@ def test_a_parameter_that_the_first_forward_makes(wrap_model: bool) -> None:
                 self.gain = nn.Parameter(torch.ones(8))
             return x * self.gain
 
-    model = Net()
+    model = TwoLayers()
     model.body.append(Late())
     private = Private(model, wrap_model=wrap_model)
     with pytest.raises(FlashClippingError, match=r"body\.2 \(Late\): its parameter 'gain' came"):

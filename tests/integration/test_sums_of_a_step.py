@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_clipping import FlashClippingError, GraphedStep
-from tests.support.private import SLACK, Net, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 # -- p.grad between backward and step -------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def test_parameters_frozen_between_parts_of_a_step(released: Released) -> None:
 
 
 def test_parameters_unfrozen_between_backward_and_step() -> None:
-    model = Net()
+    model = TwoLayers()
     model.head.requires_grad_(False)
     private = Private(model)
     private.backward()

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashClippingError, FlashDPOptimizer
-from tests.support.private import SLACK, Net, Private, Released, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_two_optimizers_on_one_model(wrap_model: bool) -> None:
-    model = Net()
+    model = TwoLayers()
     first = Private(model, parameters=[*model.body.parameters()], wrap_model=wrap_model)
     second = first.wrapper if wrap_model else model
     with pytest.raises(ValueError, match="has a private optimizer already|One model has one opt"):

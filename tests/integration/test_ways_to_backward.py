@@ -13,7 +13,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
 from flash_clipping import FlashLoss, GradSampleModuleFlashClipping
-from tests.support.engine import digits, network
+from tests.support.engine import convolutional_network, digits
 
 
 def gradients(
@@ -25,7 +25,10 @@ def gradients(
     dataset = digits()
     x, y = dataset.tensors[0][:16].double(), dataset.tensors[1][:16]
     model = GradSampleModuleFlashClipping(
-        network().double(), max_grad_norm=0.5, loss_reduction=reduction, **(module_options or {})
+        convolutional_network().double(),
+        max_grad_norm=0.5,
+        loss_reduction=reduction,
+        **(module_options or {}),
     )
     optimizer = DPOptimizerFastGradientClipping(
         torch.optim.SGD(model.parameters(), lr=0.1),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
-from tests.support.engine import EngineTraining, network
+from tests.support.engine import EngineTraining, convolutional_network
 from tests.support.wrapping import MODES
 
 
@@ -82,12 +82,12 @@ def test_gpt2_with_its_own_loss(wrap_model: bool, mode: str) -> None:
 
 def test_unwrapped_model_is_left_as_it_was() -> None:
     training = EngineTraining(FlashPrivacyEngine(), wrap_model=False, poisson_sampling=False)
-    names = set(network().state_dict())
+    names = set(convolutional_network().state_dict())
     assert set(training.plain.state_dict()) == names
     assert type(training.plain) is nn.Sequential
     training.steps(1)
     training.wrapper.cleanup()
-    reference = network()
+    reference = convolutional_network()
     reference.load_state_dict(training.plain.state_dict())
     x, y = next(iter(training.loader))
     for model in (training.plain, reference):

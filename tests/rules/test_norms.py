@@ -18,7 +18,7 @@ from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
 from flash_clipping.rules.registry import Needs, Rule
-from tests.support.cases import bound_between, check_case, make, step
+from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
@@ -32,13 +32,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 @pytest.mark.parametrize("name", CASES)
 def test_rule_matches_oracle(name: str, dtype: torch.dtype, reduction: str, mode: str) -> None:
     case = CASES[name]
-    model, batch = make(case, dtype)
+    model, batch = make_case(case, dtype)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(
         model, max_grad_norm=bound, loss_reduction=reduction, mode=mode
     )
-    step(module, case, batch, reduction)
+    step_case(module, case, batch, reduction)
     check_case(module, truth, bound, TOLERANCE[dtype])
 
 
@@ -47,26 +47,26 @@ def test_rule_matches_oracle(name: str, dtype: torch.dtype, reduction: str, mode
 def test_activation_checkpointing(checkpointing: str, mode: str) -> None:
     case = Case(lambda: Mixed(checkpointing=checkpointing), mixed_batch)
     plain = Case(Mixed, mixed_batch)
-    model, batch = make(case, torch.float64)
-    truth = per_sample_truth(make(plain, torch.float64)[0], batch, case.loss)
+    model, batch = make_case(case, torch.float64)
+    truth = per_sample_truth(make_case(plain, torch.float64)[0], batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         check_case(module, truth, bound, 1e-10)
 
 
 @pytest.mark.parametrize("frozen", ["embed", "conv", "blocks.0", "bias", "weight", "norm"])
 def test_frozen_parameters(frozen: str) -> None:
     case = CASES["mixed"]
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     for name, param in model.named_parameters():
         param.requires_grad_(not (name.startswith(frozen) or name.endswith(frozen)))
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-10)
 
 
@@ -129,7 +129,7 @@ def test_a_parameter_renamed_between_steps_is_refused() -> None:
 
 def test_unfrozen_after_wrapping() -> None:
     case = CASES["bare_parameters"]
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
@@ -143,13 +143,13 @@ def test_unfrozen_after_wrapping() -> None:
         for name, param in plain.named_parameters():
             param.requires_grad_(name.startswith(tuple(trainable)))
         truth = per_sample_truth(plain, batch, case.loss)
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
         check_case(module, truth, 1.0, 1e-10)
 
 
 def test_module_that_vmap_cannot_run() -> None:
     case = Case(lambda: Wrapped(nn.Linear(3, 3), Branchy(), nn.Linear(3, 2)), floats(6, 3))
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     # The oracle cannot vmap it either: one sample at a time, by plain autograd.
     grads: dict[str, list[Tensor]] = {n: [] for n, _ in model.named_parameters()}
     for b in range(6):
@@ -162,10 +162,10 @@ def test_module_that_vmap_cannot_run() -> None:
     truth = Truth(torch.stack(list(param_norms.values())).norm(dim=0), param_norms, stacked)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3, force_functorch=True)
     with pytest.warns(UserWarning, match=r"layers\.1 \(Branchy\): torch.func.vmap cannot run"):
-        step(module, case, batch, "mean")
+        step_case(module, case, batch, "mean")
     check_case(module, truth, 0.3, 1e-10)
     module.zero_grad(set_to_none=True)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     check_case(module, truth, 0.3, 1e-10)
 
 
@@ -216,7 +216,7 @@ def test_only_failures_of_vmap_lead_to_the_loop(error: BaseException | str) -> N
 def test_autocast(mode: str) -> None:
     """Under bf16 autocast: the norms of what autocast computes, not of what fp32 would have."""
     case = CASES["mixed"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         truth = per_sample_truth(model, batch, case.loss, dtype=None)
     bound = bound_between(truth)
@@ -234,13 +234,13 @@ def test_autocast(mode: str) -> None:
 
 def test_batch_of_one_and_empty_batch() -> None:
     case = CASES["mixed"]
-    model, _ = make(case, torch.float64)
+    model, _ = make_case(case, torch.float64)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     for size in (1, 0, 1):
         module.zero_grad(set_to_none=True)
         batch = mixed_batch(size)
         batch = (batch[0], batch[1].double())
-        step(module, case, batch, "sum" if size == 0 else "mean")
+        step_case(module, case, batch, "sum" if size == 0 else "mean")
         assert module.get_norm_sample().shape == (size,)
         assert module.get_clipping_coef().shape == (size,)
         for param in model.parameters():
@@ -252,11 +252,11 @@ def test_batch_of_one_and_empty_batch() -> None:
 def test_gradients_add_up_over_backwards() -> None:
     """Like autograd, and what Opacus' virtual steps build on."""
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float64)
+    model, batch = make_case(case, torch.float64)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     once = {n: p.grad.clone() for n, p in module.named_parameters()}
-    step(module, case, batch, "mean")
+    step_case(module, case, batch, "mean")
     for n, p in module.named_parameters():
         assert_close(p.grad, 2 * once[n], 1e-12, n)
 

@@ -10,14 +10,14 @@ from tests.support.models import Case
 from tests.support.oracle import Truth, assert_close
 
 
-def make(case: Case, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def make_case(case: Case, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = case.make().to(dtype)
     batch = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.batch())
     return model, batch
 
 
-def step(
+def step_case(
     module: GradSampleModuleFlashClipping, case: Case, batch: tuple[Tensor, ...], reduction: str
 ) -> None:
     losses = case.loss(module, batch)

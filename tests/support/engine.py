@@ -19,7 +19,7 @@ def digits() -> TensorDataset:
     return TensorDataset(x, torch.tensor(labels))
 
 
-def network() -> nn.Sequential:
+def convolutional_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1),
@@ -48,7 +48,7 @@ class EngineTraining:
         **options: Any,
     ):
         self.engine = engine
-        self.plain = model if model is not None else network()
+        self.plain = model if model is not None else convolutional_network()
         options = {"max_grad_norm": 0.5, "noise_multiplier": 0.0} | options
         make = engine.make_private
         if "target_epsilon" in options:

@@ -17,7 +17,7 @@ from flash_clipping import FlashDPOptimizer, GradSampleModuleFlashClipping
 from tests.support.models import Block, Scale
 
 
-class Net(nn.Module):
+class NetOfEveryRule(nn.Module):
     """A rule of every kind, stand-ins for bare parameters, vmap, and checkpointing on demand."""
 
     def __init__(self, checkpointing: str = "none"):
@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(self, mode: str = "one_pass", checkpointing: str = "none", generic: bool = False):
         torch.manual_seed(0)
-        self.plain = Net(checkpointing)
+        self.plain = NetOfEveryRule(checkpointing)
         self.module = GradSampleModuleFlashClipping(
             self.plain, max_grad_norm=0.1, mode=mode, force_functorch=generic
         )
@@ -131,7 +131,7 @@ def state_after_one_step(**options: Any) -> dict[str, Tensor]:
     return trainer.state()
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), f"{where}: {name} differs"
@@ -197,6 +197,6 @@ def fail_at_operators(options: dict[str, Any], positions: range, remember: bool 
         if not remember:
             collected += assert_nothing_is_left(trainer, fault, where)
         trainer.step(batch())
-        assert_same(trainer.state(), expected, where)
+        assert_same_state(trainer.state(), expected, where)
     assert collected <= failed / 20  # an out-of-memory error must free memory at once
     return failed

@@ -56,7 +56,7 @@ class PlayedByHand(GraphedStep):
         return work()
 
 
-def network() -> nn.Sequential:
+def small_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -65,7 +65,7 @@ class GraphedTraining:
     """The same training with and without graphs."""
 
     def __init__(self, graphed: type[GraphedStep] | None, *, wrap: bool = True, **options: Any):
-        self.plain = network()
+        self.plain = small_network()
         self.model: Any = self.plain
         if wrap:
             options = {"max_grad_norm": 0.5} | options
@@ -99,7 +99,7 @@ def batches(count: int, size: int = 4, start: int = 0) -> list[Tensor]:
     ]
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_same_tensors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -109,6 +109,6 @@ def warmed(**options: Any) -> tuple[GraphedTraining, GraphedTraining]:
     """Two of the same, the first past its capture."""
     graphed, eager = GraphedTraining(PlayedByHand, **options), GraphedTraining(None, **options)
     for x in batches(4):
-        assert_same(graphed.results(x), eager.results(x))
+        assert_same_tensors(graphed.results(x), eager.results(x))
     assert (graphed.step.calls, graphed.step.replays) == (4, 1)
     return graphed, eager

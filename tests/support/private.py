@@ -20,7 +20,7 @@ from flash_clipping import FlashPrivacyEngine
 SLACK = 1 + 1e-4
 
 
-class Net(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
@@ -56,7 +56,7 @@ class Private:
 
     def __init__(self, model: nn.Module | None = None, **options: Any):
         torch.manual_seed(0)
-        self.plain = Net() if model is None else model
+        self.plain = TwoLayers() if model is None else model
         self.engine = options.pop("engine", None) or FlashPrivacyEngine(accountant="rdp")
         options = {
             "noise_multiplier": 1.0,

@@ -45,7 +45,19 @@ class Around(nn.Module):
         return self.head(torch.tanh(y))
 
 
-def make(middle: Callable[[], nn.Module]) -> nn.Module:
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return G * gain, (G * x).flatten(0, -2).sum(0)
+
+
+def make_around(middle: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return Around(middle()).double()
 
@@ -85,8 +97,8 @@ def measured(
 def exact(
     middle: Callable[[], nn.Module], batch: Batch, mode: str, wrapper: str, **options: Any
 ) -> None:
-    truth = truth_by_autograd(make(middle), batch, squares)
-    measured(make(middle), truth, batch, mode, wrapper, **options)
+    truth = truth_by_autograd(make_around(middle), batch, squares)
+    measured(make_around(middle), truth, batch, mode, wrapper, **options)
 
 
 def attention_layer() -> nn.Module:
