@@ -659,7 +659,7 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
             return self.block[0](self.block(x))
 
     case = Case(Both, floats(5, 3, 4))
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     model.block.compile(backend="aot_eager", fullgraph=True)
     compare(wrap(model, max_grad_norm=0.5, mode=mode), truth, case, batch, 0.5)
@@ -669,14 +669,14 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
 def test_a_wrapped_model_that_is_compiled_from_outside() -> None:
     """Its hooks break the graph, and so does every layer."""
     case = CASES["linear_3d"]
-    model, batch = make(case, torch.float32)
+    model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     module = wrap(model, max_grad_norm=0.5)
     compiled = torch.compile(module, backend="aot_eager")
     for _ in range(2):
         module.zero_grad(set_to_none=True)
         case.loss(compiled, batch).mean().backward()
-        check(module, truth, 0.5, 1e-5)
+        check_case(module, truth, 0.5, 1e-5)
 
 
 # -- what is not wired -----------------------------------------------------------------------------

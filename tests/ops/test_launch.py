@@ -56,7 +56,7 @@ class OnAnotherDevice(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launching, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launching, "_CompiledKernel", Compiled)
     monkeypatch.setattr(launching, "_remembers", True)
     monkeypatch.setattr(launching, "_found", {})
     yield
