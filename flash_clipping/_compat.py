@@ -259,7 +259,7 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 )
 
 #: All kinds of dropout. Without: those that PyTorch has now.
-DROPOUTS: tuple[type[nn.Module], ...] = (
+DROPOUTS: tuple[Any, ...] = (
     _find(nn, "modules.dropout._DropoutNd") or nn.Dropout,
     nn.Dropout,
     nn.Dropout1d,
