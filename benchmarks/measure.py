@@ -54,6 +54,21 @@ def milliseconds(device: torch.device, run: Callable[[], None], clock: Clock = "
     return (now() - begin) * 1e3
 
 
+def host_milliseconds(device: torch.device, run: Callable[[], None]) -> float | None:
+    """Time until ``run`` has launched all its work on a device that had nothing to do: the median
+    of three calls. None on a CPU, where the host does the work itself."""
+    if device.type != "cuda":
+        return None
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        found.append((time.perf_counter() - begin) * 1e3)
+    torch.cuda.synchronize(device)
+    return sorted(found)[1]
+
+
 def settle(device: torch.device) -> None:
     """Release what nothing refers to, and wait for the device."""
     gc.collect()

@@ -2,7 +2,8 @@
 
 Shapes are written as suffixes: B samples, T positions, D model width, V vocabulary.
 
-All models are free of buffers and of layers that mix samples, so that every method can run them.
+Our own models are free of buffers and of layers that mix samples, so that every method can run
+them.
 A workload of your own: ``--model package.module:factory``, where ``factory(**overrides)`` returns
 a :class:`Workload` and ``overrides`` holds those of ``batch``, ``seq``, ``layers`` and
 ``checkpointing`` that were given on the command line.
@@ -311,7 +312,17 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
     ),
 }
 
-NAMES: tuple[str, ...] = tuple(_NAMED)
+#: Functions of :mod:`benchmarks.huggingface`, which needs transformers.
+_HUGGING_FACE = {
+    "llama-3.2-1b": "llama_1b",
+    "gpt2-medium": "gpt2_medium",
+    "bert-base": "bert_base",
+    "vit-large": "vit_large",
+}
+
+#: Models written here.
+OWN_NAMES: tuple[str, ...] = tuple(_NAMED)
+NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE)
 
 
 def workload(
@@ -338,11 +349,14 @@ def workload(
     factory: Callable[..., Workload]
     defaults: dict[str, Any]
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        factory, defaults = getattr(importlib.import_module(module), attribute), {}
+        where, _, attribute = name.partition(":")
+        factory, defaults = getattr(importlib.import_module(where), attribute), {}
     elif name in _NAMED:
         factory, defaults = _NAMED[name]
         defaults = {"name": name, **defaults}
+    elif name in _HUGGING_FACE:
+        module = importlib.import_module("benchmarks.huggingface")
+        factory, defaults = getattr(module, _HUGGING_FACE[name]), {"name": name}
     else:
         raise ValueError(
             f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "

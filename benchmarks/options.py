@@ -53,7 +53,19 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="override the model's number of layers")
     parser.add_argument("--lora", type=int, metavar="R", help="freeze it; rank R on every linear")
     parser.add_argument("--checkpointing", action="store_true", help="recompute each block")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the module")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=("default", "reduce-overhead", "max-autotune-no-cudagraphs"),
+        metavar="MODE",
+        help="module.compile(fullgraph=True, mode=MODE), non-private and flash alike",
+    )
+    parser.add_argument(
+        "--gc-freeze",
+        action="store_true",
+        help="keep Python's garbage collector from what exists before the turns, as users may",
+    )
     parser.add_argument(
         "--graph",
         action="store_true",

@@ -22,6 +22,7 @@ class Row:
         batch, positions: samples in a batch, tokens in a sample.
         status: ``ok``; ``OOM``; ``failed`` (``note`` says why); ``missing`` (not installed).
         milliseconds: one step's time, a value per round.
+        host_milliseconds: what the host takes of a step; see ``measure.host_milliseconds``.
         peak_bytes: see ``measure.PeakMemory``.
         norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
         shortened, doubtful: how much shorter than their norm asks for clipped samples are, the
@@ -35,6 +36,7 @@ class Row:
     status: Status = "ok"
     note: str = ""
     milliseconds: list[float] = field(default_factory=list)
+    host_milliseconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     norm_error: float | None = None
     gradient_error: float | None = None
@@ -137,6 +139,8 @@ class Summary:
     tokens_per_second: float
     ratio: Spread | None
     memory_ratio: float | None
+    host_milliseconds: float | None = None
+    host_ratio: float | None = None
 
 
 def summaries(rows: list[Row]) -> list[Summary | None]:
@@ -147,14 +151,18 @@ def summaries(rows: list[Row]) -> list[Summary | None]:
         if not row.milliseconds:
             return None
         spread = Spread.of(row.milliseconds)
-        ratio = memory_ratio = None
+        ratio = memory_ratio = host_ratio = None
+        host = statistics.median(row.host_milliseconds) if row.host_milliseconds else None
         baseline = baselines.get(row.workload)
         if baseline is not None and baseline.milliseconds:
             pairs = zip(row.milliseconds, baseline.milliseconds, strict=False)
             ratio = Spread.of([ours / theirs for ours, theirs in pairs])
             if row.peak_bytes and baseline.peak_bytes:
                 memory_ratio = row.peak_bytes / baseline.peak_bytes
+            if host is not None and baseline.host_milliseconds:
+                host_ratio = host / statistics.median(baseline.host_milliseconds)
         per_second = 1e3 * row.batch / spread.median
-        return Summary(spread, per_second, per_second * row.positions, ratio, memory_ratio)
+        tokens_per_second = per_second * row.positions
+        return Summary(spread, per_second, tokens_per_second, ratio, memory_ratio, host, host_ratio)
 
     return [summary(row) for row in rows]

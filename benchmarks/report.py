@@ -159,22 +159,31 @@ def _step_lines(record: Record, methods: Sequence[str]) -> list[list[str]]:
         if baseline is None or baseline[1] is None:
             continue
         row, summary = baseline
-        assert row.peak_bytes is not None and summary is not None
+        assert summary is not None
         lines.append(
             [
                 _workload(workload),
-                f"{summary.milliseconds.median:.1f} ms, {size(row.peak_bytes)}",
+                _baseline_cell(row, summary),
                 *(_step_cell(*cells[workload, method]) for method in methods),
             ]
         )
     return lines
 
 
+def _baseline_cell(row: Row, summary: Summary) -> str:
+    """Time, the host's time where it was taken, and peak memory."""
+    assert row.peak_bytes is not None
+    host = summary.host_milliseconds
+    of_host = f"host {host:.1f} ms, " if host else ""
+    return f"{summary.milliseconds.median:.1f} ms, {of_host}{size(row.peak_bytes)}"
+
+
 def _step_cell(row: Row, summary: Summary | None) -> str:
     if summary is None or summary.ratio is None:
         return row.status
     memory = f" ({summary.memory_ratio:.2f})" if summary.memory_ratio else ""
-    return f"{summary.ratio.median:.2f}×{memory}"
+    host = f", host {summary.host_ratio:.2f}×" if summary.host_ratio else ""
+    return f"{summary.ratio.median:.2f}×{memory}{host}"
 
 
 def _memory_table(record: Record) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import agreement
 from benchmarks.agreement import REFERENCES, TOLERANCE, Fingerprint
-from benchmarks.measure import Clock, PeakMemory, milliseconds, settle
+from benchmarks.measure import Clock, PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
 
@@ -73,7 +73,7 @@ class Session:
         """
         setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
         plain = dataclasses.replace(
-            setting, workload=setting.plain or setting.workload, compile=False, graph=False
+            setting, workload=setting.plain or setting.workload, compile=None, graph=False
         )
         candidates = [name for name in self.running() if METHODS[name].flat]
         opacus = [name for name in REFERENCES if name in candidates]
@@ -157,6 +157,7 @@ class Session:
         steps: int,
         warmup: int,
         clock: Clock = "wall",
+        gc_freeze: bool = False,
         done: Progress = lambda line: None,
     ) -> None:
         """Methods in turn, ``steps`` steps each, for ``rounds`` rounds: one sample a turn.
@@ -164,15 +165,16 @@ class Session:
         Every round starts with the next method: what runs after a method that left the card cool
         is faster by a few percent, and no method is to have that place always.
 
-        Python's garbage collector passes over what was made before: walking all objects of the
-        process takes longer than a step, and comes upon whichever method's turn it is.
+        With ``gc_freeze``, Python's garbage collector passes over what was made before.
         """
         settle(self.setting.device)
-        gc.freeze()
+        if gc_freeze:
+            gc.freeze()
         try:
             self._take_turns(rounds, steps, warmup, clock, done)
         finally:
-            gc.unfreeze()
+            if gc_freeze:
+                gc.unfreeze()
 
     def _take_turns(
         self, rounds: int, steps: int, warmup: int, clock: Clock, done: Progress
@@ -186,11 +188,17 @@ class Session:
                 elapsed = self._attempt(row, turn)
                 if elapsed is None:
                     row.milliseconds.clear()
+                    row.host_milliseconds.clear()
                 else:
-                    row.milliseconds.append(elapsed / steps)
+                    row.milliseconds.append(elapsed[0] / steps)
+                    if elapsed[1] is not None:
+                        row.host_milliseconds.append(elapsed[1])
                 done(f"{name}, round {number + 1}")
 
-    def _turn(self, name: str, number: int, steps: int, warmup: int, clock: Clock) -> float:
+    def _turn(
+        self, name: str, number: int, steps: int, warmup: int, clock: Clock
+    ) -> tuple[float, float | None]:
+        """Milliseconds of these steps together, and what the host takes for one."""
         if name not in self._built:  # it did not fit beside the others
             self._built.clear()
             settle(self.setting.device)
@@ -209,8 +217,9 @@ class Session:
             method.step(*batches[0])
         self._warm.add(name)
         elapsed = milliseconds(self.setting.device, take, clock)
+        host = host_milliseconds(self.setting.device, lambda: method.step(*batches[0]))
         method.zero_grad()  # outside its turn a method holds parameters and optimizer state only
-        return elapsed
+        return elapsed, host
 
     # ------------------------------------------------------------------------------------- errors
 

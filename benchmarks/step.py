@@ -109,6 +109,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 steps=options.steps,
                 warmup=options.warmup,
                 clock=options.clock,
+                gc_freeze=options.gc_freeze,
                 done=done,
             )
         rows = list(session.rows.values())
@@ -125,7 +126,8 @@ def step_table(rows: Sequence[Row]) -> Group:
     """The rows of one workload, for the terminal."""
     table = Table()
     table.add_column("method", no_wrap=True)
-    for heading in ("ms / step", "p10 – p90", "ratio", "p10 – p90", "peak MiB", "ratio"):
+    headings = ("ms / step", "p10 – p90", "ratio", "p10 – p90", "host ms", "ratio")
+    for heading in (*headings, "peak MiB", "ratio"):
         table.add_column(heading, justify="right")
     table.add_column("samples / s", justify="right")
     table.add_column("tokens / s", justify="right")
@@ -133,7 +135,7 @@ def step_table(rows: Sequence[Row]) -> Group:
     for row, summary in zip(rows, summaries(list(rows)), strict=True):
         peak = f"{row.peak_bytes / 2**20:,.1f}" if row.peak_bytes else ""
         if summary is None:
-            table.add_row(row.method, f"[bold]{row.status}[/]", "", "", "", peak)
+            table.add_row(row.method, f"[bold]{row.status}[/]", *[""] * 5, peak)
             notes += [f"{row.method}: {row.note}"] if row.note else []
             continue
         ratio = summary.ratio
@@ -143,6 +145,8 @@ def step_table(rows: Sequence[Row]) -> Group:
             _range(summary.milliseconds, 2),
             f"[bold]{ratio.median:.3f}[/]" if ratio else "",
             _range(ratio, 3) if ratio else "",
+            f"{summary.host_milliseconds:.2f}" if summary.host_milliseconds else "",
+            f"{summary.host_ratio:.2f}" if summary.host_ratio else "",
             peak,
             f"{summary.memory_ratio:.3f}" if summary.memory_ratio else "",
             f"{summary.samples_per_second:,.1f}",

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops import clipped_sums, linear_sqnorms
-from tests.models import CASES, Attention, Block, Scale
-from tests.strategies import PROFILE, profile
+from tests.support.models import CASES, Attention, Block, Scale
+from tests.support.strategies import PROFILE, profile
 
 CLASSES, POSITIONS = 7, 8
 
@@ -53,7 +53,7 @@ def tokens(size: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, CLASSES, (size, POSITIONS), generator=generator)
 
 
-def floats(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
+def drawn_floats(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
     return lambda size, generator: torch.randn(size, *shape, generator=generator)
 
 
@@ -74,7 +74,7 @@ MODELS = {
             nn.GELU(),
             nn.Linear(16, CLASSES),
         ),
-        floats(12),
+        drawn_floats(12),
     ),
     "positions": Model(
         lambda: nn.Sequential(
@@ -97,17 +97,17 @@ MODELS = {
             nn.Flatten(),
             nn.Linear(32, CLASSES),
         ),
-        floats(3, 6, 6),
+        drawn_floats(3, 6, 6),
     ),
     "attention": Model(
         lambda: nn.Sequential(
             nn.Linear(6, 8), Attention(8, 2), nn.RMSNorm(8), nn.Linear(8, CLASSES)
         ),
-        floats(POSITIONS, 6),
+        drawn_floats(POSITIONS, 6),
     ),
     "generic": Model(
         lambda: nn.Sequential(nn.Linear(6, 8), Scale(8), nn.Tanh(), nn.Linear(8, CLASSES)),
-        floats(POSITIONS, 6),
+        drawn_floats(POSITIONS, 6),
         opacus=False,  # two trainable uses of functorch that its ghost mode warns about
     ),
     "tied_head": Model(TiedHead, tokens, opacus=False),  # it refuses tied parameters

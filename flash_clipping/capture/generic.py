@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import pytree
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.capture.session import Recorder, in_backward
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor
 
@@ -26,7 +27,7 @@ class GenericTap(Protocol):
     (:class:`~flash_clipping.capture.tap.Tap`)."""
 
     path: str
-    recorder: Recorder
+    session: ClippingSession
     layer: nn.Module
     loops: bool
 
@@ -54,7 +55,7 @@ class PerSampleView(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> Any:
         tap: GenericTap = ctx.tap
-        if not tap.recorder.enabled:
+        if not tap.session.enabled:
             return None, grads.sum(0), None
         tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
         return None, None, None
@@ -79,8 +80,8 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
     handed to every sample as it is. A module that ``vmap`` cannot run (data-dependent control
     flow, an operator without a batching rule) is run sample by sample instead, with one warning.
     """
-    recorder, layer = tap.recorder, tap.layer
-    axis = recorder.batch_axis
+    session, layer = tap.session, tap.layer
+    axis = session.batch_axis
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mapped = _mapped(tap, leaves, axis)
     sizes = {leaf.shape[axis] for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped}
@@ -108,7 +109,7 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
         output = torch.func.functional_call(shim, params, one_args, one_kwargs)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
 
-    with recorder.bypass(), _PaddingStays(tap):
+    with session.bypass(), _PaddingStays(tap):
         if batch_size == 0:
             # Nothing to map over. The empty views keep the output in the graph.
             output = torch.func.functional_call(
@@ -276,8 +277,8 @@ def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
             f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
             "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
         )
-    recorder = tap.recorder
-    call = recorder.current_forward
+    session = tap.session
+    call = session.current_forward
     if call is None or call.batch_size is None:
         sizes = [tensor.shape[axis] for tensor in tensors]
         return [
@@ -293,5 +294,5 @@ def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
             continue
         sure = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
         beside = leaf is not first
-        mapped.append(recorder.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
+        mapped.append(session.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
     return mapped

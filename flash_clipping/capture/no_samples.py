@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.batch_axis import _random_state, _untouched
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation
-from flash_clipping.capture.session import Recorder
+from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
 
@@ -136,8 +136,8 @@ def _described(value: Any) -> str:
 class RootForward(Tap):
     """Stands in for the root module's ``forward``, around its tap if it has one."""
 
-    def __init__(self, root: nn.Module, recorder: Recorder):
-        super().__init__(root, "", None, recorder)
+    def __init__(self, root: nn.Module, session: ClippingSession):
+        super().__init__(root, "", None, session)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -161,7 +161,7 @@ class EmptyBatchForward(RootForward):
 
     Args:
         root: the model.
-        recorder: what its taps share.
+        session: what its taps share.
         has_bags: some layer makes samples of what it reads (``nn.EmbeddingBag``), so that a batch
             may hold samples although its first input has no rows.
 
@@ -169,15 +169,15 @@ class EmptyBatchForward(RootForward):
         FlashClippingError: in forward, of a model that runs neither on made-up samples nor on none.
     """
 
-    def __init__(self, root: nn.Module, recorder: Recorder, has_bags: bool):
-        super().__init__(root, recorder)
+    def __init__(self, root: nn.Module, session: ClippingSession, has_bags: bool):
+        super().__init__(root, session)
         self.has_bags = has_bags
         #: Whether a forward was looked at for functions that write into weights.
         self.watched = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.recorder
-        if not self.watched and recorder.recording and not torch.compiler.is_compiling():
+        session = self.session
+        if not self.watched and session.recording and not torch.compiler.is_compiling():
             with NoRenormalisation():
                 output = self._forward(args, kwargs)
             self.watched = True
@@ -185,23 +185,23 @@ class EmptyBatchForward(RootForward):
         return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self.recorder
-        call = recorder.current_forward
-        if call is None or call.batch_size != 0 or not recorder.recording:
+        session = self.session
+        call = session.current_forward
+        if call is None or call.batch_size != 0 or not session.recording:
             return self.original(*args, **kwargs)
         if self.has_bags and any(call.batch_sizes):
             return self.original(*args, **kwargs)
         return self._without_samples(args, kwargs)
 
     def _without_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self.recorder
+        session = self.session
         anchor = torch.empty(0, requires_grad=True)
-        params = recorder.trainable()
+        params = session.trainable()
 
         def tensor(two: Tensor, three: Tensor) -> Tensor:
             shape = shape_of_none(two, three)
             if two.requires_grad:
-                return _NoSamples.apply(recorder, params, two.detach(), shape, anchor, *params)
+                return _NoSamples.apply(session, params, two.detach(), shape, anchor, *params)
             return two if two.shape == three.shape else two.new_zeros(shape)
 
         failure: Exception | None = None
@@ -226,23 +226,23 @@ class EmptyBatchForward(RootForward):
 
     def _run_on(self, count: int, fill: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for so many samples that are all zeros, or all ones."""
-        recorder = self.recorder
+        session = self.session
 
         def make_up(x: Tensor) -> Tensor:
             if x.numel():
                 return x
-            axis = recorder.batch_axis
+            axis = session.batch_axis
             if x.dim() <= axis or x.shape[axis]:
                 axis = x.shape.index(0)
             return x.new_full((*x.shape[:axis], count, *x.shape[axis + 1 :]), fill)
 
         made_up_args, made_up_kwargs = map_tensors(make_up, (args, kwargs))
-        tensors = [*batched_inputs(args, kwargs), *recorder.state()]
+        tensors = [*batched_inputs(args, kwargs), *session.state()]
         devices = {x.device for x in tensors if x.is_cuda}
         with (
-            _untouched(self.layer),
-            _random_state(list(devices), seed=0),
-            recorder.bypass(),
+            untouched(self.layer),
+            random_state(list(devices), seed=0),
+            session.bypass(),
             torch.enable_grad(),  # to see which outputs require grad; the graph goes with them
         ):
             return self.original(*made_up_args, **made_up_kwargs)
@@ -257,21 +257,21 @@ class _NoSamples(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        recorder: Recorder,
+        session: ClippingSession,
         params: list[nn.Parameter],
         like: Tensor,
         shape: list[int],
         *anchor_and_params: Tensor,
     ) -> Tensor:
-        ctx.recorder, ctx.params = recorder, params
+        ctx.session, ctx.params = session, params
         ctx.set_materialize_grads(False)
         return like.new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        if ctx.recorder.enabled:
+        if ctx.session.enabled:
             # Its end leaves zeros wherever nothing was recorded.
-            ctx.recorder.begin_backward().record_no_samples(ctx.params)
+            ctx.session.begin_backward().record_no_samples(ctx.params)
         return (None,) * len(ctx.needs_input_grad)
 
 

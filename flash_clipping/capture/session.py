@@ -1,7 +1,8 @@
 """What the taps of one model share: its calls, how to clip, and the tape of a running backward.
 
-A :class:`Recorder` lives as long as the model is wrapped and holds no tensors. A :class:`Forward`
-lives as long as somebody holds what that call of the root returned.
+A :class:`ClippingSession` lives as long as the model is wrapped and holds no tensors. What belongs
+to one call of the root is in a :class:`~flash_clipping.capture.forward_call.ForwardCall`, which
+lives as long as somebody holds what that call returned.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -15,202 +16,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import at_end_of_backward, graph_task
+from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor
-from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
-
-#: Norms ``[P, B]`` of the parameters, in their order, what rounding may hide of them, and whether
-#: the parameters are all on one device -> coefficients ``[B]`` or ``[P, B]``.
-ClipFunction = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
-
-
-class RunningTape(Protocol):
-    """What a recorder, its taps and its walks ask of :class:`~flash_clipping.finish.tape.Tape`."""
-
-    norms_only: bool
-    #: Parameters, by ``id``, whose gradients this backward was asked for.
-    asked: set[int]
-    #: That of the forward which it belongs to, where that is known.
-    thread: int | None
-
-    def record(
-        self,
-        path: str,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        readers: Readers | None = None,
-    ) -> None: ...
-
-    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None: ...
-
-    def stand_in(self) -> None: ...
-
-    def take_norms(self) -> None: ...
-
-    def add_clipped_sums(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-    def put_back(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return graph_task() != -1
-
-
-#: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
-#: root, and which read in that call.
-Read: TypeAlias = tuple[str, int, int]
-
-
-class Witness(Protocol):
-    """What notes reads in a rehearsal (:mod:`flash_clipping.capture.batch_axis`)."""
-
-    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
-    offsets: Tensor | None
-
-    def reads_samples(
-        self,
-        read: Read,
-        x: Tensor,
-        axis: int,
-        *,
-        sure: bool,
-        beside: bool = False,
-        rows: int | None = None,
-        also: Sequence[Tensor] = (),
-        folded: bool = False,
-    ) -> bool: ...
-
-    def forget(self, path: str) -> None: ...
-
-
-class Evidence:
-    """What rehearsals have shown: which reads of tapped layers are samples.
-
-    Attributes:
-        proven: layers all of whose reads are samples.
-        reads: for the others, read by read, in every call of the layer.
-    """
-
-    def __init__(self) -> None:
-        self.proven: set[str] = set()
-        self.reads: dict[str, list[list[bool]]] = {}
-
-    def known(self, read: Read, any_call: bool) -> bool | None:
-        """Whether this read is samples; ``None`` where no rehearsal has told.
-
-        ``any_call``: calls come in another order than in forward, as they are recomputed.
-        """
-        path, call, place = read
-        if path in self.proven:
-            return True
-        calls = self.reads.get(path, ())
-        if not any_call and call < len(calls) and place < len(calls[call]):
-            return calls[call][place]
-        answers = {of_call[place] for of_call in calls if place < len(of_call)}
-        return answers.pop() if len(answers) == 1 else None
-
-
-@dataclass(eq=False)
-class Forward:
-    """One call of the root module: what a later backward has to know about it."""
-
-    #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
-    batch_sizes: tuple[int, ...] = ()
-    #: Parameters that tapped layers used, call by call (checkpointed: once), not yet counted.
-    used: list[Sequence[nn.Parameter]] = field(default_factory=list)
-    counted: Counter[int] = field(default_factory=Counter)
-    #: How many tapped layers in a row read one input, input by input, and the last of these.
-    readers: list[int] = field(default_factory=list)
-    last_input: weakref.ref[Tensor] | None = None
-    #: Whether the root has returned.
-    ended: bool = False
-    #: Whether the norms of this call have been taken.
-    spent: bool = False
-    #: Memory of the root's tensor inputs.
-    input_storages: frozenset[int] = frozenset()
-    #: Whether autograd is on: what then runs without it in this call is checkpointed.
-    recorded: bool = False
-    #: In which it was made. Autograd may run its backward in another.
-    thread: int = field(default_factory=threading.get_ident)
-    #: In a rehearsal: who notes what layers read.
-    witness: Witness | None = None
-    #: How often each layer that is not proven was called, and has read something in its last call.
-    turns: dict[str, list[int]] = field(default_factory=dict)
-    #: Reads of which no rehearsal has told yet whether they are samples, and what was assumed.
-    guesses: dict[Read, bool] = field(default_factory=dict)
-
-    def begin_call(self, path: str) -> None:
-        """Note that a layer that is not proven is called."""
-        turn = self.turns.get(path)
-        if turn is None:
-            self.turns[path] = [0, 0]
-        else:
-            turn[0] += 1
-            turn[1] = 0
-
-    def next_read(self, path: str) -> Read:
-        """The place of what a layer reads now: its calls, and its reads in one call, in order."""
-        turn = self.turns.setdefault(path, [0, 0])
-        turn[1] += 1
-        return path, turn[0], turn[1] - 1
-
-    def note_reader(self, x: Tensor) -> int:
-        """Count one more reader of this input; layers that share one are called in a row.
-
-        Returns:
-            Its place in ``readers``.
-        """
-        if self.last_input is None or self.last_input() is not x:
-            self.last_input = weakref.ref(x)
-            self.readers.append(0)
-        self.readers[-1] += 1
-        return len(self.readers) - 1
-
-    def end(self) -> None:
-        """The root has returned."""
-        self.ended = True
-
-    def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
-        """How many layers read the input at this place; 0 where one of these parameters, of a
-        layer that reads it, has, or may have, other uses."""
-        uses = self.uses
-        for param in params:
-            if uses.get(id(param)) != 1:
-                return 0
-        return self.readers[place]
-
-    @property
-    def uses(self) -> Counter[int]:
-        """How often each parameter, by ``id``, was used by a tapped layer."""
-        if self.used:
-            self.counted.update([id(param) for params in self.used for param in params])
-            self.used.clear()
-        return self.counted
-
-    @property
-    def batch_size(self) -> int | None:
-        """Size of the batch axis of the root's first tensor input."""
-        return self.batch_sizes[0] if self.batch_sizes else None
-
-
-#: A call of the root, and the place among its readers of a tapped layer's input.
-Readers: TypeAlias = tuple[Forward, int]
+from flash_clipping.finish.session import ClipFunction
+from flash_clipping.finish.tape import Tape
 
 
 @dataclass
-class Captured:
+class GraphedResults:
     """What backward passes would leave behind that are captured as a CUDA graph, for its replays.
 
     Attributes:
@@ -225,7 +45,7 @@ class Captured:
     coefs: list[Tensor] = field(default_factory=list)
 
 
-class Recorder:
+class ClippingSession:
     """What all taps of one model share.
 
     Args:
@@ -238,13 +58,11 @@ class Recorder:
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
-        tape_class: makes the tape of a backward pass (:class:`~flash_clipping.finish.tape.Tape`).
     """
 
     def __init__(
         self,
         *,
-        tape_class: Callable[[Recorder], RunningTape],
         clip: ClipFunction,
         note_sums: Callable[[list[nn.Parameter]], None],
         trainable: Callable[[], list[nn.Parameter]],
@@ -264,7 +82,8 @@ class Recorder:
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.sum_dtype = sum_dtype
-        self.tape_class = tape_class
+        #: Makes the tape of a backward pass; who watches one puts a class of its own here.
+        self.tape_class: type[Tape] = Tape
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -286,19 +105,19 @@ class Recorder:
         #: ``mode="two_pass"``: types of what the model returned beside tensors, for messages.
         self.returned: str | None = None
         #: ``mode="two_pass"``: what the running outer backward will end with.
-        self.walks: weakref.ref[Any] | None = None
+        self.two_passes: weakref.ref[Any] | None = None
         #: ``mode="two_pass"``: the last backward in whose midst a call of the root was walked.
-        self.walked_in: int | None = None
+        self.two_pass_in: int | None = None
         #: How factors of the layouts that were met are handled.
         self.plans = Plans()
         #: While steps are captured as a CUDA graph.
-        self.captured: Captured | None = None
-        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._current_forward: weakref.ref[Forward] | None = None
+        self.captured: GraphedResults | None = None
+        self._forwards: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The thread that runs the root's forward, under the one key that is ever used: setting a
         #: default is one step for all threads.
         self._running: dict[str, int] = {}
-        self._tape: weakref.ref[RunningTape] | None = None
+        self._tape: weakref.ref[Tape] | None = None
         #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
         self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
@@ -312,7 +131,7 @@ class Recorder:
             _tape=None,
             _least=None,
             walks=None,
-            walked_in=None,
+            two_pass_in=None,
             plans=Plans(),  # parameters go by their id there
             captured=None,
         )
@@ -330,7 +149,7 @@ class Recorder:
         return self.enabled and not self.bypassed and torch.is_grad_enabled()
 
     @property
-    def current_forward(self) -> Forward | None:
+    def current_forward(self) -> ForwardCall | None:
         return self._current_forward() if self._current_forward is not None else None
 
     def enter_forward(self) -> None:
@@ -354,7 +173,7 @@ class Recorder:
         if self._running.get("forward") == threading.get_ident() and not in_backward():
             del self._running["forward"]
 
-    def check_thread(self, call: Forward) -> None:
+    def check_thread(self, call: ForwardCall) -> None:
         """Refuse a backward of ``call`` while another thread's forward or backward runs.
 
         Raises:
@@ -365,13 +184,13 @@ class Recorder:
         if self._running.get("forward", call.thread) != call.thread:
             _refuse_threads("backward", "forward")
 
-    def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> Forward:
+    def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
             self.recover()
         axis = self.batch_axis
         sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
-        forward = Forward(
+        forward = ForwardCall(
             recorded=torch.is_grad_enabled(),
             batch_sizes=tuple(dict.fromkeys(sizes)),
             input_storages=frozenset(t.untyped_storage().data_ptr() for t in tensors),
@@ -390,7 +209,7 @@ class Recorder:
             and self.captured is None
         )
 
-    def check_drawn(self, forward: Forward) -> None:
+    def check_drawn(self, forward: ForwardCall) -> None:
         """Refuse a batch that is not what the loader drew."""
         if self.drawn is None or not forward.recorded or self.drawn in forward.batch_sizes:
             return
@@ -445,7 +264,7 @@ class Recorder:
                 counts.update(forward.uses)
         return counts
 
-    def resume_forward(self, forward: Forward) -> None:
+    def resume_forward(self, forward: ForwardCall) -> None:
         """Go on with a call of the root that another one came between."""
         self._current_forward = weakref.ref(forward)
 
@@ -522,12 +341,12 @@ class Recorder:
         """Calls of the root whose norms have not been taken."""
         return sum(not forward.spent for forward in self._forwards)
 
-    def awaits_walks(self) -> bool:
+    def awaits_two_passes(self) -> bool:
         """Whether ``mode="two_pass"`` may clip a call of the root in the running backward, by
         itself: what else reaches layers must not be clipped beside it."""
         if self.returned is None:
             return False
-        return self.live_calls() > 0 or self.walked_in == graph_task()
+        return self.live_calls() > 0 or self.two_pass_in == graph_task()
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
@@ -551,11 +370,11 @@ class Recorder:
     # -- backward -----------------------------------------------------------------------------
 
     @property
-    def tape(self) -> RunningTape | None:
+    def tape(self) -> Tape | None:
         """The tape of the backward pass that is running, if it has one already."""
         return self._tape() if self._tape is not None else None
 
-    def begin_backward(self, call: Forward | None = None) -> RunningTape:
+    def begin_backward(self, call: ForwardCall | None = None) -> Tape:
         """The running backward's tape; made, and set to be finished at its end, if new.
 
         ``call`` is the call of the root whose output it has reached.
@@ -570,7 +389,7 @@ class Recorder:
             at_end_of_backward(tape.finish)
         return tape
 
-    def new_tape(self) -> RunningTape:
+    def new_tape(self) -> Tape:
         if (
             self.captured is None
             and torch.cuda.is_initialized()
@@ -588,11 +407,11 @@ class Recorder:
         return tape
 
     @contextmanager
-    def captures(self) -> Iterator[Captured]:
+    def captures(self) -> Iterator[GraphedResults]:
         """Let backward passes be captured as a CUDA graph; what each replay has to leave."""
         # Their tables would be found by steps outside before any replay has filled them.
         before, self.plans = self.plans, Plans()
-        self.captured = Captured(self.plans)
+        self.captured = GraphedResults(self.plans)
         try:
             yield self.captured
         finally:
@@ -651,65 +470,3 @@ def _refuse_threads(found: str, running: str) -> NoReturn:
         "be mixed up. Use the model in one thread at a time: hold a lock from forward to the end "
         "of backward, or give each thread a copy of the model."
     )
-
-
-class Place:
-    """A module's place in the model, as far as recording its factors goes; a tap is one.
-
-    Args:
-        path: its name in the model and its type, for messages.
-        owners: the module and the containers whose parameters its forward uses.
-        folded: its rows are parts of samples (``folded_modules``).
-    """
-
-    def __init__(self, path: str, recorder: Recorder, owners: list[nn.Module], folded: bool):
-        self.path = path
-        self.recorder = recorder
-        self.owners = owners
-        self.folded = folded
-        if folded:
-            recorder.folded.add(path)
-        #: Whether what its parameters meet is the same for all samples.
-        self.reads_constants = False
-        #: Under which circumstances the module's forward, if it is running, was entered.
-        self.entered: Any = None
-
-    def record(
-        self,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        recomputed: bool,
-        readers: Readers | None = None,
-    ) -> None:
-        """Hand factors, one for each of these parameters, to the tape of the running backward."""
-        tape = self.recorder.tape
-        if tape is None:
-            if recomputed:
-                raise FlashClippingError(
-                    f"{self.path}: re-entrant activation checkpointing reached this layer before "
-                    "the model's own output. Compute the loss from what the wrapped model "
-                    "returns, or use checkpoint(..., use_reentrant=False)."
-                )
-            if self.recorder.awaits_walks():
-                raise FlashClippingError(
-                    f"{self.path}: mode='two_pass' got a gradient past the model's outputs: the "
-                    "loss uses a tensor that the model kept on a module or returned inside an "
-                    f"object that cannot be opened (found: {self.recorder.returned}), or this "
-                    "layer was called by itself. Return the tensor, in a tuple, list, dict or "
-                    "dataclass; call the layer in the model's forward; or use mode='one_pass'."
-                )
-            tape = self.recorder.begin_backward()
-        if self.folded:
-            factors = [self._fold(factor) for factor in factors]
-        tape.record(self.path, params, factors, readers)
-
-    def _fold(self, factor: Factor) -> Factor:
-        """Rows that the user declared to be parts of samples, as samples."""
-        samples = self.recorder.samples()
-        if samples is None or factor.batch_size % max(samples, 1):
-            raise FlashClippingError(
-                f"{self.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
-                f"multiple of the batch ({samples}) that the model was called with. Every sample "
-                "must be folded into the same number of rows, which lie together."
-            )
-        return factor.fold(samples)

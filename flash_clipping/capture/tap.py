@@ -25,8 +25,10 @@ from flash_clipping.capture.bare import (
     refuse_bypassed,
     to_samples,
 )
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.session import Forward, Place, Recorder, in_backward
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import (
     Needs,
@@ -67,7 +69,7 @@ class RefusedByRule(FlashClippingError, ValueError):
     know."""
 
 
-class Tap(Place):
+class Tap(FactorSource):
     """Stands in for ``layer.forward`` while the model is wrapped.
 
     Args:
@@ -77,7 +79,7 @@ class Tap(Place):
         generic: serve the module by the generic rule from the start
             (:func:`~flash_clipping.capture.generic.generic_forward`).
         folded: its rows are parts of samples (``folded_modules``).
-        recorder: what all taps of the model share.
+        session: what all taps of the model share.
     """
 
     def __init__(
@@ -85,12 +87,12 @@ class Tap(Place):
         layer: nn.Module,
         path: str,
         rule: Rule | None,
-        recorder: Recorder,
+        session: ClippingSession,
         generic: bool = False,
         folded: bool = False,
     ):
         name = f"{path or 'the model'} ({type(layer).__name__})"
-        super().__init__(name, recorder, owners(layer), folded)
+        super().__init__(name, session, owners(layer), folded)
         self.layer = layer
         self.rule = rule
         self.instance_forward = vars(layer).get("forward")
@@ -132,14 +134,14 @@ class Tap(Place):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # This runs for every layer of every forward, and small models wait for the host: what a
         # plain layer does not need is looked at only where it is needed.
-        recorder = self.recorder
-        if not recorder.enabled or recorder.bypassed:
+        session = self.session
+        if not session.enabled or session.bypassed:
             return self.original(*args, **kwargs)
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
         if rule is None or self._computed or not params:
             return self._unruled_forward(params, args, kwargs)
-        call, recomputed = recorder.current_forward, in_backward()
+        call, recomputed = session.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not is_grad_enabled():
@@ -166,7 +168,7 @@ class Tap(Place):
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A layer without a rule, or without a trainable parameter."""
-        recorder, rule = self.recorder, None if self._computed else self.rule
+        session, rule = self.session, None if self._computed else self.rule
         if not params:
             if rule is not None and rule.allows_children:
                 # Its children's parameters may be trainable, and its own forward reads them.
@@ -177,15 +179,15 @@ class Tap(Place):
                 return self._bare_forward(args, kwargs)
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
-            recorder.count_use([*params, *params])
+            session.count_use([*params, *params])
         else:
-            recorder.count_use([p for p in self.layer.parameters() if p.requires_grad])
+            session.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if is_grad_enabled():
                 return self._generic_forward(args, kwargs)
         return self.original(*args, **kwargs)
 
     def _generic_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         if (call is None or call.ended) and not in_backward():
             self._refuse_call()
         if call is not None:
@@ -206,7 +208,7 @@ class Tap(Place):
 
     def _is_checkpointed(self) -> bool:
         """Whether this is the first forward of re-entrant checkpointing, without autograd."""
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         return call is not None and call.recorded and not in_backward()
 
     def trainable(self) -> Trainable:
@@ -228,7 +230,7 @@ class Tap(Place):
         """What a backward is asked for: mostly the same as the last."""
         last = self._needs
         if last is None or last[0] is not names or last[1].inputs != wanted:
-            last = self._needs = names, Needs(wanted, frozenset(names), self.recorder.backend)
+            last = self._needs = names, Needs(wanted, frozenset(names), self.session.backend)
         return last[1]
 
     def _look_up_trainable(self) -> Trainable:
@@ -273,7 +275,7 @@ class Tap(Place):
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.bare`)."""
-        call = self.recorder.current_forward
+        call = self.session.current_forward
         if (call is None or call.ended) and not in_backward():
             self._refuse_call()
         if call is not None:
@@ -292,7 +294,7 @@ class Tap(Place):
             if not below:
                 raise
         self.generic = True  # from now on
-        self.recorder.forget(self.path)  # what the stand-ins noted is void
+        self.session.forget(self.path)  # what the stand-ins noted is void
         return self(*args, **kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,7 +321,7 @@ class Tap(Place):
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
-        axis = rule.batch_axis(self.layer, self.recorder.batch_axis)
+        axis = rule.batch_axis(self.layer, self.session.batch_axis)
 
         def ordinary(*inputs: Any, **named: Any) -> Any:
             inputs = self._positional(rule, inputs, named)
@@ -338,7 +340,7 @@ class Tap(Place):
         self,
         rule: Rule,
         trainable: Trainable,
-        call: Forward | None,
+        call: ForwardCall | None,
         recomputed: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -352,13 +354,13 @@ class Tap(Place):
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        recorder, params = self.recorder, trainable[1]
-        axis = recorder.batch_axis
+        session, params = self.session, trainable[1]
+        axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
         x = args[0]
         if (
-            self.path not in recorder.evidence.proven
+            self.path not in session.evidence.proven
             or self._rule_has_rows
             or isinstance(x, BareParameter)
             or (len(args) > 1 and any(isinstance(other, BareParameter) for other in args))
@@ -449,10 +451,10 @@ class Tap(Place):
         )
 
     def _samples_in(
-        self, rule: Rule, call: Forward, axis: int, args: tuple[Any, ...]
+        self, rule: Rule, call: ForwardCall, axis: int, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         """The same inputs with a row for each sample; ``None`` where they are all constants."""
-        recorder, path = self.recorder, self.path
+        session, path = self.session, self.path
         call.begin_call(path)
         rows = rule.rows(self.layer, *args)
         if rows is not None:  # the rule knows which rows belong together
@@ -460,7 +462,7 @@ class Tap(Place):
             if sets_batch and standing_for.untyped_storage().data_ptr() in call.input_storages:
                 self._set_batch(call, found, standing_for, args[0])
             tensors = [x for x in args if isinstance(x, Tensor)]
-            samples = recorder.reads_samples(
+            samples = session.reads_samples(
                 path,
                 standing_for,
                 0,
@@ -476,12 +478,12 @@ class Tap(Place):
             if id(x) in kinds:
                 continue
             if isinstance(x, BareParameter):
-                kinds[id(x)] = x.row is not None and recorder.reads_samples(
+                kinds[id(x)] = x.row is not None and session.reads_samples(
                     path, x.value.detach(), axis, sure=False
                 )
             else:
                 sure = x.requires_grad or call.batch_size is None
-                kinds[id(x)] = recorder.reads_samples(path, x, axis, sure=sure)
+                kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
         if inputs and not any(kinds.values()):
             return None
         if not all(kinds.values()):
@@ -498,7 +500,7 @@ class Tap(Place):
             for x in args
         )
 
-    def _set_batch(self, call: Forward, found: int, offsets: Tensor, ids: Tensor) -> None:
+    def _set_batch(self, call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
         """The model was called with the ids of all bags end to end: its bags are the samples."""
         if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
             call.batch_sizes = (found,)
@@ -509,8 +511,8 @@ class Tap(Place):
 class ScopedForward(Tap):
     """Stands in for the ``forward`` of a module with a registered scope; taps nothing itself."""
 
-    def __init__(self, module: nn.Module, path: str, scope: Scope, recorder: Recorder):
-        super().__init__(module, path, None, recorder)
+    def __init__(self, module: nn.Module, path: str, scope: Scope, session: ClippingSession):
+        super().__init__(module, path, None, session)
         self.scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -534,7 +536,7 @@ class TappedLayer(torch.autograd.Function):
         ctx: Any,
         tap: Tap,
         trainable: Trainable,
-        call: Forward | None,
+        call: ForwardCall | None,
         place: int,
         recomputed: bool,
         *inputs_and_params: Any,
@@ -577,7 +579,7 @@ class TappedLayer(torch.autograd.Function):
                 other if tensor is None else tensor
                 for tensor, other in zip(saved, ctx.others, strict=True)
             )
-        recorder = tap.recorder
+        session = tap.session
         needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
         grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
         try:
@@ -597,13 +599,13 @@ class TappedLayer(torch.autograd.Function):
                     "Return a tuple with a gradient for every input that needs.inputs asks for."
                 )
         rest = len(needs.inputs) - len(grads)
-        if recorder.enabled:
+        if session.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
             tap.record(params, factors, ctx.recomputed, readers)
             return (*_NONE, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
-            factor.clipped_sum(None, recorder.backend).view_as(param)
+            factor.clipped_sum(None, session.backend).view_as(param)
             for param, factor in zip(params, factors, strict=True)
         ]
         return (*_NONE, *grads, *(None,) * rest, *ordinary)

@@ -23,7 +23,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
-from flash_clipping.capture.session import Recorder
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
 
@@ -31,7 +31,7 @@ class TwoPassForward(RootForward):
     """The root module's ``forward``, with the model's graph kept to itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recorder.recording:
+        if not self.session.recording:
             return self.original(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         call = _Call(self, leaves, spec)
@@ -57,7 +57,7 @@ class _Call:
         self.output: Any = None
         self.inner_outputs: list[Tensor] = []
         #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
-        self.forward = root.recorder.current_forward
+        self.forward = root.session.current_forward
         #: Gradients of the outputs, until the second walk takes them.
         self.grads: list[Tensor | None] = []
         #: The inner graph's root; ``None`` once it was walked for good.
@@ -92,7 +92,7 @@ class _Call:
                     "lists, dicts or dataclasses of tensors, or use mode='one_pass'."
                 )
             self.inner_outputs = outputs
-            self.root.recorder.returned = _opaque_types(output)
+            self.root.session.returned = _opaque_types(output)
             self.seed = _Seed.apply(self, *outputs)
         return tuple(tensor.detach() for tensor in outputs)
 
@@ -112,22 +112,22 @@ class _Call:
         torch.autograd.backward(self.seed, retain_graph=not last)
 
 
-class _Walks:
+class _TwoPasses:
     """The calls of the root that one outer backward reached: a sample's uses are one gradient."""
 
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
+    def __init__(self, session: ClippingSession):
+        self.session = session
         self.calls: list[_Call] = []
 
     def run(self) -> None:
         """Norms over all calls, then clipped gradients (or one pass while recording is off)."""
-        recorder = self.recorder
+        session = self.session
         call_of_root = self.calls[0].forward
-        if recorder.enabled and call_of_root is not None:
-            recorder.check_thread(call_of_root)  # before anything that would end another's backward
+        if session.enabled and call_of_root is not None:
+            session.check_thread(call_of_root)  # before anything that would end another's backward
         try:
-            if recorder.enabled:
-                tape = recorder.new_tape()
+            if session.enabled:
+                tape = session.new_tape()
                 tape.thread = None if call_of_root is None else call_of_root.thread
                 tape.norms_only = True
                 with torch.no_grad():
@@ -149,7 +149,7 @@ class _Walks:
             for call in self.calls:
                 call.seed = None
                 call.grads = []
-            recorder.end_backward()
+            session.end_backward()
 
 
 def _opaque_types(output: Any) -> str:
@@ -178,7 +178,7 @@ class _Seed(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         call: _Call = ctx.call()
         grads = call.grads
-        tape = call.root.recorder.tape
+        tape = call.root.session.tape
         if tape is None or not tape.norms_only:
             call.grads = []  # nobody needs them again
         return None, *grads
@@ -200,10 +200,10 @@ class _TwoPass(torch.autograd.Function):
                 "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
             )
         call.grads = list(grad_outputs)
-        recorder = call.root.recorder
+        session = call.root.session
         # Without inputs that require grad nothing but the model itself can be meant.
         asks = TELLS_WHAT_RUNS or any(tensor.requires_grad for tensor in call.inner_inputs)
-        if recorder.enabled and asks and not will_run(ctx.next_functions[0][0]):
+        if session.enabled and asks and not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
                 f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
                 "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
@@ -212,23 +212,23 @@ class _TwoPass(torch.autograd.Function):
             )
         if any(tensor.requires_grad for tensor in call.inner_inputs):
             # Somebody waits for the gradient of the model's input, so it cannot be put off.
-            if recorder.enabled and recorder.live_calls() > 1:
+            if session.enabled and session.live_calls() > 1:
                 raise FlashClippingError(
                     f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
                     "one backward whose inputs require grad. Detach the inputs, or use "
                     "mode='one_pass'."
                 )
-            walks = _Walks(recorder)
+            walks = _TwoPasses(session)
             walks.calls.append(call)
-            recorder.walked_in = call.task_now()
+            session.two_pass_in = call.task_now()
             walks.run()
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
         # After the outer backward: all calls are known, and neither the loss nor its caller hold
         # memory any more. The engine's callback is the only owner.
-        owner = recorder.walks() if recorder.walks is not None else None
+        owner = session.two_passes() if session.two_passes is not None else None
         if owner is None or not owner.calls or owner.calls[0].task != call.task_now():
-            owner = _Walks(recorder)
-            recorder.walks = weakref.ref(owner)
+            owner = _TwoPasses(session)
+            session.two_passes = weakref.ref(owner)
             at_end_of_backward(owner.run)
         call.task = call.task_now()
         owner.calls.append(call)

@@ -160,7 +160,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, DROPOUTS):
-            module.p = 0.0
+            vars(module)["p"] = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
             vars(module)["dropout"] = 0.0  # nn.MultiheadAttention and recurrent layers
     return model

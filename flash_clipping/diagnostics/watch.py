@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.session import Readers
 from flash_clipping.diagnostics.batch import Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
@@ -28,6 +27,7 @@ from flash_clipping.factors import (
     RowSum,
     TiedEmbedding,
 )
+from flash_clipping.finish.session import Readers
 from flash_clipping.finish.tape import Tape
 from flash_clipping.integration.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops.runtime import backend as backends
@@ -182,13 +182,13 @@ def _watched(flash: Flash) -> Iterator[None]:
             flash.merged(factors, self.params)
             return factors
 
-    recorder = flash.module._recorder
+    session = flash.module._session
 
-    before, recorder.tape_class = recorder.tape_class, WatchedTape
+    before, session.tape_class = session.tape_class, WatchedTape
     try:
         yield
     finally:
-        recorder.tape_class = before
+        session.tape_class = before
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Which layers share launches, and what those launches must be told, follows from shapes, dtypes and
 strides that are taken. Only addresses differ from step to step, and small models wait for the host,
-so a recorder remembers its plans. A plan holds no tensor of a step.
+so a session remembers its plans. A plan holds no tensor of a step.
 """
 
 from __future__ import annotations

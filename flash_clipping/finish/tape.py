@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from flash_clipping._compat import TELLS_WHAT_RUNS, will_run
-from flash_clipping.capture.session import Readers, Recorder
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
     Dense,
@@ -32,6 +31,7 @@ from flash_clipping.factors import (
 )
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
+from flash_clipping.finish.session import Readers, Session
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
@@ -53,9 +53,9 @@ class Tape:
     Parameters go by their ``id`` (``key``): hashing one costs more than the rest of recording it.
     """
 
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
-        self.backend = recorder.backend
+    def __init__(self, session: Session):
+        self.session = session
+        self.backend = session.backend
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -98,7 +98,7 @@ class Tape:
 
     def stand_in(self) -> None:
         """Let checkpoints recompute with stand-ins, as they computed."""
-        for make in self.recorder.recomputed.values():
+        for make in self.session.recomputed.values():
             self._stand_ins.enter_context(make())
 
     def put_back(self) -> None:
@@ -139,7 +139,7 @@ class Tape:
     @cached_property
     def uses(self) -> Counter[int]:
         """How often each parameter was used in forward, by its ``id``."""
-        return self.recorder.uses()
+        return self.session.uses()
 
     def _use_now(
         self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
@@ -180,8 +180,8 @@ class Tape:
         ]
 
     def _check_batch_size(self, path: str, found: int) -> None:
-        expected = self.recorder.expected_batch_sizes()
-        axis = "first" if self.recorder.batch_first else "second"
+        expected = self.session.expected_batch_sizes()
+        axis = "first" if self.session.batch_first else "second"
         advice = (
             f"The batch must be the {axis} axis of the input of every layer that has parameters: "
             "keep other axes (windows, positions) behind it, declare modules whose rows are parts "
@@ -215,7 +215,7 @@ class Tape:
                     self.add_clipped_sums()
             finally:
                 self.forget()
-                self.recorder.end_backward(norms_taken)
+                self.session.end_backward(norms_taken)
 
     def _is_for_parameters(self) -> bool:
         """Whether the gradient of any parameter that was recorded was asked for.
@@ -270,12 +270,12 @@ class Tape:
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
-        params = self.recorder.trainable()
+        params = self.session.trainable()
         self.params = {id(param): param for param in params}
         keys = [id(param) for of_call in self.used for param in of_call]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
         layout = (of_step, asked_for(self.backend), self.norms_only)
-        plans, number = self.recorder.plans, hash(layout)
+        plans, number = self.session.plans, hash(layout)
         plan = plans.find(number, layout)
         self._check_uses(first_only=plan is not None)
         factors = self.merged(keys)
@@ -307,8 +307,8 @@ class Tape:
         norms_PB = self._norms(params, blocks, plan)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
-        coef = self.recorder.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
-        self.recorder.note_non_finite(coef)
+        coef = self.session.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
+        self.session.note_non_finite(coef)
         self._hand_out(params, coef * scale, plan)
 
     def _check_uses(self, first_only: bool) -> None:
@@ -384,7 +384,7 @@ class Tape:
         return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
 
     def _own_gradient_scale(self) -> float:
-        mean = self.recorder.loss_reduction == "mean"
+        mean = self.session.loss_reduction == "mean"
         return float(self.batch_size or 0) if mean else 1.0
 
     def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
@@ -430,7 +430,7 @@ class Tape:
             param = self.params[key]
             if param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
-        self.recorder.note_sums(
+        self.session.note_sums(
             [p for key, p in self.params.items() if self.asked_for_all or key in self.asked]
         )
 
@@ -445,7 +445,7 @@ class Tape:
         Rounding a sum to 16 bits depends on all samples of the batch, so it waits until noise has
         been added (:class:`~flash_clipping.FlashDPOptimizer`).
         """
-        if self.recorder.sum_dtype == "parameter" and grad.dtype != param.dtype:
+        if self.session.sum_dtype == "parameter" and grad.dtype != param.dtype:
             grad = grad.to(param.dtype)
         if grad.shape != param.shape:
             grad = grad.view_as(param)

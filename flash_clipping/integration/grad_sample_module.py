@@ -20,15 +20,15 @@ from torch.nn.parameter import is_lazy
 
 from flash_clipping._compat import BATCH_NORMS
 from flash_clipping.capture.batch_axis import may_tell_more, rehearse
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.no_samples import EmptyBatchForward
-from flash_clipping.capture.session import Captured, Forward, Recorder
+from flash_clipping.capture.session import ClippingSession, GraphedResults
 from flash_clipping.capture.tap import PARAMETER_CONTAINERS, ScopedForward, Tap, owned_parameters
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
-from flash_clipping.finish.tape import Tape
 from flash_clipping.integration.parallel import (
     refuse_around,
     refuse_inside,
@@ -158,8 +158,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps: list[Tap] = []
         #: Modules that hold parameters, in the model's order.
         self._owners = [module for module in m.modules() if module._parameters]
-        self._recorder = Recorder(
-            tape_class=Tape,
+        self._session = ClippingSession(
             clip=self._clip,
             note_sums=self.note_sums,
             trainable=self._trainable,
@@ -201,14 +200,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Opacus' users and tests find the handles under this name.
         root.autograd_grad_sample_hooks = []
         self.autograd_grad_sample_hooks = root.autograd_grad_sample_hooks
-        self._taps = list(plan_taps(root, self._recorder, force_functorch, self.folded_modules))
+        self._taps = list(plan_taps(root, self._session, force_functorch, self.folded_modules))
         for tap in self._taps:
             tap.install()
         has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self._taps)
-        self._taps.append(EmptyBatchForward(root, self._recorder, has_bags))
+        self._taps.append(EmptyBatchForward(root, self._session, has_bags))
         self._taps[-1].install()
         if self.mode == "two_pass":
-            self._taps.append(TwoPassForward(root, self._recorder))
+            self._taps.append(TwoPassForward(root, self._session))
             self._taps[-1].install()
         handles = self.autograd_grad_sample_hooks
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
@@ -239,12 +238,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def enable_hooks(self) -> None:
         """Record backward passes: they leave norms, coefficients and clipped sums."""
         super().enable_hooks()
-        self._recorder.enabled = True
+        self._session.enabled = True
 
     def disable_hooks(self) -> None:
         """Leave backward passes alone: they give ordinary gradients."""
         super().disable_hooks()
-        self._recorder.enabled = False
+        self._session.enabled = False
 
     def _guard_parameters(self) -> None:
         """Refuse gradients that reach a parameter past its tap: they would not be clipped."""
@@ -263,7 +262,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             _refuse_complex(names[key], param)
             guarded[key] = param
             self._allow_sums(names[key], param)
-            handle = param.register_hook(_Guard(names[key], key, self._recorder))
+            handle = param.register_hook(_Guard(names[key], key, self._session))
             self.autograd_grad_sample_hooks.append(handle)
 
     def _allow_sums(self, name: str, param: nn.Parameter) -> None:
@@ -284,27 +283,27 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self._recorder.enabled:
+        if not self._session.enabled:
             return
-        recorder = self._recorder
-        recorder.enter_forward()
+        session = self._session
+        session.enter_forward()
         refuse_around(module)
         refuse_max_norm(self._embeddings)
         self._guard_parameters()
         if not self._looked_around:
-            recorder.recover()  # no stand-in of a failed step may be in the way
+            session.recover()  # no stand-in of a failed step may be in the way
             refuse_since(self if isinstance(self, nn.Module) else module)
             self._looked_around = True
-        may_rehearse = recorder.may_rehearse()
+        may_rehearse = session.may_rehearse()
         if may_rehearse and (
-            recorder.rehearsed != len(self._guarded) or may_tell_more(recorder, args, kwargs)
+            session.rehearsed != len(self._guarded) or may_tell_more(session, args, kwargs)
         ):
-            rehearse(module, self._own_forward(module), recorder, args, kwargs)
-            recorder.rehearsed = len(self._guarded)
-        module_call = recorder.begin_forward(batched_inputs(args, kwargs))
-        recorder.check_drawn(module_call)
+            rehearse(module, self._own_forward(module), session, args, kwargs)
+            session.rehearsed = len(self._guarded)
+        module_call = session.begin_forward(batched_inputs(args, kwargs))
+        session.check_drawn(module_call)
         # Until the outputs hold it, the call is held here; a failed forward leaves only this.
-        self._call: Forward | None = module_call
+        self._call: ForwardCall | None = module_call
 
     @staticmethod
     def _own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -320,7 +319,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
         """
-        self._recorder.drawn = n
+        self._session.drawn = n
 
     def check_losses(self, losses: Tensor) -> None:
         """Refuse per-sample losses that are not as many as the samples of the last forward.
@@ -328,7 +327,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: what was taken for samples is something else.
         """
-        self._recorder.check_losses(losses)
+        self._session.check_losses(losses)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -338,15 +337,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         self._structure.check()
         call.end()
-        recorder = self._recorder
+        session = self._session
         if call.guesses:
-            rehearse(module, self._own_forward(module), recorder, args, kwargs, call)
+            rehearse(module, self._own_forward(module), session, args, kwargs, call)
         if self.mode == "two_pass":
             return
 
-        def start_backward(grad: Tensor, call: Forward = call) -> None:
-            if recorder.enabled:
-                recorder.begin_backward(call)
+        def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
+            if session.enabled:
+                session.begin_backward(call)
 
         for leaf in tensors_in(output):
             if leaf.requires_grad:
@@ -354,7 +353,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward has ended, or failed."""
-        self._recorder.leave_forward()
+        self._session.leave_forward()
 
     def set_grad_sample_to_none(self) -> None:
         """Gradients are being cleared; there is never a ``p.grad_sample`` to clear."""
@@ -388,7 +387,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> Tensor:
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
-        captured = self._recorder.captured
+        captured = self._session.captured
         if captured is None:
             self._begin_sums(params)
         total_B = self._publish(params, norms_PB, one_device)
@@ -410,14 +409,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Yields whether that is so: with hooks disabled gradients are left alone, and so must the
         loss be.
         """
-        recorder = self._recorder
-        before = recorder.loss_reduction
-        if recorder.enabled:
-            recorder.loss_reduction = "sum"
+        session = self._session
+        before = session.loss_reduction
+        if session.enabled:
+            session.loss_reduction = "sum"
         try:
-            yield recorder.enabled
+            yield session.enabled
         finally:
-            recorder.loss_reduction = before
+            session.loss_reduction = before
 
     def _coefficients(self, upper: Tensor) -> Tensor:
         """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
@@ -426,7 +425,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         return clipping_coefficients(norms_PB, self._bound, self.clipping, total_B)
 
     @contextmanager
-    def captures(self) -> Iterator[Captured]:
+    def captures(self) -> Iterator[GraphedResults]:
         """Let backward passes be captured as a CUDA graph. What reads norms meanwhile reads those
         that replays will write; afterwards the norms are again those from before."""
         params = self.trainable_parameters
@@ -434,7 +433,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         total_B: Any = getattr(self, "per_sample_gradient_norms", None)
         upper = self._upper_bounds
         try:
-            with self._recorder.captures() as captured:
+            with self._session.captures() as captured:
                 yield captured
         finally:
             for param, norm_B in zip(params, before, strict=True):
@@ -442,7 +441,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self.per_sample_gradient_norms = total_B
             self._upper_bounds = upper
 
-    def take_over(self, captured: Captured) -> None:
+    def take_over(self, captured: GraphedResults) -> None:
         """Leave what the backward passes of a replayed CUDA graph would have left."""
         for number, (params, norms_PB, upper) in enumerate(captured.norms):
             if not number:
@@ -450,7 +449,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._upper_bounds = upper.clone()
             self._count_backward(self._publish(params, norms_PB.clone()))
         for coef in captured.coefs:
-            self._recorder.note_non_finite(coef)
+            self._session.note_non_finite(coef)
 
     def _publish(
         self, params: list[nn.Parameter], norms_PB: Tensor, one_device: bool = False
@@ -541,7 +540,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """Remember what ``p.grad`` is now that the sums of these parameters are in."""
-        if self._recorder.captured is None:
+        if self._session.captured is None:
             self._remember([param for param in params if id(param) not in self._foreign])
 
     def note_cleared(self, params: Iterable[nn.Parameter]) -> None:
@@ -728,16 +727,16 @@ class GradSampleModuleFlashClipping(
 class _Guard:
     """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
 
-    def __init__(self, name: str, key: int, recorder: Recorder):
+    def __init__(self, name: str, key: int, session: ClippingSession):
         self.name = name
         self.key = key
-        self.recorder = recorder
+        self.session = session
 
     def __call__(self, grad: Tensor | None) -> None:
         if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
-            if (tape := self.recorder.tape) is not None:
+            if (tape := self.session.tape) is not None:
                 tape.asked.add(self.key)
-        elif self.recorder.enabled:
+        elif self.session.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 "owns it; it would be added without being clipped. Freeze it "
@@ -752,7 +751,7 @@ class _Guard:
 
 def plan_taps(
     root: nn.Module,
-    recorder: Recorder,
+    session: ClippingSession,
     force_generic: bool = False,
     folded_modules: Sequence[str] = (),
 ) -> Iterator[Tap]:
@@ -775,7 +774,7 @@ def plan_taps(
             continue
         if (scope := find_scope(module)) is not None:
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
-            yield ScopedForward(module, path, scope, recorder)
+            yield ScopedForward(module, path, scope, session)
         elif owned_parameters(module):
             rule = None if force_generic else find_rule(module)
-            yield Tap(module, path, rule, recorder, force_generic, path in folded)
+            yield Tap(module, path, rule, session, force_generic, path in folded)

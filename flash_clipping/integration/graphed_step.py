@@ -30,7 +30,7 @@ from flash_clipping._compat import (
     pytree,
     references_to,
 )
-from flash_clipping.capture.session import Captured
+from flash_clipping.capture.session import GraphedResults
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.ops.runtime.backend import matmul_settings
@@ -68,7 +68,9 @@ class Graph:
     inputs: list[Tensor]
     output: Any = None
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    of_modules: list[tuple[GradSampleHooksFlashClipping, Captured]] = field(default_factory=list)
+    of_modules: list[tuple[GradSampleHooksFlashClipping, GraphedResults]] = field(
+        default_factory=list
+    )
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
@@ -230,7 +232,7 @@ class GraphedStep:
         additions = {
             id(param): wrapped.clipped_backwards - count
             for wrapped, count in zip(models, counts, strict=True)
-            if wrapped.mode == "one_pass" and wrapped._recorder.enabled
+            if wrapped.mode == "one_pass" and wrapped._session.enabled
             for param in wrapped.trainable_parameters
         }
         # Gradients in one memory, as views of one sum are, count their changes together.
@@ -277,8 +279,8 @@ class GraphedStep:
                 tuple(bound) if isinstance(bound, Sequence) else bound,
                 wrapped.clipping,
                 wrapped.loss_reduction,
-                wrapped._recorder.enabled,
-                wrapped._recorder.backend,
+                wrapped._session.enabled,
+                wrapped._session.backend,
             ]
         return (
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,

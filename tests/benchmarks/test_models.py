@@ -10,7 +10,7 @@ from benchmarks import models
 from benchmarks.methods import Setting
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", models.OWN_NAMES)
 def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
     with torch.device("meta"):
         model = models.workload(name).build()
@@ -27,6 +27,10 @@ def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
         ("decoder-4", 1071.7, 4, 2048),
         ("long", 336.6, 1, 16_384),
         ("gpt2-small-shaped", 162.3, 8, 128),
+        ("llama-3.2-1b", 1235.8, 4, 1024),
+        ("gpt2-medium", 354.8, 8, 1024),
+        ("bert-base", 109.5, 64, 128),
+        ("vit-large", 304.3, 64, 197),
     ],
 )
 def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:

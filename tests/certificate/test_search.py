@@ -31,9 +31,9 @@ from tests.certificate.search import (
     search,
 )
 from tests.certificate.subjects import SUBJECTS, Sample
-from tests.models import CASES
-from tests.oracle import per_sample_truth
-from tests.strategies import PROFILE, profile
+from tests.support.models import CASES
+from tests.support.oracle import per_sample_truth
+from tests.support.strategies import PROFILE, profile
 
 MORE = 1 if PROFILE == "default" else 20
 

@@ -116,7 +116,7 @@ for _name in ("test_attention_model_precision", "test_complex_model_precision"):
         _name,
         not_applicable(
             "Opacus' model attends over the samples of the batch, so no clipping can bound one; it "
-            "is refused (tests/test_samples.py::test_other_rows_are_refused)"
+            "is refused (tests/capture/test_other_rows.py::test_other_rows_are_refused)"
         ),
     )
 

@@ -37,8 +37,8 @@ class EngineCase:
     """What every test case of ``privacy_engine_test`` needs here."""
 
     test_sample_grad_aggregation = not_applicable(
-        f"{NO_GRAD_SAMPLE}; that p.grad is their clipped sum is what tests/test_norms.py compares "
-        "with vmap(grad) for every layer"
+        f"{NO_GRAD_SAMPLE}; that p.grad is their clipped sum is what tests/rules/test_norms.py "
+        "compares with vmap(grad) for every layer"
     )
 
 
@@ -51,7 +51,8 @@ class TestConvNetFrozen(EngineCase, engine_tests.PrivacyEngineConvNetFrozenTest)
 class TestText(EngineCase, engine_tests.PrivacyEngineTextTest):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/test_samples.py::test_time_first_input_is_refused_by_the_criterion)"
+        "refused (tests/integration/test_counts_of_samples.py::"
+        "test_time_first_input_is_refused_by_the_criterion)"
     )
 
 
@@ -70,7 +71,8 @@ class TestConvNetFrozenHooks(EngineCase, engine_tests.PrivacyEngineConvNetFrozen
 class TestTextHooks(EngineCase, engine_tests.PrivacyEngineTextHooksTest):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/test_samples.py::test_time_first_input_is_refused_by_the_criterion)"
+        "refused (tests/integration/test_counts_of_samples.py::"
+        "test_time_first_input_is_refused_by_the_criterion)"
     )
 
 
@@ -198,5 +200,5 @@ class TestGradClipScheduler(clip_scheduler_tests.GradClipSchedulerTest): ...
 class TestAdaptiveClippingAccounting(accounting_tests.AdaClipNoiseMultiplierTest):
     test_privacy_accounting_with_adaclip_e2e = not_applicable(
         "asserts that the optimizer is AdaClipDPOptimizer, which reads p.grad_sample; "
-        "tests/test_clipping.py tests clipping='adaptive' as ghost clipping does it"
+        "tests/integration/test_clipping.py tests clipping='adaptive' as ghost clipping does it"
     )

@@ -18,7 +18,8 @@ from flash_clipping.capture.bare.operation import (
     name_of,
 )
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, UnsupportedUse, is_plain
-from flash_clipping.capture.session import Place, in_backward
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.errors import FlashClippingError
 
 #: Functions that only look at the other tensor's shape, dtype or device.
@@ -133,7 +134,7 @@ def _row_of(
     return rows if by_row else None
 
 
-def _refuse_mixing(tap: Place, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse functions of samples and parameters whose result for one sample needs the others."""
     trains = name == "batch_norm" and (kwargs.get("training") or any(x is True for x in args[5:6]))
     by_count = "embedding" in name and kwargs.get("scale_grad_by_freq")
@@ -187,10 +188,10 @@ def _axis_of(name: str, leaves: list[Any], bare: BareParameter) -> int:
     plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
     if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
         return 0
-    return bare.tap.recorder.batch_axis
+    return bare.tap.session.batch_axis
 
 
-def _carry_samples(tap: Place, tensors: list[Tensor], axis: int) -> list[bool]:
+def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
     certain = any([_is_certain(tensor) for tensor in tensors])
@@ -202,15 +203,15 @@ def _is_certain(tensor: Tensor) -> bool:
     return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
 
-def _carries_samples(tap: Place, tensor: Tensor, axis: int, beside: bool) -> bool:
+def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool) -> bool:
     """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
-    recorder = tap.recorder
+    session = tap.session
     if tap.reads_constants or isinstance(tensor, nn.Parameter):
         return False
     sure = _is_certain(tensor)
     if tensor.dim() == 0 or (tap.folded and not sure):
         return sure  # rows of a folded module are not the batch's: see MixedOperation.row_by_row
-    return recorder.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
+    return session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:

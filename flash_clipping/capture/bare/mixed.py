@@ -18,7 +18,7 @@ from flash_clipping.capture.bare.stand_in import (
     is_plain,
     recomputable,
 )
-from flash_clipping.capture.session import in_backward
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, merge
 
@@ -45,7 +45,7 @@ def mixed(
         axis=axis,
     )
     if tap.entered not in (None, circumstances()) and not operation.recomputed:
-        tap.recorder.recomputed[tap.path] = functools.partial(recomputable, tap)
+        tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
     return run_mixed(operation, plain)
 
 
@@ -93,7 +93,7 @@ class _MixedFunction(torch.autograd.Function):
             plain = [G.new_empty(()).expand(ctx.shape)]
         needs = ctx.needs_input_grad[2 : 2 + len(plain)]
         grads = input_grads(operation, plain, needs, G)
-        recorder = operation.tap.recorder
+        session = operation.tap.session
         by_param: dict[nn.Parameter, Factor] = {}
         rows = table_factor(operation, plain, G)
         if rows is not None:
@@ -102,12 +102,12 @@ class _MixedFunction(torch.autograd.Function):
             for param, grads_B in per_sample_grads(operation, plain, G):
                 factor = Dense(grads_B)
                 by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
-        if recorder.enabled:
+        if session.enabled:
             operation.tap.record([*by_param], [*by_param.values()], operation.recomputed)
             return None, None, *grads, *[None] * len(operation.params)
         # An ordinary backward: ordinary gradients.
         ordinary = [
-            by_param[param].clipped_sum(None, recorder.backend).view_as(param).to(param.dtype)
+            by_param[param].clipped_sum(None, session.backend).view_as(param).to(param.dtype)
             if param in by_param
             else None
             for param in operation.params
@@ -118,6 +118,6 @@ class _MixedFunction(torch.autograd.Function):
 def run_mixed(operation: MixedOperation, plain: list[Tensor]) -> Tensor:
     """Run the operation; the parameters are inputs, so that its output requires grad."""
     params = operation.params
-    operation.tap.recorder.count_use(params)
+    operation.tap.session.count_use(params)
     output: Tensor = _MixedFunction.apply(operation, len(plain), *plain, *params)
     return output

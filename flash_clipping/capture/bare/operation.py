@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows
-from flash_clipping.capture.session import Place
+from flash_clipping.capture.factor_source import FactorSource
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
@@ -42,7 +42,7 @@ class MixedOperation:
     axis: int = 0
 
     @property
-    def tap(self) -> Place:
+    def tap(self) -> FactorSource:
         return self.bares[0].tap
 
     def call(self, plain: list[Tensor], bare: list[Tensor]) -> Tensor:

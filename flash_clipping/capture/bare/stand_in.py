@@ -17,7 +17,7 @@ from flash_clipping._compat import (
     pytree,
     saved_tensors_hooks_now,
 )
-from flash_clipping.capture.session import Place
+from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Lookup
 
@@ -28,7 +28,7 @@ _STANDS_IN = "_flash_clipping_stands_in"
 class UnsupportedUse(FlashClippingError):
     """A use of a bare parameter that only the generic rule can serve."""
 
-    def __init__(self, tap: Place, found: str):
+    def __init__(self, tap: FactorSource, found: str):
         self.tap, self.found = tap, found
         super().__init__(
             f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
@@ -76,7 +76,7 @@ class BareParameter(torch.Tensor):
     leaves: dict[Tensor, nn.Parameter]
     row: Tensor | None
     lookup: TableRows | None
-    tap: Place
+    tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
 
@@ -84,7 +84,7 @@ class BareParameter(torch.Tensor):
     def wrap(
         value: Tensor,
         leaves: dict[Tensor, nn.Parameter],
-        tap: Place,
+        tap: FactorSource,
         row: Tensor | None = None,
         lookup: TableRows | None = None,
     ) -> BareParameter:
@@ -98,7 +98,7 @@ class BareParameter(torch.Tensor):
         return bare
 
     @staticmethod
-    def stand_in(param: nn.Parameter, tap: Place) -> BareParameter:
+    def stand_in(param: nn.Parameter, tap: FactorSource) -> BareParameter:
         """The parameter itself, as what nothing has been computed from yet."""
         leaf = param.detach().requires_grad_()
         vars(leaf)[_STANDS_IN] = True
@@ -126,14 +126,14 @@ class Bypassed:
         "a scripted or compiled function, or was written into another tensor"
     )
 
-    def __init__(self, tap: Place):
+    def __init__(self, tap: FactorSource):
         self.tap = tap
 
     def __call__(self, _: Tensor) -> None:
         raise UnsupportedUse(self.tap, self.found)
 
 
-def refuse_bypassed(tap: Place, args: Any, output: Any) -> None:
+def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
     """Look for stand-ins in the graph of what a module returned, back to its arguments.
 
     Raises:
@@ -169,9 +169,9 @@ def circumstances() -> Any:
 
 
 @contextlib.contextmanager
-def bare_parameters(tap: Place, owners: list[nn.Module]) -> Iterator[None]:
+def bare_parameters(tap: FactorSource, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
-    stood_in = tap.recorder.stood_in  # of all modules that are running, outermost first
+    stood_in = tap.session.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)
     outside, tap.entered = tap.entered, circumstances()
     try:
@@ -192,7 +192,7 @@ def bare_parameters(tap: Place, owners: list[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recomputable(tap: Place) -> Iterator[None]:
+def recomputable(tap: FactorSource) -> Iterator[None]:
     """Stand in during backward, for what a checkpoint inside the module's forward recomputes.
 
     A failed backward lets go of this whenever it is collected: it puts back only what it put in.

@@ -13,14 +13,17 @@ Written in Gluon, as :mod:`flash_clipping.ops.gram.hopper` is, and used with the
 # mypy: disable-error-code="name-defined"
 from __future__ import annotations
 
-from flash_clipping._compat import gluon as _gluon
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-gluon = _gluon()
-assert gluon is not None  # who imports this has asked: launches.has_gluon
-gl = gluon.language
-fence_async_shared, mbarrier, tma = gluon.fence_async_shared, gluon.mbarrier, gluon.tma
-warpgroup_mma, warpgroup_mma_wait = gluon.warpgroup_mma, gluon.warpgroup_mma_wait
-_load_async = gluon.load_async
+_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 
 BLOCK = gl.constexpr(128)
 """Side of a tile of the result."""

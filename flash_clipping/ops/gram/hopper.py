@@ -18,17 +18,21 @@ which versions of Triton it is used.
 # mypy: disable-error-code="name-defined"
 from __future__ import annotations
 
-from flash_clipping._compat import gluon as _gluon
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
 from flash_clipping.ops.certificate import FLOOR
 from flash_clipping.ops.gram.tiles import RING, sample_of, tile_of
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 
-gluon = _gluon()
-assert gluon is not None  # who imports this has asked: launches.has_gluon
-gl = gluon.language
-fence_async_shared, mbarrier, tma = gluon.fence_async_shared, gluon.mbarrier, gluon.tma
-warpgroup_mma, warpgroup_mma_wait = gluon.warpgroup_mma, gluon.warpgroup_mma_wait
-_load_async = gluon.load_async
+_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 
 BLOCK = gl.constexpr(RING.block)
 BLOCK_F = gl.constexpr(RING.block_f)  # 128 bytes: a row of a swizzled tile

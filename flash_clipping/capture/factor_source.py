@@ -1,0 +1,75 @@
+"""What hands factors to the tape of the running backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor
+from flash_clipping.finish.session import Readers
+
+
+class FactorSource:
+    """A module's place in the model, as far as recording its factors goes; a tap is one.
+
+    Args:
+        path: its name in the model and its type, for messages.
+        owners: the module and the containers whose parameters its forward uses.
+        folded: its rows are parts of samples (``folded_modules``).
+    """
+
+    def __init__(self, path: str, session: ClippingSession, owners: list[nn.Module], folded: bool):
+        self.path = path
+        self.session = session
+        self.owners = owners
+        self.folded = folded
+        if folded:
+            session.folded.add(path)
+        #: Whether what its parameters meet is the same for all samples.
+        self.reads_constants = False
+        #: Under which circumstances the module's forward, if it is running, was entered.
+        self.entered: Any = None
+
+    def record(
+        self,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
+        recomputed: bool,
+        readers: Readers | None = None,
+    ) -> None:
+        """Hand factors, one for each of these parameters, to the tape of the running backward."""
+        tape = self.session.tape
+        if tape is None:
+            if recomputed:
+                raise FlashClippingError(
+                    f"{self.path}: re-entrant activation checkpointing reached this layer before "
+                    "the model's own output. Compute the loss from what the wrapped model "
+                    "returns, or use checkpoint(..., use_reentrant=False)."
+                )
+            if self.session.awaits_two_passes():
+                raise FlashClippingError(
+                    f"{self.path}: mode='two_pass' got a gradient past the model's outputs: the "
+                    "loss uses a tensor that the model kept on a module or returned inside an "
+                    f"object that cannot be opened (found: {self.session.returned}), or this "
+                    "layer was called by itself. Return the tensor, in a tuple, list, dict or "
+                    "dataclass; call the layer in the model's forward; or use mode='one_pass'."
+                )
+            tape = self.session.begin_backward()
+        if self.folded:
+            factors = [self._fold(factor) for factor in factors]
+        tape.record(self.path, params, factors, readers)
+
+    def _fold(self, factor: Factor) -> Factor:
+        """Rows that the user declared to be parts of samples, as samples."""
+        samples = self.session.samples()
+        if samples is None or factor.batch_size % max(samples, 1):
+            raise FlashClippingError(
+                f"{self.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
+                f"multiple of the batch ({samples}) that the model was called with. Every sample "
+                "must be folded into the same number of rows, which lie together."
+            )
+        return factor.fold(samples)

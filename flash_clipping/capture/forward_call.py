@@ -1,0 +1,160 @@
+"""One call of the root module: its batch, its uses of parameters, and which of what its layers read
+are samples.
+
+Shape suffixes: ``B`` samples.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from flash_clipping._compat import graph_task
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return graph_task() != -1
+
+
+#: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
+#: root, and which read in that call.
+Read: TypeAlias = tuple[str, int, int]
+
+
+class Witness(Protocol):
+    """What notes reads in a rehearsal (:mod:`flash_clipping.capture.batch_axis`)."""
+
+    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
+    offsets: Tensor | None
+
+    def reads_samples(
+        self,
+        read: Read,
+        x: Tensor,
+        axis: int,
+        *,
+        sure: bool,
+        beside: bool = False,
+        rows: int | None = None,
+        also: Sequence[Tensor] = (),
+        folded: bool = False,
+    ) -> bool: ...
+
+    def forget(self, path: str) -> None: ...
+
+
+class Evidence:
+    """What rehearsals have shown: which reads of tapped layers are samples.
+
+    Attributes:
+        proven: layers all of whose reads are samples.
+        reads: for the others, read by read, in every call of the layer.
+    """
+
+    def __init__(self) -> None:
+        self.proven: set[str] = set()
+        self.reads: dict[str, list[list[bool]]] = {}
+
+    def known(self, read: Read, any_call: bool) -> bool | None:
+        """Whether this read is samples; ``None`` where no rehearsal has told.
+
+        ``any_call``: calls come in another order than in forward, as they are recomputed.
+        """
+        path, call, place = read
+        if path in self.proven:
+            return True
+        calls = self.reads.get(path, ())
+        if not any_call and call < len(calls) and place < len(calls[call]):
+            return calls[call][place]
+        answers = {of_call[place] for of_call in calls if place < len(of_call)}
+        return answers.pop() if len(answers) == 1 else None
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One call of the root module: what a later backward has to know about it."""
+
+    #: Sizes of the batch axis of the root's tensor inputs; empty when it has none.
+    batch_sizes: tuple[int, ...] = ()
+    #: Parameters that tapped layers used, call by call (checkpointed: once), not yet counted.
+    used: list[Sequence[nn.Parameter]] = field(default_factory=list)
+    counted: Counter[int] = field(default_factory=Counter)
+    #: How many tapped layers in a row read one input, input by input, and the last of these.
+    readers: list[int] = field(default_factory=list)
+    last_input: weakref.ref[Tensor] | None = None
+    #: Whether the root has returned.
+    ended: bool = False
+    #: Whether the norms of this call have been taken.
+    spent: bool = False
+    #: Memory of the root's tensor inputs.
+    input_storages: frozenset[int] = frozenset()
+    #: Whether autograd is on: what then runs without it in this call is checkpointed.
+    recorded: bool = False
+    #: In which it was made. Autograd may run its backward in another.
+    thread: int = field(default_factory=threading.get_ident)
+    #: In a rehearsal: who notes what layers read.
+    witness: Witness | None = None
+    #: How often each layer that is not proven was called, and has read something in its last call.
+    turns: dict[str, list[int]] = field(default_factory=dict)
+    #: Reads of which no rehearsal has told yet whether they are samples, and what was assumed.
+    guesses: dict[Read, bool] = field(default_factory=dict)
+
+    def begin_call(self, path: str) -> None:
+        """Note that a layer that is not proven is called."""
+        turn = self.turns.get(path)
+        if turn is None:
+            self.turns[path] = [0, 0]
+        else:
+            turn[0] += 1
+            turn[1] = 0
+
+    def next_read(self, path: str) -> Read:
+        """The place of what a layer reads now: its calls, and its reads in one call, in order."""
+        turn = self.turns.setdefault(path, [0, 0])
+        turn[1] += 1
+        return path, turn[0], turn[1] - 1
+
+    def note_reader(self, x: Tensor) -> int:
+        """Count one more reader of this input; layers that share one are called in a row.
+
+        Returns:
+            Its place in ``readers``.
+        """
+        if self.last_input is None or self.last_input() is not x:
+            self.last_input = weakref.ref(x)
+            self.readers.append(0)
+        self.readers[-1] += 1
+        return len(self.readers) - 1
+
+    def end(self) -> None:
+        """The root has returned."""
+        self.ended = True
+
+    def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
+        """How many layers read the input at this place; 0 where one of these parameters, of a
+        layer that reads it, has, or may have, other uses."""
+        uses = self.uses
+        for param in params:
+            if uses.get(id(param)) != 1:
+                return 0
+        return self.readers[place]
+
+    @property
+    def uses(self) -> Counter[int]:
+        """How often each parameter, by ``id``, was used by a tapped layer."""
+        if self.used:
+            self.counted.update([id(param) for params in self.used for param in params])
+            self.used.clear()
+        return self.counted
+
+    @property
+    def batch_size(self) -> int | None:
+        """Size of the batch axis of the root's first tensor input."""
+        return self.batch_sizes[0] if self.batch_sizes else None

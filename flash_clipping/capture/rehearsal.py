@@ -1,0 +1,309 @@
+"""Runs of a model on a batch and on variants of it, and notes of what its layers read in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from flash_clipping._compat import checkpoints_replaced, pytree
+from flash_clipping.capture.forward_call import Read
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.no_trace import (
+    PlainCheckpoint,
+    random_state,
+    untouched,
+    without_activations,
+)
+from flash_clipping.capture.row_values import are_alike, digest_of, is_low
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.taint import Taint
+from flash_clipping.errors import FlashClippingError
+
+#: What a model that does not run on another batch size, or on this one, raises.
+MODELS_OWN = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
+
+
+@dataclass
+class Note:
+    """What one read was, in one rehearsal.
+
+    Attributes:
+        rows: size of its batch axis.
+        tainted: it derives from the model's inputs.
+        sure: it was computed by tapped layers from what was taken for samples.
+        beside: it stands beside such a tensor; it may be the same for all samples.
+        answer: what the layer was told: whether it reads samples.
+        digest: a few numbers for every row, and how large these are.
+    """
+
+    rows: int
+    tainted: bool
+    sure: bool
+    beside: bool
+    folded: bool
+    answer: bool
+    low: bool
+    digest: Tensor | None
+
+
+@dataclass
+class _Witness:
+    """Notes what layers read in one rehearsal."""
+
+    taint: Taint
+    followers: set[Read]
+    size: Callable[[], int]
+    notes: dict[Read, Note] = field(default_factory=dict)
+    offsets: Tensor | None = None
+
+    def reads_samples(
+        self,
+        read: Read,
+        x: Tensor,
+        axis: int,
+        *,
+        sure: bool,
+        beside: bool = False,
+        rows: int | None = None,
+        also: Sequence[Tensor] = (),
+        folded: bool = False,
+    ) -> bool:
+        tainted = sure or any(tensor in self.taint for tensor in (x, *also))
+        size = self.size()
+        found = x.shape[axis] if rows is None else rows
+        fits = found == size or (folded and size > 0 and found % size == 0)
+        answer = fits if beside else tainted or read in self.followers
+        self.notes[read] = Note(
+            rows=found,
+            tainted=tainted,
+            sure=sure,
+            beside=beside,
+            folded=folded,
+            answer=answer,
+            low=is_low(x),
+            digest=None if rows is not None or beside else digest_of(x, axis),
+        )
+        return answer
+
+    def forget(self, path: str) -> None:
+        for read in [read for read in self.notes if read[0] == path]:
+            del self.notes[read]
+
+
+@dataclass
+class Run:
+    """One rehearsal: on how many samples, and what was read."""
+
+    size: int
+    notes: dict[Read, Note]
+    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
+    offsets: Tensor | None
+    #: What ended it before its time.
+    refused: FlashClippingError | None = None
+    #: Which samples of the first run these are; ``None``: the same.
+    order: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another batch: which samples of the first it has, how inputs change, and which."""
+
+    order: list[int]
+    change: Callable[[Tensor], Tensor]
+    sources: list[Tensor]
+
+
+class Rehearsals:
+    """Runs of one model on one batch and its variants."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        forward: Callable[..., Any],
+        session: ClippingSession,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ):
+        self.root, self.forward, self.session = root, forward, session
+        self.args, self.kwargs = args, kwargs
+        #: Reads that derive from nothing and have one row for each sample all the same.
+        self.followers: set[Read] = set()
+        #: Another one after every rehearsal that told nothing: what is skipped at random changes.
+        self.seed = len(session.undecided)
+
+    def sources(self, size: int) -> list[Tensor]:
+        """The model's inputs that hold one row for each of ``size`` samples."""
+        found: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            if self.axis_of(x, size) is not None:
+                found.append(x)
+            return x
+
+        map_tensors(note, (self.args, self.kwargs))
+        return found
+
+    def axis_of(self, x: Tensor, size: int) -> int | None:
+        axis = self.session.batch_axis
+        if x.dim() > axis and x.shape[axis] == size:
+            return axis
+        return 0 if x.dim() == 1 and len(x) == size else None  # labels beside [T, B] inputs
+
+    def run(
+        self, change: Callable[[Tensor], Tensor] | None, sources: list[Tensor], again: int = 0
+    ) -> Run:
+        """The model on its inputs, changed or as they are; ``sources`` hold the samples.
+
+        Raises:
+            whatever the model raises.
+        """
+        session = self.session
+        changed: list[Tensor] = list(sources)
+        args, kwargs = self.args, self.kwargs
+        if change is not None:
+            ids = {id(x) for x in sources}
+            changed = []
+
+            def of(x: Tensor) -> Tensor:
+                if id(x) not in ids:
+                    return x
+                changed.append(change(x))
+                return changed[-1]
+
+            args, kwargs = map_tensors(of, (args, kwargs))
+        for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed):
+            if _is_packed(leaf):
+                changed.append(leaf.data)
+        tensors = batched_inputs(args, kwargs)
+        before = session.current_forward
+        taint = Taint(changed)
+        witness = _Witness(taint, self.followers, lambda: rehearsal.batch_size or 0)
+        rehearsal = session.begin_forward(tensors, witness)
+        refused: FlashClippingError | None = None
+        devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
+        try:
+            with (
+                untouched(self.root),
+                random_state(list(devices), self.seed + again),
+                without_activations(),
+                checkpoints_replaced(PlainCheckpoint),
+                taint,
+            ):
+                # Recording, so that taps note what they read; detached, so nothing comes of it.
+                self.forward(*args, **kwargs)
+        except FlashClippingError as error:
+            refused = error
+        finally:
+            rehearsal.spent = True
+            rehearsal.end()
+            rehearsal.witness = None  # who asks it for the batch: no cycle may keep what it noted
+            if before is not None:
+                session.resume_forward(before)
+        return Run(rehearsal.batch_size or 0, witness.notes, witness.offsets, refused)
+
+    def variants(self, whole: Run, sources: list[Tensor]) -> Iterator[Variant]:
+        """Other batches that the model may run on: one sample less, or one more, in reverse.
+
+        A vector of the batch's size may be something else: positions, say.
+        """
+        size = whole.size
+        less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
+        orders = [less, more] if size > 2 else [more, less]
+        vectors = [x for x in sources if x.dim() == 1]
+        chosen = [sources]
+        if vectors and len(vectors) < len(sources) and whole.offsets is None:
+            chosen.append([x for x in sources if x.dim() != 1])
+        for of in chosen:
+            for order in orders:
+                if not order:
+                    continue
+                if whole.offsets is not None:
+                    yield Variant(order, self.other_bags(whole, order), of)
+                else:
+                    yield Variant(order, functools.partial(self.reordered, size, order), of)
+
+    def reordered(self, size: int, order: list[int], x: Tensor) -> Tensor:
+        axis = self.axis_of(x, size) or 0
+        return x.detach().index_select(axis, torch.tensor(order, device=x.device))
+
+    def other_bags(self, whole: Run, order: list[int]) -> Callable[[Tensor], Tensor]:
+        """Ids of all bags lie end to end, and so they do in another order."""
+        offsets, size, ids = whole.offsets, whole.size, self.first_size()
+        assert offsets is not None
+        edges = [*offsets.tolist(), ids][: size + 1]
+        bags = [range(edges[b], edges[b + 1]) for b in order]
+        numbers = [n for bag in bags for n in bag]
+        starts = [0]
+        for bag in bags:
+            starts.append(starts[-1] + len(bag))
+
+        def change(x: Tensor) -> Tensor:
+            if x is offsets:
+                return torch.tensor(starts, dtype=x.dtype, device=x.device)[
+                    : len(order) + len(x) - size
+                ]
+            if x.dim() == 1 and len(x) == ids:
+                return x.detach()[torch.tensor(numbers, dtype=torch.long, device=x.device)]
+            return self.reordered(size, order, x)
+
+        return change
+
+    def whole(self) -> tuple[Run, list[Tensor]]:
+        """The batch as it is, and the inputs that hold the samples."""
+        size = self.first_size()
+        sources = self.sources(size)
+        whole = self.run(None, sources)
+        if whole.offsets is not None:
+            also = [x for x in self.sources(whole.size) if all(x is not y for y in sources)]
+            sources += also
+            if all(x is not whole.offsets for x in sources):
+                sources.append(whole.offsets)
+            whole = self.run(None, sources)
+        return whole, sources
+
+    def pair(self) -> tuple[Run, Run | None, list[Tensor]]:
+        """The batch as it is, and another one if the model runs on any."""
+        whole, sources = self.whole()
+        for variant in self.variants(whole, sources):
+            try:
+                other = self.run(variant.change, variant.sources)
+                if len(variant.sources) != len(sources):
+                    whole = self.run(None, variant.sources)
+            except torch.OutOfMemoryError:
+                raise
+            except MODELS_OWN:
+                continue
+            if other.size == len(variant.order):
+                other.order = variant.order
+                return whole, other, variant.sources
+        return whole, None, sources
+
+    def first_size(self) -> int:
+        axis = self.session.batch_axis
+        sizes = (x.shape[axis] for x in batched_inputs(self.args, self.kwargs) if x.dim() > axis)
+        return next(sizes, 0)
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence)
+
+
+def same_rows(a: Note, b: Note, other: Run) -> bool:
+    """Whether the samples of ``other`` have the same values in both, as far as their dtype can
+    tell."""
+    if a.digest is None or b.digest is None or not len(b.digest):
+        return True
+    first, second = a.digest, b.digest
+    if other.order is not None:
+        parts = len(second) // len(other.order)  # of a sample, in a folded module
+        of_parts = [b * parts + part for b in other.order for part in range(parts)]
+        first = first[of_parts]
+    if len(first) != len(second):
+        return False
+    return are_alike(first, second, low=a.low or b.low)

@@ -1,0 +1,50 @@
+"""What is kept of a row that a layer reads, to tell it from others: a few numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Relative difference from which on two rows are not the same sample's; the second where values
+#: have a few digits only (TF32, bf16, fp16, autocast).
+DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
+
+#: Features of a row that its digest is made of; of longer rows, as many at equal distances.
+FEATURES = 1 << 16
+
+
+def is_low(x: Tensor) -> bool:
+    """Whether what computed these values may have rounded to a few digits."""
+    kind = x.device.type
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        or torch.is_autocast_enabled(kind)
+        or (x.is_cuda and x.dtype == torch.float32)  # TF32
+    )
+
+
+def digest_of(x: Tensor, axis: int) -> Tensor | None:
+    """A few numbers for every row, which tell it from others; the last is how large it is."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        rows = x.detach().transpose(0, axis)
+        rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
+        if not rows.numel():
+            return None
+        if rows.shape[1] > FEATURES:
+            rows = rows[:, :: -(-rows.shape[1] // FEATURES)]
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).flatten(1)
+        rows = rows.to("cpu", torch.float64).nan_to_num(0.0, 1e30, -1e30)
+        n = rows.shape[1]
+        signs = torch.randn(n, 3, generator=torch.Generator().manual_seed(n), dtype=rows.dtype)
+        size = rows.square().mean(1, keepdim=True).sqrt()
+        return torch.cat([rows @ signs / n**0.5, size], 1)
+
+
+def are_alike(first: Tensor, second: Tensor, low: bool) -> bool:
+    """Whether digests of rows are of the same values, as far as what computed them can tell."""
+    scale = torch.maximum(first[:, -1], second[:, -1])
+    scale = scale.clamp(min=1e-3 * float(scale.max()))
+    error = (first - second).abs().amax(1) / scale.clamp(min=1e-300)
+    # Digests are in float64 whatever was read.
+    return float(error.max()) <= (DIFFERENT_LOW if low else DIFFERENT)

@@ -1,0 +1,317 @@
+"""Bare parameters: exact for every way a forward may use them, and without a second forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import truth_by_autograd
+from tests.support.cases import bound_between, check_case, make, step
+from tests.support.models import CASES, Case, Scale, Wrapped, floats
+from tests.support.oracle import per_sample_truth
+
+Forward = Callable[["Uses", Tensor], Tensor]
+B, T, D = 4, 5, 6
+
+
+class Positions(nn.Module):
+    """Returns parameters only: nothing that it is called with carries samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, D) * 0.3)
+
+    def forward(self, length: int) -> Tensor:
+        return self.table[:length]
+
+
+class Uses(nn.Module):
+    """A linear layer, then one use of some bare parameters, then a head."""
+
+    def __init__(self, use: Forward):
+        super().__init__()
+        self.use = use
+        self.calls = 0
+        self.first = nn.Linear(3, D)
+        self.head = nn.Linear(D, 2)
+        self.positions = Positions()
+        self.vector = nn.Parameter(torch.randn(D))
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.matrix = nn.Parameter(torch.randn(D, D) * 0.5)
+        self.low = nn.Parameter(torch.randn(D, 2) * 0.5)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.kernel = nn.Parameter(torch.randn(D, D, 3) * 0.3)
+        self.gains = nn.ParameterList([nn.Parameter(torch.rand(D)) for _ in range(2)])
+        self.register_buffer("table", torch.linspace(-1, 1, D), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(torch.tanh(self.use(self, torch.tanh(self.first(x)))))
+
+
+def inplace_rebinding(m: Uses, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x += m.vector
+    x += m.gains[0] - m.token
+    return x
+
+
+def attention_pool(m: Uses, x: Tensor) -> Tensor:
+    query = m.token.expand(x.shape[0], -1, -1) @ m.matrix
+    weights = torch.softmax(query @ x.mT / m.temperature.exp(), -1)
+    return weights @ x
+
+
+USES: dict[str, Forward] = {
+    "added": lambda m, x: x + m.vector,
+    "added_left": lambda m, x: m.token + x,
+    "subtracted": lambda m, x: m.vector - x,
+    "multiplied": lambda m, x: x * m.vector,
+    "divided": lambda m, x: x / (m.vector.exp() + m.table),
+    "class_token": lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], dim=1),
+    "class_token_repeat": lambda m, x: torch.cat([m.token.repeat(x.shape[0], 2, 1), x], dim=1),
+    "expanded_like": lambda m, x: torch.cat([x, m.token.expand_as(x)], dim=1),
+    "positions": lambda m, x: x + m.positions(x.shape[1]),
+    "positions_unsqueezed": lambda m, x: x + m.positions(x.shape[1])[None],
+    "layer_scale": lambda m, x: x + m.gains[1] * torch.relu(x),
+    "temperature": lambda m, x: torch.softmax(x * m.temperature.exp(), dim=-1),
+    "temperature_divided": lambda m, x: x / m.temperature.clamp(min=0.01),
+    "matrix": lambda m, x: x @ m.matrix,
+    "linear": lambda m, x: F.linear(x, m.matrix, m.vector),
+    "lora": lambda m, x: x + (x @ m.low) @ m.low.T,
+    "einsum": lambda m, x: torch.einsum("btd,de->bte", x, m.matrix * m.vector),
+    "convolution": lambda m, x: F.conv1d(x.mT, m.kernel, m.vector, padding=1).mT,
+    "rms_norm_by_hand": lambda m, x: m.vector * (x * x.square().mean(-1, keepdim=True).rsqrt()),
+    "layer_norm_function": lambda m, x: F.layer_norm(x, (D,), m.vector, m.gains[0]),
+    "where": lambda m, x: torch.where(x > 0, x, m.vector),
+    "twice": lambda m, x: (x + m.vector) * m.vector,
+    "several": lambda m, x: torch.addcmul(m.gains[0].expand_as(x), x, m.vector),
+    "prompt": lambda m, x: torch.cat(
+        [torch.tanh(m.token @ m.matrix).expand(x.shape[0], 3, -1), x], 1
+    ),
+    "rebinding": inplace_rebinding,
+    "attention_pool": attention_pool,
+}
+
+
+def case_of(use: Forward) -> Case:
+    return Case(lambda: Uses(use), floats(B, T, 3))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", USES)
+def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
+    case = case_of(USES[name])
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
+    model.calls = 0
+    step(module, case, batch, "mean")
+    assert model.calls == 1
+    check_case(module, truth, bound, 1e-10)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["class_token", "matrix", "positions", "twice", "temperature"])
+def test_ordinary_backward_with_hooks_disabled(name: str) -> None:
+    """A graph made with taps still gives ordinary gradients once recording is off."""
+    case = case_of(USES[name])
+    model, batch = make(case, torch.float64)
+    case.loss(model, batch).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    module = GradSampleModuleFlashClipping(model, strict=False)
+    losses = case.loss(module, batch)
+    module.disable_hooks()
+    losses.sum().backward()
+    for n, p in model.named_parameters():
+        if n in expected:
+            torch.testing.assert_close(p.grad, expected[n])
+
+
+def in_place_result_dropped(m: Uses, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x.mul_(m.vector)
+    return x
+
+
+def written_into(m: Uses, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[:, 0] = m.vector
+    return x
+
+
+@pytest.mark.parametrize("use", [in_place_result_dropped, written_into])
+def test_writing_in_place_falls_back_to_the_generic_rule(use: Forward) -> None:
+    case = case_of(use)
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        step(module, case, batch, "mean")
+        check_case(module, truth, 1.0, 1e-10)
+
+
+def test_dropout_is_the_one_that_was_applied() -> None:
+    """The stand-in never runs the forward again, so random numbers are drawn once."""
+    case = case_of(lambda m, x: F.dropout(x * m.vector, 0.5) + F.dropout(m.vector, 0.5))
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(
+        model, max_grad_norm=1e6, strict=False, loss_reduction="sum"
+    )
+    torch.manual_seed(7)
+    step(module, case, batch, "sum")
+    clipped = {n: p.grad.clone() for n, p in model.named_parameters()}
+    module.to_standard_module().zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    case.loss(model, batch).sum().backward()
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(clipped[n], p.grad)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints functions that read parameters of the module that calls them."""
+
+    def __init__(self, kind: str, reentrant: bool):
+        super().__init__()
+        self.kind, self.reentrant = kind, reentrant
+        self.first, self.head = nn.Linear(3, D), nn.Linear(D, 2)
+        self.gain, self.table = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(1, T, D))
+
+    def work(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x * self.gain.exp() + self.table) @ torch.diag(self.gain))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        gain, table = self.gain, self.table
+
+        def with_arguments(x: Tensor, gain: Tensor, table: Tensor) -> Tensor:
+            return torch.tanh(x * gain + table)
+
+        functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+            "method": (self.work, ()),
+            "local": (lambda x: torch.tanh(x * gain + table), ()),
+            "arguments": (with_arguments, (gain, table)),
+        }
+        function, arguments = functions[self.kind]
+        return self.head(checkpoint(function, x, *arguments, use_reentrant=self.reentrant))
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["method", "local", "arguments"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint_inside_the_forward(inside: bool, kind: str, reentrant: bool, mode: str) -> None:
+    """Exact; arguments of a re-entrant checkpoint, which detaches them, by the generic rule."""
+
+    def build() -> nn.Module:
+        model = Checkpointed(kind, reentrant)
+        return Wrapped(nn.Linear(3, 3), model) if inside else model
+
+    case = Case(build, floats(B, T, 3))
+    model, batch = make(case, torch.float64)
+    plain, _ = make(Case(build, floats(B, T, 3)), torch.float64)
+    plain.load_state_dict(model.state_dict())
+    truth = truth_by_autograd(plain, batch, lambda m, b: case.loss(m, b).mean())
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        step(module, case, batch, "mean")
+        check_case(module, truth, bound, 1e-10)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_failed_backward_puts_parameters_back() -> None:
+    model = Checkpointed("method", reentrant=False)
+    before = list(model.parameters())
+    seen: list[type] = []
+
+    def fail(_: Tensor) -> None:
+        seen.append(type(model.gain))
+        raise KeyboardInterrupt
+
+    model.first.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
+    module = GradSampleModuleFlashClipping(model)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            module(torch.randn(B, T, 3)).square().sum().backward()
+        assert seen.pop() is not nn.Parameter  # stood in for, while checkpoints may recompute
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return G * gain, (G * x).flatten(0, -2).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+@pytest.mark.parametrize("derived", [False, True])
+def test_autograd_function_falls_to_the_generic_rule(derived: bool) -> None:
+    """It gets past the stand-in, whose gradient would be lost without a word: this is found in the
+    first forward."""
+    case = case_of(lambda m, x: Scaling.apply(x, m.vector.exp() if derived else m.vector))
+    model, batch = make(case, torch.float64)
+    truth = truth_by_autograd(model, batch, lambda m, b: case.loss(m, b).mean())
+    model.zero_grad(set_to_none=True)
+    module = GradSampleModuleFlashClipping(model, strict=False)
+    step(module, case, batch, "mean")
+    check_case(module, truth, 1.0, 1e-10)
+
+
+def test_autograd_function_in_a_later_step_is_refused() -> None:
+    """The graph is looked at in the first forward; afterwards backward notices."""
+    case = case_of(lambda m, x: (Scaling.apply if m.calls > 1 else torch.mul)(x, m.vector))
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, strict=False)
+    step(module, case, batch, "mean")
+    module.zero_grad(set_to_none=True)
+    with pytest.raises(FlashClippingError, match=r"Uses\).*autograd.Function.*Freeze.*LoRA"):
+        step(module, case, batch, "mean")
+
+
+def test_layer_on_parameters_alone() -> None:
+    case = case_of(lambda m, x: x + m.head.weight.new_zeros(()) + m.first(m.matrix[:3, :3])[0])
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
+    step(module, case, batch, "mean")
+    check_case(module, truth, 1.0, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["mixed", "bare_parameters", "conv1d", "embedding", "layer_norm"])
+def test_generic_rule_for_everything(name: str) -> None:
+    """``force_functorch`` serves every layer by the generic rule."""
+    case = CASES[name]
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, force_functorch=True)
+    step(module, case, batch, "mean")
+    check_case(module, truth, 1.0, 1e-10)
+
+
+def test_generic_leaf_without_children() -> None:
+    case = Case(lambda: Wrapped(nn.Linear(4, 6), Scale(6)), floats(5, 7, 4))
+    model, batch = make(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.7)
+    step(module, case, batch, "mean")
+    check_case(module, truth, 0.7, 1e-5)

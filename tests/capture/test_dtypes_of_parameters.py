@@ -1,0 +1,81 @@
+"""Parameters of different dtypes, and uses with different batch sizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import id_batch, squares, truth_by_autograd
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
+
+
+class MixedDtypes(nn.Module):
+    """A bf16 body between an fp32 embedding and an fp64 head."""
+
+    def __init__(self, body: torch.dtype, head: torch.dtype):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.body = nn.Linear(6, 6).to(body)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3).to(head)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = self.norm(torch.tanh(self.body(x.to(self.body.weight.dtype))).to(x.dtype))
+        return self.head(x.to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("body", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", [torch.float32, torch.float64])
+def test_parameters_of_different_dtypes(head: torch.dtype, body: torch.dtype, mode: str) -> None:
+    """Each sum is in fp32, or wider; norms are one number per sample over all."""
+    torch.manual_seed(0)
+    model = MixedDtypes(body, head)
+    batch = id_batch(4, 5)
+    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
+    bound = truth.norms.median().item()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    squares(flash, batch).backward()
+    # The truth rounds every per-sample gradient to the dtype of its parameter.
+    unit = torch.finfo(body).eps
+    assert_close(flash.get_norm_sample(), truth.norms, max(unit, 1e-5), "norms")
+    for name, grad in truth.clipped(bound).items():
+        param = model.get_parameter(name)
+        wide = torch.promote_types(param.dtype, torch.float32)
+        assert param.grad is not None and param.grad.dtype == wide, name
+        assert_close(param.grad, grad, max(4 * unit, 1e-5), name)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "tied"])
+def test_uses_with_other_batch_sizes_are_refused_by_name(kind: str, mode: str) -> None:
+    """Not by whatever then fails to put the uses together."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "tied":
+                self.shared = nn.Embedding(7, 3)
+                self.head = nn.Linear(3, 7, bias=False)
+                self.head.weight = self.shared.weight
+            else:
+                self.shared = nn.Linear(3, 3) if kind == "linear" else nn.Conv1d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "tied":
+                return self.head(self.shared(x[:2]).repeat(2, 1, 1))
+            # Backward comes to the other use, which is as it should be, first.
+            uneven = self.shared(torch.cat([x, x]))[:4]
+            return self.shared(x) + uneven
+
+    shapes = {"linear": (4, 3), "convolution": (4, 3, 5)}
+    x = torch.randint(7, (4, 5)) if kind == "tied" else torch.randn(shapes[kind])
+    wrapped = GradSampleModuleFlashClipping(Uneven(), max_grad_norm=1.0, mode=mode)
+    with pytest.raises(FlashClippingError, match=r"shared \(\w+\): what it reads has [28] rows"):
+        wrapped(x).square().sum().backward()

@@ -1,0 +1,78 @@
+"""The generic rule: paddings that are not trained, and objects that it does not open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError
+from tests.support.autograd import squares, truth_by_autograd
+from tests.support.uses import IDS, D, Data, Holder, make, measured, seeded_batch
+from tests.support.wrapping import WRAPPERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 2
+
+
+PADDED: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.Embedding(7, D, padding_idx=2),
+    "subclass": lambda: Scaled(7, D, padding_idx=2),
+    "function": lambda: Holder(
+        lambda m, i: F.embedding(i, m.table, padding_idx=2) * m.v,
+        table=torch.randn(7, D),
+        v=torch.randn(D),
+    ),
+    "negative": lambda: Holder(lambda m, i: F.embedding(i, m.table, -5), table=torch.randn(7, D)),
+    "aten": lambda: Holder(lambda m, i: torch.embedding(m.table, i, 2), table=torch.randn(7, D)),
+    "bag": lambda: Holder(
+        lambda m, i: F.embedding_bag(i, m.table, padding_idx=2, mode="sum")[:, None],
+        table=torch.randn(7, D),
+    ),
+}
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_is_not_trained(name: str, force: bool) -> None:
+    def middle() -> nn.Module:
+        return Holder(lambda m, x, i: x + m.layer(i), layer=PADDED[name]())
+
+    truth = truth_by_autograd(make(middle), (*seeded_batch(), IDS), squares)
+    (table,) = [g for n, g in truth.grads.items() if g.shape[1:] == (7, D)]
+    assert table[:, 2].abs().max() == 0 < table[:, 1].abs().max()
+    measured(
+        make(middle), truth, (*seeded_batch(), IDS), "one_pass", "wrapped", force_functorch=force
+    )
+
+
+def test_objects_are_refused_by_the_generic_rule() -> None:
+    """One sample would get, or give, the tensors of all."""
+    returning = make(lambda: Holder(lambda m, x: m.inner(x).a, inner=Returning()))
+    with pytest.raises(FlashClippingError, match=r"inner \(Returning\): .*returns a Data"):
+        WRAPPERS["wrapped"](returning, force_functorch=True)(*seeded_batch())
+    taking = make(lambda: Holder(lambda m, x: m.inner(Data(x), x), inner=Taking()))
+    with pytest.raises(FlashClippingError, match=r"inner \(Taking\): .*called with a Data"):
+        WRAPPERS["wrapped"](taking, force_functorch=True)(*seeded_batch())
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Data:
+        return Data(x * self.gain)
+
+
+class Taking(Returning):
+    def forward(self, data: Data, x: Tensor) -> Any:  # type: ignore[override]
+        return x * self.gain + data.a

@@ -1,0 +1,138 @@
+"""Rows that are no samples, or other samples: refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
+from tests.support.wrapping import MODES
+
+# -- rows that are no samples, or other samples ---------------------------------------------------
+
+
+class Rows(nn.Module):
+    """A layer that reads rows in some other way than one for each sample, in order."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mix, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        B, T = x.shape[:2]
+        if self.how == "transposed":
+            return self.last(torch.tanh(self.mix(x.transpose(0, 1)).transpose(0, 1)))
+        if self.how == "flattened":
+            return self.last(torch.tanh(self.mix(x.flatten(0, 1)).unflatten(0, (B, T))))
+        if self.how == "sorted":
+            order = x.sum((1, 2)).argsort()
+            return self.last(torch.tanh(self.mix(x[order])[order.argsort()]))
+        if self.how == "shuffled":
+            order = torch.arange(B).flip(0)
+            return self.last(torch.tanh(self.mix(x[order])[order]))
+        if self.how == "routed":  # an expert for the tokens that like it
+            flat = x.flatten(0, 1)
+            chosen = (flat[:, 0] > flat[:, 0].median()).nonzero().squeeze(1)
+            x = flat.index_add(0, chosen, self.mix(flat[chosen])).view(B, T, -1)
+            return self.last(torch.tanh(x))
+        if self.how == "exactly_B":  # the first token of all B sequences, but those of other ones
+            flat = x.flatten(0, 1)
+            chosen = flat[:, 0].topk(B).indices  # expert choice with capacity B
+            x = flat.index_add(0, chosen, self.mix(flat[chosen])).view(B, T, -1)
+            return self.last(torch.tanh(x))
+        assert self.how == "mean"
+        return self.last(torch.tanh(self.mix(x - x.mean(0))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(5, 5), (4, 3), (2, 2), (6, 2)])
+@pytest.mark.parametrize(
+    "how", ["transposed", "flattened", "sorted", "shuffled", "routed", "exactly_B", "mean"]
+)
+def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> None:
+    if how == "routed" and shape == (2, 2):
+        pytest.skip("it chooses one token of each sample, in order")
+    model = Rows(how).double()
+    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+        check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
+
+
+def test_all_layers_are_named_at_once() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+    )
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError) as error:
+        flash(torch.randn(3, 5, 4))
+    text = str(error.value)
+    for path in ("2 (Linear)", "3 (LayerNorm)", "4 (Linear)"):
+        assert f"{path}: what it reads has 15 rows for a batch of 3, and 10 for a batch" in text
+    assert "0 (Linear)" not in text
+    assert "folded_modules" in text and "freeze" in text
+
+
+class Noisy(nn.Module):
+    """Draws random numbers for everything, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.tanh(self.first(x)), 0.5)
+        x = x + torch.randn_like(x) + torch.rand(x.shape) * torch.randint(3, x.shape)
+        x = torch.bernoulli(torch.sigmoid(x)) + x * torch.empty_like(x).uniform_()
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+        return self.last(torch.tanh(self.mid(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chance_is_not_refused(mode: str) -> None:
+    flash = GradSampleModuleFlashClipping(Noisy(), mode=mode)
+    before = torch.get_rng_state()
+    for shape in ((4, 4), (5, 3), (1, 4)):
+        squares(flash, (torch.randn(*shape, 4),)).backward()
+        assert len(flash.get_norm_sample()) == shape[0]
+        flash.zero_grad()
+    assert not torch.equal(before, torch.get_rng_state())
+    assert flash._session.evidence.proven == {
+        "first (Linear)",
+        "mid (Linear)",
+        "last (Linear)",
+    }
+
+
+# -- where the call begins ------------------------------------------------------------------------
+
+
+class CallsAPart(nn.Module):
+    """A training step calls a part of it, as Lightning's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return mean_squares(self.net(x.transpose(0, 1)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("after_a_call", [False, True])
+def test_part_of_a_model_is_refused(after_a_call: bool) -> None:
+    """A root whose forward is never called: nothing knew how many samples there are."""
+    model = CallsAPart()
+    model.forward = lambda x: model.net(x)  # type: ignore[method-assign]
+    flash = GradSampleModuleFlashClipping(model)
+    kept = flash(torch.randn(5, 5, 4)) if after_a_call else None
+    with pytest.raises(FlashClippingError, match=r"net.0 \(Linear\).*wrapped model itself"):
+        model.training_step(torch.randn(5, 5, 4))
+    with torch.no_grad():
+        model.training_step(torch.randn(5, 5, 4))
+    mean_squares(flash(torch.randn(5, 5, 4))).backward()
+    assert len(flash.get_norm_sample()) == 5
+    del kept

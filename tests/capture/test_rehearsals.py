@@ -1,0 +1,171 @@
+"""When a forward is rehearsed, and what a rehearsal must not miss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import (
+    check_by_autograd,
+    float64s,
+    mean_squares,
+    squares,
+    truth_by_autograd,
+)
+from tests.support.constants import OnConstants
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.late, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.positions = nn.Embedding(9, 4)
+        self.reach = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.reach:
+            x = x + self.late(x.transpose(0, 1)).transpose(0, 1)
+        return self.last(torch.tanh(x))
+
+
+def test_a_layer_reached_later_is_rehearsed_then() -> None:
+    model = Late().double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 5, 4)).backward()
+    model.reach = True
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match=r"late \(Linear\).* 5 rows"):
+        squares(flash, float64s(5, 5, 4))
+
+
+def test_a_layer_that_is_unfrozen_is_rehearsed_then() -> None:
+    model = Late().double()
+    model.reach = True
+    model.late.requires_grad_(False)
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 5, 4)).backward()
+    flash.zero_grad()
+    model.late.requires_grad_(True)
+    with pytest.raises(FlashClippingError, match=r"late \(Linear\).* 5 rows"):
+        squares(flash, float64s(5, 5, 4))
+
+
+class PositionsLate(Late):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.reach:
+            x = x + self.positions(torch.arange(x.shape[1]))
+        return self.last(torch.tanh(x))
+
+
+def test_a_constant_reached_later() -> None:
+    """Taken for samples by its size; the rehearsal refuses, and the next step is right."""
+    model = PositionsLate().double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 5, 4)).backward()
+    model.reach = True
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match=r"positions .*reached for the first time"):
+        squares(flash, float64s(5, 5, 4))
+    batch = float64s(5, 5, 4)
+    plain = copy.deepcopy(model)
+    plain.__dict__.pop("forward", None)
+    squares(flash, batch).backward()
+    reference = PositionsLate().double()
+    reference.reach = True
+    truth = truth_by_autograd(reference, batch, squares)
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
+
+
+class Checkpointed(nn.Module):
+    """Constants, computed inside or outside of checkpoints."""
+
+    def __init__(self, reentrant: bool, inside: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.positions, self.mlp = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.reentrant, self.inside = reentrant, inside
+
+    def work(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.mlp(x))
+        if self.inside:
+            x = x + self.positions(torch.arange(x.shape[1]))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if not self.inside:
+            x = x + self.positions(torch.arange(x.shape[1]))
+        for _ in range(2):
+            x = checkpoint(self.work, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_constants_and_checkpoints(reentrant: bool, inside: bool, mode: str) -> None:
+    for shape in ((5, 5, 4), (3, 5, 4)):
+        check_by_autograd(
+            Checkpointed(reentrant, inside).double(), float64s(*shape), squares, mode=mode
+        )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 5), (2, 2)])
+def test_time_first(shape: tuple[int, int]) -> None:
+    """``batch_first=False`` with positions ``[T, 1, d]``."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.positions = nn.Embedding(9, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x)) + self.positions(torch.arange(len(x))[:, None])
+            return self.last(x).transpose(0, 1)
+
+    B, T = shape
+    (x,) = float64s(B, T, 4)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return mean_squares(model(batch[0].transpose(0, 1)))
+
+    truth = truth_by_autograd(TimeFirst().double(), (x,), loss)
+    flash = GradSampleModuleFlashClipping(TimeFirst().double(), batch_first=False)
+    loss(flash, (x,)).backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
+
+
+def test_steady_steps_do_not_rehearse() -> None:
+    model = OnConstants("looked_up").double()
+    runs: list[int] = []
+    model.last.register_forward_hook(lambda *_: runs.append(1))
+    flash = GradSampleModuleFlashClipping(model)
+    for shape in ((3, 5), (5, 5), (4, 7), (1, 5)):
+        squares(flash, float64s(*shape, 4)).backward()
+    assert len(runs) == 2 + 4
+
+
+def test_rehearsal_is_only_for_training() -> None:
+    model = OnConstants("looked_up").double()
+    runs: list[int] = []
+    model.last.register_forward_hook(lambda *_: runs.append(1))
+    flash = GradSampleModuleFlashClipping(model)
+    with torch.no_grad():
+        flash(*float64s(3, 5, 4))
+    assert len(runs) == 1
+    flash(*float64s(3, 5, 4))
+    assert len(runs) == 1 + 3

@@ -1,0 +1,359 @@
+"""Rows that are as many as samples and are none: exact or refused, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import (
+    check_by_autograd,
+    float64s,
+    mean_squares,
+    squares,
+    truth_by_autograd,
+)
+from tests.support.models import Gain
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES, WRAPPERS
+
+CHECKPOINTS = ["none", "reentrant", "non-reentrant"]
+
+
+class Bilinear(nn.Module):
+    """Served by the generic rule: it writes its parameter into a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[..., :] = self.weight
+        return x * y
+
+
+INNER = {
+    "linear": lambda: nn.Linear(4, 4),
+    "layer_norm": lambda: nn.LayerNorm(4),
+    "bare": lambda: Gain(4),
+    "generic": Bilinear,
+    "attention": lambda: SelfAttention(batch_first=True),
+}
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
+
+
+class Inside(nn.Module):
+    """A layer around which, and around whose checkpoint, the batch may lie on another axis."""
+
+    def __init__(self, inner: nn.Module, checkpointing: str, transposed: bool = True):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 3)
+        self.checkpointing, self.transposed = checkpointing, transposed
+        self.calls = 0
+
+    def work(self, x: Tensor) -> Tensor:
+        if self.transposed:
+            return torch.tanh(self.inner(x.transpose(0, 1))).transpose(0, 1)
+        return torch.tanh(self.inner(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.tanh(self.first(x))
+        if self.checkpointing == "none":
+            x = self.work(x)
+        else:
+            x = checkpoint(self.work, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.last(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
+@pytest.mark.parametrize("kind", INNER)
+def test_batch_on_another_axis_is_refused_by_name(
+    kind: str, checkpointing: str, wrapper: str, mode: str
+) -> None:
+    """``T = B``: all shapes are right."""
+    torch.manual_seed(0)
+    model = Inside(INNER[kind](), checkpointing).double()
+    with pytest.raises(FlashClippingError, match=r"inner.* what it reads has 5 rows"):
+        check_by_autograd(model, float64s(5, 5, 4), squares, wrapper=wrapper, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
+@pytest.mark.parametrize("kind", INNER)
+@pytest.mark.parametrize("batch_size", [4, 5])
+def test_batch_in_front_is_exact(batch_size: int, kind: str, checkpointing: str, mode: str) -> None:
+    """The same models with the batch in its place, where other axes have its size."""
+    torch.manual_seed(0)
+    model = Inside(INNER[kind](), checkpointing, transposed=False).double()
+    check_by_autograd(model, float64s(batch_size, 5, 4), squares, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_attention_that_expects_time_first(batch_size: int, checkpointing: str, mode: str) -> None:
+    """``nn.MultiheadAttention(batch_first=False)`` says itself where its samples are."""
+    torch.manual_seed(0)
+    model = Inside(SelfAttention(batch_first=False), checkpointing).double()
+    check_by_autograd(model, float64s(batch_size, 5, 4), squares, mode=mode)
+
+
+def test_batch_of_two() -> None:
+    """One sample fewer is one, whose rows are looked at all the same."""
+    torch.manual_seed(0)
+    with pytest.raises(FlashClippingError, match="inner"):
+        check_by_autograd(Inside(nn.Linear(4, 4), "none").double(), float64s(2, 2, 4), squares)
+
+
+class WindowsInFront(nn.Module):
+    """``[windows, batch * positions, features]``, with as many windows as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BWPd = self.first(x).unflatten(1, (3, -1))
+        rows = x_BWPd.transpose(0, 1).flatten(1, 2)
+        rows = torch.tanh(self.mix(rows))
+        return self.last(rows.unflatten(1, (len(x), -1)).transpose(0, 1).flatten(1, 2))
+
+
+def test_windows_in_front_of_the_batch() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(FlashClippingError, match="mix"):
+        check_by_autograd(WindowsInFront().double(), float64s(3, 6, 4), squares)
+
+
+@dataclass(frozen=True)
+class Fields:
+    ids: Tensor
+    length: int = 5
+
+
+class Attributes:
+    def __init__(self, ids: Tensor):
+        self.inner = {"fields": [Fields(ids)]}
+
+    @property
+    def ids(self) -> Tensor:
+        return self.inner["fields"][0].ids
+
+
+class Packed(nn.Module):
+    """Takes its batch in one object; one layer may read it with time first."""
+
+    def __init__(self, transposed: bool):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.transposed = transposed
+
+    def forward(self, batch: Any) -> Tensor:
+        x = self.embed(batch.ids if hasattr(batch, "ids") else batch["ids"])
+        if self.transposed:
+            return self.head(torch.tanh(self.mix(x.transpose(0, 1))).transpose(0, 1))
+        return self.head(torch.tanh(self.mix(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda ids: {"ids": ids},
+        lambda ids: UserDict(ids=ids),
+        lambda ids: BatchEncoding({"ids": ids}),
+        Fields,
+        Attributes,
+    ],
+    ids=["dict", "UserDict", "BatchEncoding", "dataclass", "attributes"],
+)
+def test_batch_inside_an_object(pack: Callable[[Tensor], Any], transposed: bool, mode: str) -> None:
+    """The size of the batch is known however its tensors are packed."""
+    torch.manual_seed(0)
+    model = Packed(transposed).double()
+    batch = (torch.randint(0, 9, (5, 5)),)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return mean_squares(model(pack(*batch)))
+
+    if transposed:
+        with pytest.raises(FlashClippingError, match=r"mix .* 5 rows"):
+            check_by_autograd(model, batch, loss, mode=mode)
+    else:
+        check_by_autograd(model, batch, loss, mode=mode)
+
+
+def test_arguments_are_as_they_were() -> None:
+    """The run on fewer samples gets copies of the objects that hold the batch."""
+    ids = torch.randint(0, 9, (5, 5))
+    batch = Attributes(ids)
+    model = Packed(transposed=False)
+    seen: list[Any] = []
+    model.embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    GradSampleModuleFlashClipping(model)(batch)
+    assert seen == [5, 4, 5]
+    assert batch.ids is ids and batch.inner["fields"][0].length == 5
+
+
+# -- the run on one sample fewer leaves no trace --------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Everything that a forward may change: buffers, attributes, random generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("rebound", torch.zeros(()))
+        self.alias = self.in_place
+        self.calls, self.cache = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.in_place += 1
+        self.rebound = self.rebound + 1
+        self.cache = x
+        self.seen_by = len(x)
+        self.drawn = torch.rand(3).sum().item() + random.random() + np.random.rand()
+        return self.mix(self.mix(x))
+
+
+def test_state_is_that_of_one_forward() -> None:
+    torch.manual_seed(0)
+    plain = Remembers().double()
+    probed = copy.deepcopy(plain)
+    probed.alias = probed.in_place
+    (x,) = float64s(4, 4, 4)
+
+    def run(model: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        squares(model, (x,))
+        return [torch.rand(3).tolist(), random.random(), np.random.rand()]
+
+    expected = run(plain)
+    flash = GradSampleModuleFlashClipping(probed, strict=False)
+    runs = 0
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    probed.mix.register_forward_hook(count)
+    assert run(flash) == expected
+    assert runs == 6  # the rehearsals, on all samples and on one fewer, did happen
+    assert (probed.calls, probed.seen_by, probed.cache is x) == (1, 4, True)
+    assert probed.in_place == probed.rebound == 1 and probed.alias is probed.in_place
+    assert probed.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_activations_are_not_kept_twice() -> None:
+    """What the second run would save for backward is dropped as it goes."""
+    alive: list[int] = []
+
+    class Watches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(x)
+            refs.append(weakref.ref(x))
+            alive.append(sum(ref() is not None for ref in refs))
+            return x
+
+    refs: list[weakref.ref[Tensor]] = []
+    layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), Watches())]
+    flash = GradSampleModuleFlashClipping(nn.Sequential(*layers))
+    flash(torch.randn(4, 4, 4))
+    assert len(alive) == 18, "the rehearsals did not happen"
+    assert max(alive) <= 6 + 2
+
+
+def test_once_per_model() -> None:
+    torch.manual_seed(0)
+    model = Inside(nn.Linear(4, 4), "none", transposed=False).double()
+    runs = []
+    model.inner.register_forward_hook(lambda *_: runs.append(1))
+    flash = GradSampleModuleFlashClipping(model)
+    counts = []
+    for batch_size in (5, 5, 4, 7):
+        squares(flash, float64s(batch_size, 5, 4)).backward()
+        counts.append(len(runs))
+        runs.clear()
+    assert counts == [3, 1, 1, 1]
+
+
+def test_a_first_batch_without_coincidence_is_rehearsed_too() -> None:
+    model = Inside(nn.Linear(4, 4), "none", transposed=False).double()
+    runs = []
+    model.inner.register_forward_hook(lambda *_: runs.append(1))
+    flash = GradSampleModuleFlashClipping(model)
+    for batch_size in (7, 5, 4):
+        squares(flash, float64s(batch_size, 5, 4)).backward()
+    assert len(runs) == 5
+
+
+def test_not_tried_again_where_it_told_nothing() -> None:
+    class OneSize(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(self.mix(x)) + torch.ones(5, 1, 1)
+
+    model = OneSize().double()
+    runs = []
+    model.mix.register_forward_hook(lambda *_: runs.append(1))
+    flash = GradSampleModuleFlashClipping(model)
+    for _ in range(3):
+        squares(flash, float64s(5, 5, 5)).backward()
+    assert len(runs) == (2 + 2 + 2 + 2) + 2 + 2  # on 5, 4 and 6 samples, then the steps
+
+
+class SometimesSkipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.maybe = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.skip = iter([False, True, False, False, False, False])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x if next(self.skip) else self.maybe(x)
+
+
+def test_a_layer_that_is_skipped_at_random_is_not_refused() -> None:
+    """Stochastic depth: the run on one sample fewer may leave out what the first one used."""
+    torch.manual_seed(0)
+    model = SometimesSkipped().double()
+    (x,) = float64s(4, 4, 4)
+    reference = nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.maybe))
+    truth = truth_by_autograd(reference, (x,), squares)
+    flash = GradSampleModuleFlashClipping(model)
+    mean_squares(flash(x)).backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")

@@ -1,0 +1,105 @@
+"""``check`` on models that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.diagnostics import check
+from tests.support.models import CASES
+from tests.support.oracle import per_sample_truth
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_passes_in_float64(name: str) -> None:
+    case = CASES[name]
+    model, batch = case.make(), case.batch()
+    report = check(model, batch, case.loss, dtype=torch.float64)
+    assert report.passed, str(report)
+    assert report.dtype == "float64" and report.tolerance == 1e-9
+    # The two oracles share no code: one sample at a time, and vmap.
+    truth = per_sample_truth(model, batch, case.loss)
+    assert report.oracle_norms == pytest.approx(truth.norms.tolist(), rel=1e-9)
+    for parameter in report.parameters:
+        assert parameter.status == "PASS"
+        assert parameter.oracle_norms == pytest.approx(
+            truth.param_norms[parameter.name].tolist(), rel=1e-9, abs=1e-12
+        )
+    assert len(report.removals) == report.batch_size
+    assert all(removal.passed for removal in report.removals)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_own_dtype_and_both_modes(mode: str, dtype: torch.dtype) -> None:
+    case = CASES["attention"]
+    report = check(case.make(), case.batch(), case.loss, dtype=dtype, mode=mode)
+    assert report.passed, str(report)
+    assert report.dtype == str(dtype).removeprefix("torch.")
+    assert 0 < report.norm_error < report.tolerance  # computed, not copied
+
+
+def test_batch_by_keyword_with_a_dataclass_as_output() -> None:
+    @dataclasses.dataclass
+    class Output:
+        logits: Tensor
+        length: int
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, *, features: Tensor, scale: float) -> Output:
+            return Output(torch.tanh(self.head(features)) * scale, 3)
+
+    report = check(Model(), {"features": torch.randn(5, 4), "scale": 2.0})
+    assert report.passed and report.batch_size == 5, str(report)
+
+
+def test_samples_on_the_second_axis() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x_TBd: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x_TBd)))
+
+    report = check(Model(), torch.randn(7, 5, 4), batch_first=False, dtype=torch.float64)
+    assert report.passed and report.batch_size == 5, str(report)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0])[-1], batch[1], reduction="none")
+
+    batch = (torch.randn(7, 5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    report = check(Model(), batch, loss, batch_first=False, dtype=torch.float64)
+    assert report.passed, str(report)
+
+
+def test_a_poisoned_sample_is_expected_to_be_dropped() -> None:
+    case = CASES["linear_3d"]
+    (x,) = case.batch()
+    x[2] = float("inf")
+    report = check(case.make(), (x,), case.loss)
+    assert report.passed, str(report)
+    assert [math.isfinite(norm) for norm in report.oracle_norms] == [True, True, False, True, True]
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(5, 4)
+    copy, generator = x.clone(), torch.get_rng_state()
+    assert check(model, x).passed
+    assert model[1].p == 0.5 and model.training
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(x, copy) and torch.equal(torch.get_rng_state(), generator)
+    GradSampleModuleFlashClipping(model)  # no hooks were left on it

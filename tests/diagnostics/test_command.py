@@ -1,0 +1,199 @@
+"""``flash-clipping check`` as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flash_clipping.__main__ import _print_rich, main
+from flash_clipping.diagnostics import check
+
+FACTORIES = """
+import torch
+from torch import nn
+
+
+def good():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4)
+
+
+def with_loss():
+    model, x = good()
+    y = torch.tensor([0, 1, 2, 0, 1])
+    loss = nn.CrossEntropyLoss()
+    return model, (x, y), lambda model, batch: loss(model(batch[0]), batch[1])
+
+
+def bad():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), torch.randn(5, 4)
+
+
+def windows():
+    from tests.support.diagnosed import Windows
+    return Windows(), torch.randn(5, 6, 4)
+
+
+def buffers():
+    model, x = good()
+    model[0].register_buffer("table", torch.arange(3))
+    return model, x
+
+
+def not_a_pair():
+    return good()[0]
+
+
+def four():
+    return (*good(), None, None)
+
+
+def swapped():
+    model, x = good()
+    return x, model
+
+
+def frozen():
+    model, x = good()
+    return model.requires_grad_(False), x
+
+
+def wrapped():
+    from flash_clipping import GradSampleModuleFlashClipping
+    model, x = good()
+    return GradSampleModuleFlashClipping(model), x
+
+
+def no_loss():
+    return (*good(), "cross entropy")
+
+
+def needs(path, size=3):
+    return good()
+
+
+def fails():
+    return good(), undefined_name
+
+
+def no_tensor():
+    return good()[0], "a batch"
+
+
+model = good()[0]
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "own_factories.py").write_text(FACTORIES)
+    (tmp_path / "own_broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "own_factories"
+    sys.modules.pop("own_factories", None)
+
+
+def test_command_passes_and_prints_a_table(factories: str, capsys) -> None:
+    assert main(["check", f"{factories}:good"]) == 0
+    out = capsys.readouterr().out
+    assert "0 (Linear)" in out and "LinearRule" in out and "rank_one" in out
+    assert out.rstrip().endswith("PASS")
+    assert (
+        main(["check", f"{factories}:with_loss", "--dtype", "float64", "--mode", "two_pass"]) == 0
+    )
+
+
+def test_command_fails_with_status_one(factories: str, capsys) -> None:
+    assert main(["check", f"{factories}:bad"]) == 1
+    out = capsys.readouterr().out
+    assert "refused" in out and out.rstrip().endswith("FAILED")
+    # A tolerance that no rounding can meet.
+    assert main(["check", f"{factories}:good", "--tolerance", "1e-30"]) == 1
+
+
+def test_command_hands_options_to_the_wrapper(factories: str, capsys) -> None:
+    assert main(["check", f"{factories}:windows"]) == 1
+    assert main(["check", f"{factories}:windows", "--folded", "win*"]) == 0
+    assert main(["check", f"{factories}:buffers"]) == 1
+    assert "trainable layer with buffers" in capsys.readouterr().out
+    assert main(["check", f"{factories}:buffers", "--no-strict"]) == 0
+
+
+def test_command_prints_json(factories: str, capsys) -> None:
+    assert main(["check", f"{factories}:with_loss", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is True and report["batch_size"] == 5
+    assert [p["name"] for p in report["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert report["parameters"][0]["algorithm"] == "rank_one"
+    assert len(report["parameters"][0]["norms"]) == 5
+    assert main(["check", f"{factories}:bad", "--json"]) == 1
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail)["norm_error"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_factories", "expected MODULE:FACTORY"),
+        ("own_factories.good", "expected MODULE:FACTORY"),
+        ("no_such_module_here:good", "cannot import 'no_such_module_here'"),
+        ("own_broken:good", r"a_module_that_is_not_there.*line 1 of .*own_broken\.py"),
+        ("own_factories:goood", "Did you mean good"),
+        ("own_factories:model", "is a Sequential; expected a function"),
+        ("own_factories:not_a_pair", "returned a Sequential; expected the tuple"),
+        ("own_factories:four", "returned a tuple of 4"),
+        ("own_factories:swapped", "returned a Tensor as model"),
+        ("own_factories:frozen", "without a trainable parameter"),
+        ("own_factories:wrapped", "wrapped for per-sample gradients already"),
+        ("own_factories:no_loss", "returned a str as loss"),
+        ("own_factories:needs", "it takes path"),
+        ("own_factories:fails", r"NameError.*undefined_name.*line \d+ of .*own_factories\.py"),
+        ("own_factories:no_tensor", "holds no tensor with a batch axis"),
+    ],
+)
+def test_bad_factories_are_explained_with_status_two(
+    factories: str, name: str, message: str, capsys
+) -> None:
+    assert main(["check", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.search(message, captured.err), captured.err
+
+
+def test_command_line_runs_as_a_module(factories: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "flash_clipping", "check", "own_factories:bad"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert run.returncode == 1, run.stderr
+    assert "BatchNorm1d" in run.stdout
+
+
+def test_rich_is_optional(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    report = check(nn.Linear(4, 3), torch.randn(5, 4))
+    for name in ("rich", "rich.console", "rich.table", "rich.markup", "rich.measure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not _print_rich(report)
+    assert capsys.readouterr().out == ""
+
+
+def test_rich_table_has_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "40")  # too narrow for the table; nothing is cut off
+    report = check(nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4))
+    assert _print_rich(report)
+    out = capsys.readouterr().out
+    for word in ("0 (Linear)", "weight", "LinearRule", "rank_one", "PASS"):
+        assert word in out

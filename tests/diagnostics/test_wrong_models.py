@@ -1,0 +1,332 @@
+"""``check`` on models, rules and losses that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import (
+    Dense,
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    Outer,
+    register_rule,
+)
+from flash_clipping.diagnostics import BadBatchError, check
+from flash_clipping.factors import RowSum
+from flash_clipping.rules.linear import LinearRule
+from tests.support.diagnosed import QKV, Fused, Windows, of, statuses
+
+
+def test_a_rule_with_a_wrong_norm_fails(own_rules: None) -> None:
+    @register_rule(QKV)
+    class Faulty(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            A, G = saved[0], grad_output
+            return grad_input, {**factors, "weight": Outer(A, G * 1.001)}
+
+    report = check(Fused(), torch.randn(5, 3, 4))
+    assert not report.passed
+    assert of(report, "qkv.weight").norm_error == pytest.approx(1e-3, rel=0.01)
+    assert statuses(report)["qkv.weight"] == "FAIL"
+    assert "qkv.weight" in report.failures[0]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rule_with_operands_of_other_shapes_is_refused_by_name(
+    own_rules: None, flat: bool
+) -> None:
+    @register_rule(QKV)
+    class Faulty(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            if flat:
+                outer = Outer(saved[0][:, 0], grad_output[:, 0])
+            else:
+                outer = Outer(saved[0], grad_output.unsqueeze(1))
+            return grad_input, {**factors, "weight": outer}
+
+    module = GradSampleModuleFlashClipping(Fused(), max_grad_norm=1.0)
+    with pytest.raises(
+        FlashClippingError, match=r"qkv \(QKV\): its rule returned an Outer of A_BTd"
+    ):
+        module(torch.randn(5, 3, 4)).sum().backward()
+
+
+def test_a_rule_may_give_a_shape_as_a_list(own_rules: None) -> None:
+    @register_rule(QKV)
+    class Listing(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            return grad_input, {**factors, "bias": RowSum(grad_output, list(layer.bias.shape))}
+
+    assert check(Fused(), torch.randn(5, 3, 4)).passed
+
+
+def test_a_rule_with_a_right_norm_and_a_wrong_sum_fails(own_rules: None) -> None:
+    class Flipped(Dense):
+        def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+            return -super().clipped_sum(coef_B, backend)
+
+    @register_rule(QKV)
+    class Faulty(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            return grad_input, {**factors, "bias": Flipped(factors["bias"].dense())}
+
+    report = check(Fused(), torch.randn(5, 3, 4))
+    assert {name for name, status in statuses(report).items() if status == "FAIL"} == {"qkv.bias"}
+    bias = of(report, "qkv.bias")
+    assert bias.norm_error < 1e-4 and bias.sum_error == pytest.approx(2.0, abs=1e-4)
+
+
+def test_batch_norm_is_refused_with_the_error_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    report = check(model, torch.randn(5, 4))
+    assert not report.passed
+    assert "BatchNorm1d" in report.failures[0]
+    assert statuses(report) == {
+        "0.weight": "not checked",
+        "0.bias": "not checked",
+        "1.weight": "refused",
+        "1.bias": "refused",
+        "2.weight": "not checked",
+        "2.bias": "not checked",
+    }
+    assert of(report, "1.weight").reason == report.failures[0]
+    report = check(model, torch.randn(5, 4), strict=False)
+    assert "mixes samples" in report.failures[0] and "GroupNorm" in report.failures[0]
+    assert statuses(report)["1.weight"] == "refused"
+
+
+class Positions(nn.Module):
+    """Tokens and positions; the positions are the same for all samples."""
+
+    def __init__(self, per_sample: bool = False):
+        super().__init__()
+        self.per_sample = per_sample
+        self.tokens, self.positions = nn.Embedding(11, 6), nn.Embedding(16, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1])
+        if self.per_sample:
+            positions = positions.expand(ids.shape)
+        return self.head(torch.tanh(self.tokens(ids) + self.positions(positions)))
+
+
+def test_a_constant_input_with_the_batch_size_as_length_is_exact() -> None:
+    for shape in ((5, 5), (5, 6), (5, 3)):
+        for per_sample in (False, True):
+            report = check(Positions(per_sample=per_sample), torch.randint(0, 11, shape))
+            assert report.passed and statuses(report)["positions.weight"] == "PASS", report
+
+
+def test_folded_windows_must_lie_together() -> None:
+    x = torch.randn(5, 6, 4)
+    report = check(Windows(), x)
+    assert not report.passed and "window (Linear)" in report.failures[0]
+    assert check(Windows(), x, folded_modules=["window"], dtype=torch.float64).passed
+    # Declared, but in another order: right for no sample.
+    report = check(Windows(together=False), x, folded_modules=["window"])
+    assert statuses(report)["window.weight"] == "refused"
+    assert "other values for the same samples" in report.failures[0]
+
+
+class Centre(nn.Module):
+    """Mixes samples, and has no parameter for a rule to look at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_a_layer_that_mixes_samples_is_caught() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Tanh(), nn.Linear(6, 2))
+    report = check(model, torch.randn(5, 4))
+    assert not report.passed
+    assert statuses(report)["3.weight"] == "refused"
+    assert any("depend on other samples" in failure for failure in report.failures)
+    without = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    assert check(without, torch.randn(5, 4)).passed
+
+
+def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:
+    class OwnBatchNorm(nn.Module):
+        """Under the generic rule it sees one sample, and so computes something else."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh((x - x.mean(0)) * self.gain + 0.1)
+
+    model = nn.Sequential(nn.Linear(4, 6), OwnBatchNorm(), nn.Linear(6, 2))
+    report = check(model, torch.randn(5, 4))
+    assert not report.passed
+    text = " ".join(report.failures)
+    assert "1 (OwnBatchNorm)" in text and "depend on other samples" in text
+
+
+def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    x, y = torch.randn(5, 6, 4), torch.randint(0, 3, (5, 6))
+
+    def mean_over_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-1)
+
+    assert check(Head(), (x, y), mean_over_tokens).passed  # equal lengths: harmless
+    for sample in range(5):
+        y[sample, : sample + 1] = -1  # unequal lengths
+    report = check(Head(), (x, y), mean_over_tokens)
+    assert not report.passed
+    assert any("how many tokens" in failure for failure in report.failures)
+
+    def mean_over_own_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        losses = F.cross_entropy(model(x).mT, y, ignore_index=-1, reduction="none")
+        return losses.sum(1) / (y != -1).sum(1)
+
+    assert check(Head(), (x, y), mean_over_own_tokens).passed
+
+
+@pytest.mark.parametrize(("actual", "declared"), [("sum", "mean"), ("mean", "sum")])
+def test_a_wrong_reduction_is_named(actual: str, declared: str) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        losses = model(batch).square().sum(1)
+        return losses.sum() if actual == "sum" else losses.mean()
+
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    report = check(model, x, loss, loss_reduction=declared)
+    assert not report.passed
+    text = " ".join(report.failures)
+    assert f"reduced by '{actual}', but loss_reduction is '{declared}'" in text
+    assert check(model, x, loss, loss_reduction=actual).passed
+
+
+def test_random_numbers_in_forward_are_named() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.linear(x), training=self.training)
+
+    report = check(Noisy(), torch.randn(5, 4))
+    assert not report.passed and "model.eval()" in report.failures[0]
+    assert check(Noisy().eval(), torch.randn(5, 4)).passed
+
+
+def test_a_model_that_fails_by_itself_says_so() -> None:
+    report = check(nn.Linear(4, 3), torch.randn(5, 7))
+    assert not report.passed
+    assert report.failures[0].startswith("The plain model fails on this batch")
+
+
+def test_a_model_that_cannot_run_in_float64_is_checked_in_its_own_dtype() -> None:
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.float())
+
+    report = check(Single(), torch.randn(5, 4))
+    assert report.passed, str(report)
+    assert any("does not run in float64" in note for note in report.notes)
+
+
+def test_a_model_that_needs_two_samples_has_no_oracle() -> None:
+    class Squeezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).squeeze(0).flatten(1)
+
+    report = check(Squeezing(), torch.randn(5, 4))
+    assert not report.passed and "one sample at a time" in report.failures[0]
+
+
+class RunningMean(nn.Module):
+    """No parameter, so nothing that validates layers looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.steps.add_(1)
+        return x * self.constant
+
+
+def test_buffers_that_remember_samples_are_caught() -> None:
+    model = nn.Sequential(RunningMean(), nn.Linear(4, 2))
+    report = check(model, torch.randn(5, 4))
+    assert len(report.failures) == 1 and "buffers: 0.mean." in report.failures[0]
+    assert model[0].steps == 0  # the copies were fed, not the model
+    assert check(model.eval(), torch.randn(5, 4)).passed
+
+
+def test_a_loss_weighted_by_the_batch_is_caught() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    batch = (torch.randn(5, 4), torch.tensor([0, 0, 1, 2, 2]))
+
+    def over_all_weights(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight)
+
+    def own_weight(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="none")
+
+    report = check(nn.Linear(4, 3), batch, over_all_weights)
+    assert not report.passed and any("its samples' own losses" in f for f in report.failures)
+    assert check(nn.Linear(4, 3), batch, own_weight).passed
+
+
+def test_one_sample_cannot_show_independence() -> None:
+    report = check(nn.Linear(4, 3), torch.randn(1, 4))
+    assert report.passed and not report.removals
+    assert any("at least two" in note for note in report.notes)
+
+
+def test_removals_are_limited_and_spread() -> None:
+    report = check(nn.Linear(4, 3), torch.randn(9, 4), removals=3)
+    assert [removal.sample for removal in report.removals] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "message"),
+    [
+        ("text", None, "holds no tensor with a batch axis"),
+        (torch.randn(0, 4), None, "batch is empty"),
+        (torch.randn(5, 4), lambda m, x: m(x), r"found shape \(5, 3\)"),
+        (torch.randn(5, 4), lambda m, x: 1.0, r"found 1\.0"),
+    ],
+)
+def test_unusable_batches_and_losses(batch: object, loss: object, message: str) -> None:
+    with pytest.raises(BadBatchError, match=message):
+        check(nn.Linear(4, 3), batch, loss)
+
+
+def test_wrapped_models_are_refused() -> None:
+    with pytest.raises(TypeError, match="wrapped already"):
+        check(GradSampleModuleFlashClipping(nn.Linear(4, 3)), torch.randn(5, 4))
+    with pytest.raises(TypeError, match="clipping"):
+        check(nn.Linear(4, 3), torch.randn(5, 4), clipping="per_layer")

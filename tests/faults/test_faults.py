@@ -1,0 +1,140 @@
+"""Whatever goes wrong in a step, or comes unexpectedly, the next step is right.
+
+Faults are put at operators (anything from forward to the noise may run out of memory) and at lines
+of the library (Ctrl-C may come anywhere); after each, nothing of the failed step is alive and the
+next step equals, bit for bit, that of a model to which nothing ever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import flash_clipping
+from tests.support.faults import (
+    VARIANTS,
+    Trainer,
+    assert_same,
+    batch,
+    fail_at_operators,
+    operators_in_a_step,
+    state_after_one_step,
+)
+
+LIBRARY = str(Path(flash_clipping.__file__).parent)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fault_at_an_operator(variant: str) -> None:
+    options = VARIANTS[variant]
+    total = operators_in_a_step(**options)
+    stride = max(1, total // 45)  # a rehearsal takes some for errors of the model's own
+    offset = list(VARIANTS).index(variant) * 7 % stride  # not the same operators in all variants
+    assert fail_at_operators(options, range(offset, total, stride)) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fault_at_every_operator(variant: str) -> None:
+    options = VARIANTS[variant]
+    total = operators_in_a_step(**options)
+    assert fail_at_operators(options, range(total)) >= 0.7 * total
+
+
+class Interrupt:
+    """Ctrl-C at the n-th line that runs in the library, or in some functions of it.
+
+    A ``with`` is traced once more when it is left. Python looks for signals after calls and jumps,
+    so between the body of a ``with`` and its exit there is no place for one.
+    """
+
+    def __init__(self, at: int, functions: tuple[str, ...] = ()):
+        self.at = at
+        self.functions = functions
+        self.count = 0
+        self.where = ""
+        self.entered: set[tuple[FrameType, int]] = set()
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+        self.entered.clear()
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        inside = code.co_filename.startswith(LIBRARY)
+        return self.line if inside and code.co_name in (self.functions or (code.co_name,)) else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self._leaves(frame):
+            self.count += 1
+            if self.count == self.at:
+                code = frame.f_code
+                self.where = f"{Path(code.co_filename).name}:{code.co_name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.line
+
+    def _leaves(self, frame: FrameType) -> bool:
+        """Whether this line is a ``with`` that is being left."""
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if not source.lstrip().startswith("with "):
+            return False
+        place = (frame, frame.f_lineno)
+        left = place in self.entered
+        self.entered ^= {place}
+        return left
+
+
+def interrupt_at_lines(
+    options: dict[str, Any], count: int | None, functions: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Interrupt ``count`` steps, evenly spread (all lines for ``None``); yield what went wrong."""
+    expected = state_after_one_step(**options)
+    trainer = Trainer(**options)
+    with Interrupt(-1, functions) as lines:
+        trainer.step(batch())
+    assert lines.count
+    stride = 1 if count is None else max(1, lines.count // count)
+    for at in range(1, lines.count + 1, stride):
+        trainer = Trainer(**options)
+        trainer.update = lambda: None  # type: ignore[method-assign]
+        with Interrupt(at, functions) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            trainer.step(batch())
+        del trainer.update  # type: ignore[method-assign]
+        try:
+            trainer.step(batch())
+            assert_same(trainer.state(), expected, interrupt.where)
+        except Exception as error:
+            yield f"{interrupt.where}: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("variant", ["one_pass", "two_pass", "generic"])
+def test_interrupt_at_a_line(variant: str) -> None:
+    assert list(interrupt_at_lines(VARIANTS[variant], 50)) == []
+
+
+CHANGES = [("one_pass", "bare_parameters"), ("generic", "bypass")]
+
+
+@pytest.mark.parametrize(("variant", "function"), CHANGES)
+def test_interrupt_while_a_change_is_undone(variant: str, function: str) -> None:
+    assert list(interrupt_at_lines(VARIANTS[variant], 50, (function,))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "function"), CHANGES)
+def test_interrupt_at_every_line_of_a_change(variant: str, function: str) -> None:
+    assert list(interrupt_at_lines(VARIANTS[variant], None, (function,))) == []

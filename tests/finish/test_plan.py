@@ -1,0 +1,511 @@
+"""What is remembered between steps must never answer for a step of another layout."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.factors import Dense, Lookup, Outer, RowSum
+from flash_clipping.finish import tape
+from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
+from flash_clipping.finish.tape import Tape
+from flash_clipping.ops.row_sum import WIDE
+from flash_clipping.ops.runtime import backend
+from flash_clipping.ops.runtime.backend import is_interpreting
+from flash_clipping.ops.runtime.shapes import Normalized
+from flash_clipping.rules import registry
+from flash_clipping.rules.embedding import EmbeddingRule
+from flash_clipping.rules.linear import LinearRule
+from flash_clipping.rules.registry import Rule
+from tests.support.oracle import Truth, assert_close, per_sample_truth
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not is_interpreting(), reason="no kernels")),
+]
+
+
+class Small(nn.Module):
+    """Linear maps, two of one input, norm layers and an embedding, all handled many at a time.
+
+    ``how`` says how the second linear map is read: shapes are the same every time.
+    """
+
+    def __init__(self, how: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 32)
+        self.norm, self.last = nn.LayerNorm(32), nn.LayerNorm(32)
+        # Wide beside the number of positions, so that their gradients are not stored.
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 40)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        # An axis more, so that the two see different views of what they may share.
+        one, two = self.one(x.unsqueeze(2)), self.two(self.how(x).unsqueeze(2))
+        return self.head(self.last(torch.tanh(one) * two).squeeze(2))
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    logits, labels = model(batch[0]), batch[1]
+    # Classes stay next to each other: operands that must be copied are not remembered.
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return each.view(labels.shape).sum(1)
+
+
+def draw(samples: int, positions: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(11, (samples, positions), generator=generator)
+    return ids, torch.randint(40, (samples, positions), generator=generator)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Other numbers, laid out as before."""
+    return 2 * x
+
+
+def truth_of(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tensor]) -> Truth:
+    """Of an unwrapped model with the same parameters."""
+    model = Small(doubled if wrapped._module.how is doubled else torch.clone)
+    model.load_state_dict(wrapped._module.state_dict())
+    for name, param in wrapped._module.named_parameters():
+        model.get_parameter(name).requires_grad_(param.requires_grad)
+    return per_sample_truth(model, batch, losses)
+
+
+def check_step(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tensor]) -> None:
+    wrapped.zero_grad()
+    losses(wrapped, batch).mean().backward()
+    truth = truth_of(wrapped, batch)
+    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+    for name, param in wrapped._module.named_parameters():
+        assert_close(param._norm_sample, truth.param_norms[name], 1e-5, name)
+    clipped = truth.clipped(wrapped.max_grad_norm)
+    for name, param in wrapped._module.named_parameters():
+        assert param.grad is not None
+        assert_close(param.grad, clipped[name], 1e-5, name)
+
+
+@pytest.fixture
+def wrapped(request: pytest.FixtureRequest) -> Iterator[GradSampleModuleFlashClipping]:
+    torch.manual_seed(0)
+    yield GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5, backend=request.param)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_batches_of_changing_sizes(wrapped: GradSampleModuleFlashClipping) -> None:
+    sizes = [(3, 4), (5, 4), (3, 4), (3, 7), (5, 4), (3, 4)]
+    for seed, (samples, positions) in enumerate(sizes):
+        check_step(wrapped, draw(samples, positions, seed))
+    assert len(wrapped._session.plans._plans) == 3
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, positions next to each other."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def time_first(x: Tensor) -> Tensor:
+    """The same numbers, positions outermost."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same numbers, one element off the boundary that allocations begin at."""
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].view_as(x).copy_(x)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+@pytest.mark.parametrize("how", [doubled, transposed, time_first, shifted])
+def test_same_shapes_laid_out_otherwise(
+    wrapped: GradSampleModuleFlashClipping, how: Callable[[Tensor], Tensor]
+) -> None:
+    """Read together or apart, by rows or by columns: the plan of one may not serve the other."""
+    model = wrapped._module
+    for seed, way in enumerate([model.how, how, model.how, how]):
+        model.how = way
+        check_step(wrapped, draw(3, 6, seed))
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_parameters_frozen_and_thawed(wrapped: GradSampleModuleFlashClipping) -> None:
+    model = wrapped._module
+    batch = draw(3, 4, 0)
+    for trainable in (True, False, True):
+        model.two.requires_grad_(trainable)
+        wrapped.zero_grad()
+        losses(wrapped, batch).mean().backward()
+        truth = truth_of(wrapped, batch)
+        assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+        assert bool(model.two.weight.grad.any()) == trainable
+
+
+def test_who_is_trainable_counts_even_where_backward_does_not_come() -> None:
+    """One parameter in place of another of its shape: the one that takes part gets its zeros."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.spare, model.other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for taking_part, left_out in ((model.spare, model.other), (model.other, model.spare)):
+        taking_part.requires_grad_(True)
+        left_out.requires_grad_(False)
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(torch.randn(3, 4)).sum().backward()
+        assert all(p.grad is not None and not p.grad.any() for p in taking_part.parameters())
+        assert all(p.grad is None for p in left_out.parameters())
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_per_layer_bounds_after_a_flat_one(wrapped: GradSampleModuleFlashClipping) -> None:
+    batch = draw(3, 4, 0)
+    check_step(wrapped, batch)
+    params = list(wrapped._module.named_parameters())
+    wrapped.clipping = "per_layer"
+    wrapped.max_grad_norm = [0.01 * (n + 1) for n in range(len(params))]
+    wrapped.zero_grad()
+    losses(wrapped, batch).mean().backward()
+    truth = truth_of(wrapped, batch)
+    for (name, param), bound in zip(params, wrapped.max_grad_norm, strict=True):
+        coef_B = (bound / (truth.param_norms[name] + 1e-6)).clamp(max=1)
+        expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
+        assert param.grad is not None
+        assert_close(param.grad, expected, 1e-5, name)
+
+
+class Shifted(nn.Module):
+    """Parameters of one shape, whose gradients are stacked."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight, self.shift = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight) + self.shift
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (3, 5)], ids=str)
+def test_stacks_of_any_shape_however_they_are_clipped(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Shifted(*shape), Shifted(*shape)), torch.randn(4, 3, 5)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).square().sum((1, 2))
+
+    truth = per_sample_truth(model, (x,), loss)
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    bounds = [0.1 * (n + 1) for n in range(4)]
+    for clipping in ("flat", "per_layer", "flat"):
+        flat = clipping == "flat"
+        wrapped.clipping, wrapped.max_grad_norm = clipping, 1.0 if flat else bounds
+        wrapped.zero_grad(set_to_none=True)
+        loss(wrapped, (x,)).mean().backward()
+        for (name, param), bound in zip(model.named_parameters(), bounds, strict=True):
+            norm_B = truth.norms if flat else truth.param_norms[name]
+            coef_B = ((1.0 if flat else bound) / (norm_B + 1e-6)).clamp(max=1)
+            expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
+            assert param.grad is not None and param.grad.shape == param.shape
+            assert_close(param.grad, expected, 1e-5, name)
+    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
+    assert [len(keys) for keys in plan.vectors] == [4]
+
+
+def test_stacks_of_gradients_in_a_memory_format() -> None:
+    x = torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1))
+    model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).square().mean((1, 2, 3))
+
+    truth = per_sample_truth(model, (x,), loss)
+    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=0.1)
+    loss(wrapped, (x,)).mean().backward()
+    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+    for name, expected in truth.clipped(0.1).items():
+        assert_close(model.get_parameter(name).grad, expected, 1e-5, name)
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
+def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(weakref.ref(x))
+        return x
+
+    wrapped._module.how = note
+    for _ in range(2):
+        losses(wrapped, draw(3, 4, 0)).mean().backward()
+        wrapped.zero_grad()
+    gc.collect()
+    assert len(seen) > 2 and all(ref() is None for ref in seen)  # of rehearsals as well
+
+
+def test_only_the_plans_used_last_are_kept() -> None:
+    plans = Plans()
+    plans.SIZE = 2
+    for number in range(3):
+        if number == 2:
+            assert plans.find(0, "layout 0") is not None  # used again: 1 is the oldest now
+        plans.keep(number, f"layout {number}", Plan([], True))
+    assert [plans.find(n, f"layout {n}") is not None for n in range(3)] == [True, False, True]
+
+
+def test_equal_hashes_do_not_make_equal_layouts() -> None:
+    plans = Plans()
+    plans.keep(7, "one layout", Plan([], True))
+    assert plans.find(7, "another layout") is None
+
+
+def test_layouts_tell_apart() -> None:
+    x = torch.zeros(2, 3, 4)
+    room = torch.zeros(25)
+    others = [
+        x.double(),
+        x.transpose(0, 1),
+        torch.zeros(2, 4, 3).mT,
+        torch.zeros(2, 12),
+        torch.zeros(4, 3, 4)[::2],
+        room[1:].view(2, 3, 4),
+    ]
+
+    def layout(*rows: Tensor) -> Hashable:
+        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
+
+    assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
+    assert layout(x) == layout(torch.ones(2, 3, 4))
+    same, apart = layout(x, x), layout(x, torch.ones(2, 3, 4))
+    assert same != apart
+    assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+    assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
+
+
+def test_strides_along_axes_of_one_element_say_nothing() -> None:
+    x = torch.zeros(40)
+    one_sample = [x.as_strided((1, 3, 4), (stride, 4, 1)) for stride in (12, 7)]
+    one_position = [x.as_strided((3, 1, 4), (4, stride, 1)) for stride in (4, 5)]
+    for first, second in (one_sample, one_position):
+        layouts = {layout_of_step([0], [RowSum(each)], [], ()) for each in (first, second)}
+        assert len(layouts) == 1
+
+
+def test_which_operands_are_contiguous_counts() -> None:
+    x = torch.zeros(60)
+    whole = x.as_strided((3, 2, 4), (8, 4, 1))
+    apart, further = [x.as_strided((3, 2, 4), (stride, 4, 1)) for stride in (12, 16)]
+    ways = [(whole, apart), (apart, whole), (whole, further), (apart, further), (further, apart)]
+    layouts = {layout_of_step([0, 1], [*map(RowSum, rows)], [], ()) for rows in ways}
+    assert len(layouts) == len(ways)
+
+
+def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    check_step(wrapped, draw(3, 4, 0))
+    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
+    assert plan.order is not None
+    # As after a step whose norms came in another order.
+    plan.rows_of, plan.order = plan.rows_of[::-1], len(plan.rows_of) - 1 - plan.order
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tape, "to_device", interrupted)
+        check_step(wrapped, draw(3, 4, 1))
+    check_step(wrapped, draw(3, 4, 2))
+
+
+def test_which_operands_are_whose_counts() -> None:
+    """The same tensors in the same order: once the one is normalized, once the other."""
+    rows = [torch.randn(2, 3, 1) for _ in range(2)]
+    x_hat = Normalized(*[torch.randn(2, 3, 1) for _ in range(3)])
+    ways = [
+        [RowSum(rows[0], None, x_hat), RowSum(rows[1])],
+        [RowSum(rows[0]), RowSum(rows[1], None, x_hat)],
+    ]
+    one, other = [layout_of_step([0, 1], factors, [], ()) for factors in ways]
+    assert one != other
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="no kernels")
+def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment may change between steps; without kernels nothing is worth one launch."""
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    for asked in ("triton", "torch", "triton"):
+        monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, asked)
+        check_step(wrapped, draw(3, 4, 0))
+    plans = [plan for _, plan in wrapped._session.plans._plans.values()]
+    assert sorted(bool(plan.small) for plan in plans) == [False, True]
+
+
+def test_dtypes_of_parameters_count() -> None:
+    layer = nn.Linear(2, 2)
+    before = layout_of_step([], [], list(layer.parameters()), ())
+    layer.half()
+    assert layout_of_step([], [], list(layer.parameters()), ()) != before
+
+
+@pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
+def test_on_a_cpu_every_product_is_worth_a_call(
+    wrapped: GradSampleModuleFlashClipping,
+) -> None:
+    check_step(wrapped, draw(3, 4, 0))
+    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
+    assert plan.small == [] and len(plan.linear) > 1
+
+
+def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
+    class Halved(Dense):
+        def sqnorms(self, backend: str) -> Tensor:
+            return super().sqnorms(backend).bfloat16()
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class ScaleRule(Rule):
+        def forward(self, layer, x):
+            return x * layer.gain, (x, layer.gain)
+
+        def backward(self, layer, saved, grad_output, needs):
+            x, gain = saved
+            return grad_output * gain, {"gain": Halved(grad_output * x)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})
+        wrapped = GradSampleModuleFlashClipping(Scale(), max_grad_norm=1.0)
+    wrapped(torch.randn(3, 4)).sum().backward()
+    assert wrapped.get_norm_sample().dtype == torch.float32
+
+
+def test_a_call_without_factors_says_nothing() -> None:
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    tape = wrapped._session.new_tape()
+    assert isinstance(tape, Tape)
+    tape.record("layer", [], [])
+    tape.take_norms()
+    assert tape.batch_size is None
+
+
+def test_very_wide_vectors_are_summed_apart() -> None:
+    """Each vector of a launch has room for as many parts of its norm as the widest."""
+    sizes = (8, WIDE + 1, 16, WIDE, 2 * WIDE)
+    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    factors = {
+        id(param): RowSum(torch.zeros(2, 3, n)) for param, n in zip(params, sizes, strict=True)
+    }
+    plan = plan_of(factors, params, dict.fromkeys(factors, "a layer"))
+    assert plan.sums == [[id(params[i]) for i in members] for members in ((0, 2, 3), (1, 4))]
+
+
+@pytest.mark.parametrize("wrapped", BACKENDS[1:], indirect=True)
+def test_a_kernel_that_fails_between_steps_leaves_norms_in_order(
+    wrapped: GradSampleModuleFlashClipping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take the norms of wide layers first, the reference those of one group at a time."""
+    kernels = pytest.importorskip("flash_clipping.ops.gram.triton")
+    monkeypatch.setattr(backend, "_broken", set())
+    monkeypatch.setattr(backend, "_warned", set())
+    for seed in range(2):
+        check_step(wrapped, draw(3, 4, seed))
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more kernels today")
+
+    monkeypatch.setattr(kernels, "gram_blocks", fails)
+    with pytest.warns(backend.TritonFallbackWarning, match="no more kernels today"):
+        check_step(wrapped, draw(3, 4, 2))
+    check_step(wrapped, draw(3, 4, 3))
+
+
+def test_a_bias_frozen_and_thawed_beside_its_weight() -> None:
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
+    bias = wrapped._module.two.bias
+    for trainable in (False, True, False):
+        bias.requires_grad_(trainable)
+        wrapped.zero_grad(set_to_none=True)
+        batch = draw(3, 4, 0)
+        losses(wrapped, batch).mean().backward()
+        truth = truth_of(wrapped, batch)
+        assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
+        assert (bias.grad is not None) == trainable
+
+
+def test_an_heir_of_kept_gradients_keeps_its_own_way_with_norms() -> None:
+    class Doubled(Dense):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    grads = torch.randn(3, 5)
+    for parts in (None, grads.square()):
+        factor = Doubled(grads, parts)
+        for _ in range(2):  # the second time their parts are known
+            found = factor.sqnorm_parts("torch").sum(1)
+            assert_close(found, 4 * grads.square().sum(1), 1e-6)
+
+
+def test_an_heir_of_an_embeddings_factor_keeps_its_own_way_with_norms() -> None:
+    """Even where its norms come in parts, which are taken in another way."""
+
+    class Doubled(Lookup):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    class DoubledRule(EmbeddingRule):
+        def backward(self, layer, saved, grad_output, needs):
+            factor = super().backward(layer, saved, grad_output, needs)[1]["weight"]
+            return None, {"weight": Doubled(factor.ids_BT, factor.G_BTd, factor.num_embeddings)}
+
+    ids, layer, norms = torch.randint(9, (3, 5)), nn.Embedding(9, 4), []
+    for rule in (EmbeddingRule(), DoubledRule()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Embedding: rule})
+            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
+        wrapped(ids).square().sum().backward()
+        norms.append(wrapped.get_norm_sample())
+    assert_close(norms[1], 2 * norms[0], 1e-6)
+
+
+def test_an_heir_of_a_linear_factor_keeps_its_own_way_with_norms() -> None:
+    """Even where its gradients would be worth storing, whose norms are taken in another way."""
+
+    class Doubled(Outer):
+        def sqnorms(self, backend: str) -> Tensor:
+            return 4 * super().sqnorms(backend)
+
+    class DoubledRule(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            factor = factors["weight"]
+            return grad_input, {"weight": Doubled(factor.A_BTd, factor.G_BTp)}
+
+    torch.manual_seed(0)
+    x, layer, norms = torch.randn(3, 64, 4), nn.Linear(4, 4, bias=False), []
+    for rule in (LinearRule(), DoubledRule()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: rule})
+            wrapped = GradSampleModuleFlashClipping(nn.Sequential(copy.deepcopy(layer)))
+        wrapped(x).square().sum().backward()
+        norms.append(wrapped.get_norm_sample())
+    assert_close(norms[1], 2 * norms[0], 1e-6)

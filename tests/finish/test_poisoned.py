@@ -1,0 +1,537 @@
+"""One sample that is not finite contributes nothing and harms no other sample.
+
+A batch with one poisoned sample is compared with the same batch without it: norms of the others,
+coefficients, and the clipped sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from tests.support.models import Attention, Mixed, Scale, Tokens, floats, ids
+from tests.support.oracle import assert_close
+
+BATCH, BAD = 5, 2
+OTHERS = [b for b in range(BATCH) if b != BAD]
+
+#: Relative error between the batch with and without the sample. Norms and sums are in both cases
+#: those of the same operands; a matmul may round differently for another number of rows, and with
+#: mean reduction the gradients that arrive are divided by another number of samples.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
+RUNS = pytest.mark.parametrize(("mode", "reduction"), [("one_pass", "mean"), ("two_pass", "sum")])
+
+
+class Poison(torch.autograd.Function):
+    """Multiplies one sample's gradient by ``value``; the forward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sample: int | None, value: float) -> Tensor:
+        ctx.sample, ctx.value = sample, value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sample is not None:
+            grad = grad.clone()
+            grad[ctx.sample] *= ctx.value
+        return grad, None, None
+
+
+class Stage(nn.Module):
+    """Between two halves of a model: lets one sample's activation or gradient be poisoned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: tuple[int, float] | None = None
+        self.gradient: tuple[int, float] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is not None:
+            sample, value = self.activation
+            blow = torch.zeros_like(x)
+            blow[sample].view(-1)[0] = value
+            x = x + blow
+        if self.gradient is not None:
+            x = Poison.apply(x, *self.gradient)
+        return x
+
+
+class Staged(nn.Module):
+    """Two halves of a model with a stage between them and one at the end."""
+
+    def __init__(self, first: nn.Module, second: nn.Module):
+        super().__init__()
+        self.first, self.second = first, second
+        self.middle, self.end = Stage(), Stage()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.end(self.second(self.middle(self.first(*inputs))))
+
+
+@dataclass(frozen=True)
+class Case:
+    first: Callable[[], nn.Module]
+    second: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+
+
+class Images(nn.Module):
+    """The embedding and the convolution of the mixed model, as one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        return torch.cat([self.norm(self.conv(image)).flatten(2).mT, self.embed(tokens)], dim=1)
+
+
+# One case for each way to compute a norm: rank one, gram, outer, outer that stores.
+CASES = {
+    "linear_rank_one": Case(
+        lambda: nn.Linear(6, 8), lambda: nn.Sequential(nn.SiLU(), nn.Linear(8, 3)), floats(BATCH, 6)
+    ),
+    "linear_gram": Case(
+        lambda: nn.Linear(12, 12),
+        lambda: nn.Sequential(nn.SiLU(), nn.Linear(12, 12)),
+        floats(BATCH, 2, 12),
+    ),
+    "linear_outer": Case(
+        lambda: nn.Linear(6, 8),
+        lambda: nn.Sequential(nn.SiLU(), nn.Linear(8, 6)),
+        floats(BATCH, 6, 6),
+    ),
+    "linear_stored": Case(
+        lambda: nn.Linear(4, 6),
+        lambda: nn.Sequential(nn.SiLU(), nn.Linear(6, 4)),
+        floats(BATCH, 40, 4),
+    ),
+    "conv": Case(
+        lambda: nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        lambda: nn.Sequential(nn.SiLU(), nn.Conv2d(4, 4, 3, groups=2, padding=1)),
+        floats(BATCH, 3, 6, 6),
+    ),
+    "embedding": Case(
+        lambda: nn.Embedding(9, 6, padding_idx=0),
+        lambda: nn.Sequential(nn.SiLU(), nn.Linear(6, 3)),
+        ids(BATCH, 5, vocab=9),
+    ),
+    "layer_norm": Case(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)),
+        lambda: nn.LayerNorm(6),
+        floats(BATCH, 3, 4),
+    ),
+    "rms_norm": Case(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6)),
+        lambda: nn.RMSNorm(6),
+        floats(BATCH, 3, 4),
+    ),
+    "group_norm": Case(
+        lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4)),
+        lambda: nn.GroupNorm(2, 4),
+        floats(BATCH, 3, 5),
+    ),
+    "generic": Case(
+        lambda: Scale(5), lambda: nn.Sequential(nn.SiLU(), Scale(5)), floats(BATCH, 3, 5)
+    ),
+    "bare_parameters": Case(lambda: Tokens(6, 4), nn.Identity, floats(BATCH, 4, 3)),
+    "attention": Case(lambda: nn.Linear(4, 8), lambda: Attention(8, 2), floats(BATCH, 4, 4)),
+    "mixed": Case(
+        Images,
+        lambda: Mixed().blocks[0],
+        lambda: (torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)),
+    ),
+}
+#: Where the sample is not finite, and what is there instead.
+POISONS = [
+    ("input", math.inf),
+    ("input", math.nan),
+    ("activation", math.inf),
+    ("activation", math.nan),
+    ("gradient", math.inf),
+    ("gradient", math.nan),
+    ("middle_gradient", math.inf),
+]
+
+
+def poison(model: Staged, batch: tuple[Tensor, ...], where: str, value: float) -> None:
+    """Make sample ``BAD`` not finite, in place."""
+    if where == "input":
+        floating = [x for x in batch if x.is_floating_point()]
+        if floating:
+            floating[-1][BAD].view(-1)[1] = value
+        else:  # an embedding: the row that only this sample reads
+            (tokens,) = batch
+            tokens[tokens == 8] = 1
+            tokens[BAD, 1] = 8
+            with torch.no_grad():
+                model.first.weight[8, 1] = value
+    elif where == "activation":
+        model.middle.activation = (BAD, value)
+    elif where == "gradient":
+        model.end.gradient = (BAD, value)
+    else:
+        model.middle.gradient = (BAD, value)
+
+
+def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    rows = model(*batch).flatten(1).float()
+    return (rows.square() * torch.linspace(0.5, 1.5, rows.shape[1])).sum(1) / 2
+
+
+def take(
+    model: nn.Module, batch: tuple[Tensor, ...], reduction: str, **options: Any
+) -> GradSampleModuleFlashClipping:
+    flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, **options)
+    # Samples are known by then: a row that is poisoned by its place would look like no sample's.
+    stages = [module for module in model.modules() if isinstance(module, Stage)]
+    poisons = [stage.activation for stage in stages]
+    for stage in stages:
+        stage.activation = None
+    flash(*batch)
+    for stage, activation in zip(stages, poisons, strict=True):
+        stage.activation = activation
+    rows = losses(flash, batch)
+    (rows.mean() if reduction == "mean" else rows.sum()).backward()
+    return flash
+
+
+def setting(name: str, dtype: torch.dtype) -> tuple[Staged, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model = Staged(case.first(), case.second()).to(dtype)
+    batch = case.batch()
+    return model, tuple(x.to(dtype) if x.is_floating_point() else x for x in batch)
+
+
+def drop_sample(model: Staged, batch: tuple[Tensor, ...]) -> tuple[Staged, tuple[Tensor, ...]]:
+    """The same model and batch, clean, without the poisoned sample."""
+    clean = copy.deepcopy(model)
+    for stage in (clean.middle, clean.end):
+        stage.activation = stage.gradient = None
+    return clean, tuple(x[OTHERS] for x in batch)
+
+
+def check_without(
+    found: GradSampleModuleFlashClipping,
+    model: nn.Module,
+    expected: GradSampleModuleFlashClipping,
+    clean: nn.Module,
+    tolerance: float,
+) -> None:
+    """Norms, coefficients and clipped sums are those of the batch without the sample."""
+    norms, coef = found.get_norm_sample(), found.get_clipping_coef()
+    assert not torch.isfinite(norms[BAD])
+    assert coef[BAD] == 0
+    assert torch.isfinite(coef).all() and (coef >= 0).all() and (coef <= 1).all()
+    assert_close(norms[OTHERS], expected.get_norm_sample(), tolerance, "norms")
+    assert_close(coef[OTHERS], expected.get_clipping_coef(), tolerance, "coefficients")
+    reference = dict(clean.named_parameters())
+    # A gradient that cancels to nothing is compared at the scale of the whole sum.
+    largest = max(p.grad.float().abs().max().item() for p in reference.values())
+    assert largest > 0
+    for name, param in model.named_parameters():
+        assert torch.isfinite(param.grad).all(), name
+        error = (param.grad.float() - reference[name].grad.float()).abs().max().item()
+        assert error <= tolerance * largest, f"{name}: {error:.2e} of {largest:.2e}"
+
+
+def bound_of(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> float:
+    """A bound that clips some samples and not others."""
+    flash = take(copy.deepcopy(model), batch, reduction)
+    return flash.get_norm_sample().median().item()
+
+
+#: fp32 with every poison; bf16 and fp16 with one of each kind.
+GRID = [
+    pytest.param(where, value, dtype, id=f"{where}-{value}-{str(dtype)[6:]}")
+    for dtype in TOLERANCE
+    for k, (where, value) in enumerate(POISONS)
+    if dtype == torch.float32 or k in (0, 3, 4)
+]
+
+
+@RUNS
+@pytest.mark.parametrize(("where", "value", "dtype"), GRID)
+@pytest.mark.parametrize("name", CASES)
+def test_poisoned_sample_contributes_nothing(
+    name: str, where: str, value: float, dtype: torch.dtype, reduction: str, mode: str
+) -> None:
+    """The result equals that of the batch without the sample."""
+    model, batch = setting(name, dtype)
+    poison(model, batch, where, value)
+    clean, rest = drop_sample(model, batch)
+    bound = bound_of(clean, rest, reduction)
+    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, TOLERANCE[dtype])
+
+
+class Overflowing(nn.Module):
+    """Squares its activations: finite inputs can overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).square())
+
+
+@RUNS
+@DTYPES
+def test_layer_that_overflows_for_one_sample(dtype: torch.dtype, mode: str, reduction: str) -> None:
+    """The input is finite; what a layer makes of it is not."""
+    torch.manual_seed(0)
+    model = Overflowing().to(dtype)
+    x = torch.randn(BATCH, 3, 4).to(dtype)
+    x[BAD] *= 2000 if dtype == torch.float16 else 1e25
+    assert torch.isfinite(x).all() and not torch.isfinite(model(x)[BAD]).all()
+    clean, rest = copy.deepcopy(model), (x[OTHERS],)
+    bound = bound_of(clean, rest, reduction)
+    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, TOLERANCE[dtype])
+
+
+@RUNS
+def test_overflow_under_autocast(mode: str, reduction: str) -> None:
+    """fp32 parameters, bf16 activations."""
+    torch.manual_seed(0)
+    model = Overflowing()
+    x = torch.randn(BATCH, 3, 4)
+    x[BAD] *= 1e25
+    clean, rest = copy.deepcopy(model), (x[OTHERS],)
+    with torch.autocast("cpu", torch.bfloat16):
+        bound = bound_of(clean, rest, reduction)
+        expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+        with pytest.warns(UserWarning, match="not finite"):
+            found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, TOLERANCE[torch.bfloat16])
+
+
+@RUNS
+@pytest.mark.parametrize("positions", [1, 2, 6, 40])
+def test_norm_that_overflows_fp16(positions: int, mode: str, reduction: str) -> None:
+    """A norm above 65504 is a number in fp32, and the sample is clipped like any other.
+
+    With 40 positions the per-sample gradients are stored in fp16: rounded before the norm is
+    taken, and the overflowing one left out.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).half()
+    x = torch.randn(BATCH, positions, 16).half()
+    weights = torch.randn(BATCH, positions, 16)
+    weights[BAD] = (weights[BAD] * 30000).clamp(-60000, 60000)
+    flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, mode=mode)
+    rows = (flash(x).float() * weights).flatten(1).sum(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (rows.mean() if reduction == "mean" else rows.sum()).backward()
+    scale = 1 / BATCH if reduction == "mean" else 1.0
+    arrived = (weights * scale).half().double() / scale  # what autograd delivers in fp16
+    grads = torch.cat([arrived.mT @ x.double(), arrived.sum(1).unsqueeze(-1)], -1)
+    expected = grads.flatten(1).norm(dim=1)
+    norms, coef = flash.get_norm_sample(), flash.get_clipping_coef()
+    assert 65504 < expected[BAD] < math.inf
+    tolerance = 1e-5 if positions < 40 else 2**-11
+    assert_close(norms[OTHERS], expected[OTHERS], tolerance, "norms")
+    assert torch.isfinite(coef).all() and (coef >= 0).all() and (coef <= 1).all()
+    if positions < 40:
+        assert_close(norms, expected, 1e-5, "norms")
+        assert coef[BAD] > 0
+    kept = torch.einsum("b,b...->...", coef.double(), grads)
+    found = torch.cat([model.weight.grad, model.bias.grad.unsqueeze(-1)], -1)
+    # Coefficients of 1e-6 leave few bits in fp16; how few is measured in test_sensitivity.py.
+    assert_close(found, kept, 2**-5, "clipped sum")
+
+
+@RUNS
+def test_norm_that_overflows_fp32(mode: str, reduction: str) -> None:
+    """A square above 3e38 is inf, and the sample is left out: never NaN, never above the bound."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    x = torch.randn(BATCH, 4)
+    clean, rest = copy.deepcopy(model), (x[OTHERS],)
+    x[BAD] *= 1e18  # squares once in the loss, once more in the norm
+    bound = bound_of(clean, rest, reduction)
+    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, 1e-5)
+
+
+class Branch(nn.Module):
+    """Two layers side by side; the gradient of one of them can be poisoned alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.stage = nn.Linear(4, 3), nn.Linear(4, 3), Stage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.stage(self.right(x))
+
+
+@RUNS
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_one_layer_is_not_finite(value: float, mode: str, reduction: str) -> None:
+    """The sample's finite gradients in the other layers are left out as well."""
+    torch.manual_seed(0)
+    model = Branch()
+    batch = (torch.randn(BATCH, 3, 4),)
+    clean = copy.deepcopy(model)
+    model.stage.gradient = (BAD, value)
+    rest = (batch[0][OTHERS],)
+    bound = bound_of(clean, rest, reduction)
+    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
+    assert torch.isfinite(model.left.weight._norm_sample).all()
+    check_without(found, model, expected, clean, 1e-5)
+
+
+class TiedHead(nn.Module):
+    """A table that is read and applied, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.stage = Stage()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.silu(self.hidden(self.embed(tokens)))
+        return self.head(self.stage(self.hidden(x)))
+
+
+@RUNS
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("where", ["activation", "gradient"])
+def test_shared_parameters(where: str, value: float, mode: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    model = TiedHead()
+    batch = (torch.randint(0, 9, (BATCH, 5)),)
+    clean = copy.deepcopy(model)
+    setattr(model.stage, where, (BAD, value))
+    rest = (batch[0][OTHERS],)
+    bound = bound_of(clean, rest, reduction)
+    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_checkpointed(checkpointing: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Mixed(checkpointing=checkpointing)
+    tokens, image = torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)
+    image[BAD, 0, 0, 0] = math.nan
+    clean, rest = copy.deepcopy(model), (tokens[OTHERS], image[OTHERS])
+    bound = bound_of(clean, rest, "mean")
+    expected = take(clean, rest, "mean", mode=mode, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, (tokens, image), "mean", mode=mode, max_grad_norm=bound)
+    check_without(found, model, expected, clean, 1e-5)
+
+
+@RUNS
+def test_whole_batch_is_poisoned(mode: str, reduction: str) -> None:
+    """All coefficients are 0 and the sum is zero, so that the step adds only noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    x = torch.full((BATCH, 4), math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        flash = take(model, (x,), reduction, mode=mode)
+    assert not flash.get_clipping_coef().any()
+    for name, param in model.named_parameters():
+        assert param.grad is not None and not param.grad.any(), name
+
+
+@RUNS
+def test_warned_once(mode: str, reduction: str) -> None:
+    """One warning for the life of a wrapped model, and none for finite batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    flash = GradSampleModuleFlashClipping(model, loss_reduction=reduction, mode=mode)
+
+    def step(bad: bool) -> list[str]:
+        x = torch.randn(BATCH, 4)
+        if bad:
+            x[BAD] = math.inf
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rows = losses(flash, (x,))
+            (rows.mean() if reduction == "mean" else rows.sum()).backward()
+        return [str(w.message) for w in caught if "not finite" in str(w.message)]
+
+    assert [len(step(bad)) for bad in (False, True, True, False, True)] == [0, 1, 0, 0, 0]
+
+
+@RUNS
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
+def test_other_ways_to_clip(clipping: str, mode: str, reduction: str) -> None:
+    """Coefficients are never NaN, and the sum is finite and without the sample."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.LayerNorm(6), nn.Linear(6, 3))
+    x = torch.randn(BATCH, 4)
+    clean = copy.deepcopy(model)
+    rest = (x[OTHERS],)
+    x[BAD, 0] = math.nan
+    bound: Any = [0.5] * 6 if clipping == "per_layer" else 0.5
+    expected = take(clean, rest, reduction, mode=mode, clipping=clipping, max_grad_norm=bound)
+    with pytest.warns(UserWarning, match="not finite"):
+        found = take(model, (x,), reduction, mode=mode, clipping=clipping, max_grad_norm=bound)
+    coef = found.get_clipping_coef()
+    assert torch.isfinite(coef).all() and (coef >= 0).all()
+    if clipping == "per_layer":
+        assert (coef <= 1).all()
+    assert not coef[..., BAD].any()
+    assert_close(coef[..., OTHERS], expected.get_clipping_coef(), 1e-5, "coefficients")
+    for name, param in model.named_parameters():
+        assert_close(param.grad, clean.get_parameter(name).grad, 1e-5, name)
+
+
+def test_step_of_the_engine() -> None:
+    """A whole training run with a poisoned sample in it leaves finite parameters."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    x[5, 1] = math.inf
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 3))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    flash, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    seen = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            for xs, ys in loader:
+                optimizer.zero_grad()
+                criterion(flash(xs), ys).backward()
+                seen += int(torch.isinf(xs).any())
+                optimizer.step()
+    assert seen > 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())

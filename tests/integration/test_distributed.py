@@ -1,0 +1,232 @@
+"""Two processes with half of every batch each: the same training as one process with the whole.
+
+Through Opacus' ``DifferentiallyPrivateDistributedDataParallel`` and its distributed optimizer, on
+gloo over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.optimizers import DistributedDPOptimizerFastGradientClipping
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from tests.support.models import Block
+
+WORLD = 2
+SAMPLES, BATCH = 64, 16  # BATCH over all processes
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+
+#: What is trained, by name; ``make_private``'s arguments and ours (see ``train``).
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"loss_reduction": "sum"},
+    "plain_loss": {"own_loss": True},
+    "two_pass": {"mode": "two_pass"},
+    "not_wrapped": {"wrap_model": False},
+    "adamw": {"optimizer": "AdamW"},
+    "virtual_steps": {"physical_batch": 3},
+    "automatic": {"clipping": "automatic"},
+    "per_layer": {"clipping": "per_layer"},
+    "opacus_ghost": {"grad_sample_mode": "ghost"},
+}
+#: Random by process, so that there is no single process to compare with.
+RANDOM: dict[str, dict[str, Any]] = {
+    "noise": {"noise_multiplier": 1.0},
+    "adaptive": {
+        "clipping": "adaptive",
+        "noise_multiplier": 0.5,
+        "target_unclipped_quantile": 0.5,
+        "min_clipbound": 1e-3,
+        "max_clipbound": 10.0,
+        "clipbound_learning_rate": 0.3,
+    },
+    "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.block = Block(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(ids))).mean(1)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (SAMPLES, 5), generator=generator)
+    return TensorDataset(ids, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def train(
+    options: dict[str, Any], rank: int | None = None, engine: PrivacyEngine | None = None
+) -> dict[str, Any]:
+    """Some steps in one process of several, or in the only one (``rank=None``)."""
+    options = dict(options)
+    own_loss = options.pop("own_loss", False)
+    physical_batch = options.pop("physical_batch", None)
+    optimizer_type = getattr(torch.optim, options.pop("optimizer", "SGD"))
+    batch_size, steps = options.pop("batch", BATCH), options.pop("steps", 6)
+    reduction = options.get("loss_reduction", "mean")
+    lr = {"AdamW": 1e-2}.get(optimizer_type.__name__, 0.5 if reduction == "mean" else 0.5 / BATCH)
+
+    torch.manual_seed(0 if rank is None else rank)  # process 0's parameters count
+    model: nn.Module = Net().double()
+    plain = model
+    sampler = None
+    if rank is not None:
+        model = DifferentiallyPrivateDistributedDataParallel(model)
+        sampler = DistributedSampler(data(), WORLD, rank, shuffle=False)
+        batch_size //= WORLD
+    bounds = [0.02] * len(list(model.parameters()))
+    private = (engine or FlashPrivacyEngine()).make_private(
+        module=model,
+        optimizer=optimizer_type(model.parameters(), lr=lr),
+        criterion=nn.CrossEntropyLoss(reduction=reduction),
+        data_loader=DataLoader(data(), batch_size=batch_size, sampler=sampler),
+        max_grad_norm=bounds if options.get("clipping") == "per_layer" else 0.1,
+        **{"noise_multiplier": 0.0, "poisson_sampling": False, **options},
+    )
+    wrapper, optimizer, criterion, loader = private
+    called = wrapper if options.get("wrap_model", True) else model
+    steps_done, sizes = 0, []
+    while steps_done < steps:
+        manager = BatchMemoryManager(
+            data_loader=loader,
+            max_physical_batch_size=physical_batch or BATCH,
+            optimizer=optimizer,
+        )
+        with manager as batches:
+            for ids, target in batches:
+                optimizer.zero_grad()
+                loss = F.cross_entropy if own_loss else criterion
+                loss(called(ids), target).backward()
+                sizes.append(len(ids))
+                optimizer.step()
+                steps_done += not optimizer._is_last_step_skipped
+                if steps_done == steps:
+                    break
+    return {
+        "parameters": {name: param.detach() for name, param in plain.named_parameters()},
+        "distributed": isinstance(optimizer, DistributedDPOptimizerFastGradientClipping),
+        "expected_batch_size": optimizer.expected_batch_size,
+        "bound": optimizer.max_grad_norm,
+        "sizes": sizes,
+        # Of the last step, before and after noise.
+        "clipped": torch.cat([p.summed_grad.flatten() for p in optimizer.params]),
+        "noisy": torch.cat([p.grad.flatten() for p in optimizer.params]),
+    }
+
+
+def gradients_under_torch_ddp() -> tuple[list[Tensor], list[Tensor]] | str:
+    """Clipped sums under PyTorch's own data parallelism and without it, or why it is refused."""
+    model = Net().double()
+    ids, target = (x[:8] for x in data().tensors)
+    found = []
+    for module in (copy.deepcopy(model), model):
+        try:
+            parallel = DistributedDataParallel(module) if module is model else module
+            flash = GradSampleModuleFlashClipping(parallel, max_grad_norm=0.1)
+            F.cross_entropy(flash(ids), target).backward()
+        except (FlashClippingError, NotImplementedError, ValueError) as error:
+            return str(error)
+        found.append([param.grad for param in module.parameters()])
+    return found[1], found[0]
+
+
+def worker(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD
+    )
+    try:
+        results = {}
+        for name, options in (SCENARIOS | RANDOM).items():
+            engine = FlashPrivacyEngine(accountant="rdp")
+            results[name] = train(options, rank, engine)
+            results[name]["history"] = list(engine.accountant.history)
+        results["torch_ddp"] = gradients_under_torch_ddp()
+        torch.save(results, f"{directory}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every process found in every scenario. Starting them takes longer than all of these."""
+    directory = tmp_path_factory.mktemp("distributed")
+    mp.spawn(worker, args=(str(directory),), nprocs=WORLD)
+    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_processes_equal_one(name: str, processes: list[dict[str, Any]]) -> None:
+    engine = FlashPrivacyEngine(accountant="rdp")
+    alone = train(SCENARIOS[name], engine=engine)
+    start = dict(Net().named_parameters())
+    for rank in range(WORLD):
+        found = processes[rank][name]
+        assert found["distributed"] and not alone["distributed"]
+        assert found["expected_batch_size"] == alone["expected_batch_size"] / WORLD == BATCH / WORLD
+        assert found["history"] == engine.accountant.history
+        for parameter, value in alone["parameters"].items():
+            torch.testing.assert_close(found["parameters"][parameter], value, rtol=1e-9, atol=1e-12)
+            assert not torch.allclose(value.float(), start[parameter], atol=1e-4)
+    assert sum(sum(processes[rank][name]["sizes"]) for rank in range(WORLD)) == sum(alone["sizes"])
+
+
+@pytest.mark.parametrize("name", [*SCENARIOS, *RANDOM])
+def test_processes_stay_together(name: str, processes: list[dict[str, Any]]) -> None:
+    first, second = (found[name]["parameters"] for found in processes)
+    for parameter, value in first.items():
+        assert torch.equal(second[parameter], value), parameter
+    assert processes[0][name]["history"] == processes[1][name]["history"]
+
+
+def test_adaptive_bound_is_one_for_all(processes: list[dict[str, Any]]) -> None:
+    assert processes[0]["adaptive"]["bound"] == processes[1]["adaptive"]["bound"]
+
+
+def test_noise_is_added_once(processes: list[dict[str, Any]]) -> None:
+    """std sigma C over the sum of all processes: not once by each of them."""
+    stats = pytest.importorskip("scipy.stats")
+    clipped = sum(found["noise"]["clipped"] for found in processes)
+    noise = (processes[0]["noise"]["noisy"] * BATCH - clipped) / 0.1
+    tail = stats.chi2.cdf(noise.square().sum().item(), len(noise))
+    assert 1e-4 < tail < 1 - 1e-4, noise.std()
+
+
+def test_poisson_batches_differ_between_processes(processes: list[dict[str, Any]]) -> None:
+    sizes = [found["poisson"]["sizes"] for found in processes]
+    assert sizes[0] != sizes[1]
+    assert processes[0]["poisson"]["history"] == [(1.0, pytest.approx(4 / SAMPLES), 20)]
+
+
+def test_torch_ddp_is_right_or_refused(processes: list[dict[str, Any]]) -> None:
+    result = processes[0]["torch_ddp"]
+    if isinstance(result, str):
+        assert "DifferentiallyPrivateDistributedDataParallel" in result
+        return
+    for found, expected in zip(*result, strict=True):
+        torch.testing.assert_close(found, expected)

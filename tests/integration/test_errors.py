@@ -1,0 +1,378 @@
+"""Errors: each says what was found and what to do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.validators.errors import UnsupportedModuleError
+from torch import Tensor, nn
+
+from flash_clipping import (
+    FlashClippingError,
+    FlashLoss,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+)
+from tests.support.engine import EngineTraining, assert_states_close, network
+from tests.support.wrapping import MODES
+
+
+def wrapped(model: nn.Module, **options: Any) -> GradSampleModuleFlashClipping:
+    return GradSampleModuleFlashClipping(model, **options)
+
+
+def test_error_norms_before_backward() -> None:
+    module = wrapped(nn.Linear(4, 2))
+    text = r"no per-sample norms yet: they are taken during backward\. Call the model, then "
+    for ask in (module.get_norm_sample, module.get_clipping_coef):
+        with pytest.raises(FlashClippingError, match=text + r"loss\.backward\(\)"):
+            ask()
+    module(torch.randn(3, 4))
+    with pytest.raises(FlashClippingError, match=text):
+        module.get_norm_sample()
+
+
+class FoldedWindows(nn.Module):
+    """Windows folded into the batch axis, as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.windows = nn.Sequential(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        folded = x.unflatten(1, (2, -1)).flatten(0, 1)
+        return self.windows(folded).unflatten(0, (-1, 2)).flatten(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_windows_in_the_batch_axis(mode: str) -> None:
+    module = wrapped(FoldedWindows(), mode=mode)
+    with pytest.raises(
+        FlashClippingError,
+        match=r"windows\.0 \(Linear\): what it reads has 6 rows for a batch of 3, and 4 for a "
+        r"batch of 2[^$]*Keep the batch the first axis .*register_rule",
+    ):
+        module(torch.randn(3, 8, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_layers_disagree_about_the_batch(mode: str) -> None:
+    """Without a tensor input of the root there is nothing else to compare with."""
+
+    class NoInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 4)
+
+        def forward(self) -> Tensor:
+            return self.second(self.first(torch.ones(6, 4)).view(3, 2, 4))
+
+    module = wrapped(NoInput(), mode=mode)
+    output = module()
+    with pytest.raises(
+        FlashClippingError,
+        match=r"first \(Linear\): found 6 samples along the batch axis, but second \(Linear\) "
+        r"recorded 3 in the same backward",
+    ):
+        output.flatten(1).sum(1).mean().backward()
+
+
+def test_error_parameters_on_another_device() -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta")))
+    with pytest.raises(
+        FlashClippingError,
+        match=r"1 \(Linear\): its parameters are on meta, but its input is on cpu\. Move the model "
+        r"or the batch: module\.to\('cpu'\)",
+    ):
+        module(torch.randn(3, 4))
+
+
+def test_error_batch_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    with pytest.raises(
+        NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples: .* nn\.GroupNorm .*fix"
+    ):
+        wrapped(model, strict=False)
+    with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples"):
+        wrapped(model)  # not that the layer has buffers
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
+        EngineTraining(FlashPrivacyEngine(), model=model)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(
+    ("layer", "x", "text"),
+    [
+        (
+            nn.Embedding(5, 4, scale_grad_by_freq=True),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(Embedding\): .*mixes samples.* Set scale_grad_by_freq=False",
+        ),
+        (
+            nn.EmbeddingBag(5, 4, mode="max"),
+            torch.zeros(3, 2, dtype=torch.long),
+            r"body\.0 \(EmbeddingBag\): .*mode='max'.* expected mode 'sum' or 'mean'",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            torch.zeros(2, 5, 5),
+            r"body\.0 \(Conv2d\): .*expected an input of 4 dimensions, found shape \(2, 5, 5\).*"
+            r"unsqueeze\(0\)",
+        ),
+    ],
+    ids=["scale_grad_by_freq", "bag_max", "convolution"],
+)
+def test_error_of_a_rule_names_the_layer(layer: nn.Module, x: Tensor, text: str, mode: str) -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(copy.deepcopy(layer))})
+    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=text):
+        wrapped(model, mode=mode)(x)
+
+
+def test_error_of_an_attention_names_it_once() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    with pytest.raises(ValueError, match=r"attention .*expected a query of 3.*unsqueeze") as error:
+        wrapped(Attending())(torch.zeros(3, 4))
+    assert str(error.value).count("(MultiheadAttention)") == 1
+
+
+class TransposedFirst(nn.Module):
+    """Its data meet a bare parameter with the batch on the second axis."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.gain, self.table = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 1, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = x + self.table if self.kind == "added" else x * self.gain
+        return x.transpose(0, 1) if self.kind == "last" else self.head(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("batch_size", [5, 3])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "added",
+            r"the model \(TransposedFirst\): what it reads has 3 rows[^$]*batch the first",
+        ),
+        (
+            "multiplied",
+            r"the model \(TransposedFirst\): what it reads has 3 rows[^$]*Keep the batch the first",
+        ),
+        ("last", r"the model \(TransposedFirst\): .*the batch as its first|the batch the first"),
+    ],
+)
+def test_error_data_transposed_before_a_bare_parameter(
+    kind: str, text: str, batch_size: int
+) -> None:
+    module = wrapped(TransposedFirst(kind))
+    with pytest.raises(FlashClippingError, match=text):
+        module(torch.randn(batch_size, 3, 4)).square().sum().backward()
+
+
+def test_error_input_without_a_batch_axis() -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 2)), batch_first=False)
+    with pytest.raises(
+        FlashClippingError,
+        match=r"0 \(Linear\): found an input of shape \(4,\), which has no batch axis; expected "
+        r"\[batch, \.\.\.\]\. Add the axis with unsqueeze",
+    ):
+        module(torch.randn(4))
+
+
+def test_error_reductions_do_not_match() -> None:
+    module = wrapped(nn.Linear(4, 2), loss_reduction="mean")
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+        loss_reduction="mean",
+    )
+    text = r"The loss reductions do not match: .*criterion\.reduction='sum'.*'mean' or 'sum'"
+    with pytest.raises(ValueError, match=text):
+        FlashLoss(module, optimizer, nn.CrossEntropyLoss(reduction="sum"))
+    with pytest.raises(ValueError, match=r"module\.loss_reduction='mean'"):
+        FlashLoss(module, optimizer, nn.CrossEntropyLoss(), "sum")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        (
+            {"mode": "three_pass"},
+            "mode='three_pass' is unknown; expected one of one_pass, two_pass",
+        ),
+        (
+            {"backend": "cutlass"},
+            "backend='cutlass' is unknown; expected one of auto, triton, torch",
+        ),
+        (
+            {"clipping": "adaptive!"},
+            "clipping='adaptive!' is unknown; expected one of flat, per_layer, automatic",
+        ),
+        ({"loss_reduction": "none"}, "loss_reduction='none' is unknown; expected 'mean' or 'sum'"),
+    ],
+)
+def test_error_unknown_option(option: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        wrapped(nn.Linear(4, 2), **option)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_error_grad_scaler(make_optimizer: Any, unscale_first: bool) -> None:
+    """Norms and bounds would be those of scaled gradients: refused before any parameter moves."""
+    training = EngineTraining(FlashPrivacyEngine(), make_optimizer, poisson_sampling=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = next(iter(training.loader))
+    before = [p.detach().clone() for p in training.plain.parameters()]
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    scaler.scale(loss).backward()
+    if unscale_first:
+        scaler.unscale_(training.optimizer)
+    with pytest.raises(ValueError, match=r"GradScaler.* without the scaler"):
+        scaler.step(training.optimizer)
+    for was, param in zip(before, training.plain.parameters(), strict=True):
+        assert torch.equal(was, param)
+
+
+def test_disabled_grad_scaler_is_none() -> None:
+    """Mixed-precision loops pass ``enabled=False`` where they do not scale."""
+    found = EngineTraining(FlashPrivacyEngine(), poisson_sampling=False)
+    expected = EngineTraining(FlashPrivacyEngine(), poisson_sampling=False)
+    x, y = next(iter(found.loader))
+    expected.step(x, y)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    found.optimizer.zero_grad()
+    scaler.scale(found.criterion(found.model(x), y)).backward()
+    scaler.unscale_(found.optimizer)
+    scaler.step(found.optimizer)
+    scaler.update()
+    assert_states_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp16_autocast_without_a_scaler(dtype: torch.dtype) -> None:
+    """Norms and sums are those of the gradients that autocast gives."""
+    training = EngineTraining(FlashPrivacyEngine(), poisson_sampling=False, max_grad_norm=0.5)
+    x, y = next(iter(training.loader))
+    x, y = x[:16], y[:16]
+    plain = network()
+    rows = []
+    for b in range(len(x)):
+        plain.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = nn.functional.cross_entropy(plain(x[b : b + 1]), y[b : b + 1])
+        loss.backward()
+        rows.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).double())
+    truth = torch.stack(rows)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = nn.functional.cross_entropy(training.model(x), y)
+    loss.backward()
+    norms = training.wrapper.get_norm_sample().double()
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert ((norms - truth.norm(dim=1)).abs() <= tolerance * truth.norm(dim=1)).all()
+    coef = (0.5 / truth.norm(dim=1)).clamp(max=1)
+    clipped = (coef[:, None] * truth).sum(0)
+    sums = torch.cat([p.grad.flatten() for p in training.plain.parameters()]).double()
+    assert (sums - clipped).norm() <= tolerance * clipped.norm()
+
+
+def test_error_unknown_grad_sample_mode() -> None:
+    with pytest.raises(ValueError, match="flush"):
+        EngineTraining(FlashPrivacyEngine(), grad_sample_mode="flush")
+
+
+def test_error_per_layer_bounds() -> None:
+    module = wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=1.0)
+    text = r"needs max_grad_norm to be a list with one bound per trainable parameter \(2\)"
+    with pytest.raises(ValueError, match=text):
+        module(torch.randn(3, 4)).sum(1).mean().backward()
+    module = wrapped(nn.Linear(4, 2), max_grad_norm=[1.0, 2.0])
+    with pytest.raises(ValueError, match="takes one max_grad_norm; found a list of 2"):
+        module(torch.randn(3, 4)).sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_gradient_that_bypasses_a_tap(mode: str) -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mode=mode)
+    penalty = 0.1 * module._module[0].weight.square().sum()
+    loss = module(torch.randn(3, 4)).square().sum(1).mean() + penalty
+    with pytest.raises(
+        FlashClippingError,
+        match=r"0\.weight: this parameter received a gradient from outside the module that owns "
+        r"it; it would be added without being clipped\. .*weight_decay",
+    ):
+        loss.backward()
+
+
+def test_error_wrapped_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    module = wrapped(model)
+    with pytest.raises(ValueError, match="Trying to add hooks twice"):
+        wrapped(model)
+    with pytest.raises(ValueError, match=r"wrapped already, with .*'mean'.* asks for .*'sum'"):
+        EngineTraining(FlashPrivacyEngine(), model=module, loss_reduction="sum")
+
+
+def test_error_second_backward_in_two_passes() -> None:
+    module = wrapped(nn.Linear(4, 2), mode="two_pass")
+    loss = module(torch.randn(3, 4)).square().sum(1).mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(
+        FlashClippingError, match=r"mode='two_pass' has freed this forward's graph.*one_pass"
+    ):
+        loss.backward()
+
+
+def test_wrapped_module_takes_the_engines_bound() -> None:
+    """Noise for one bound beside clipping by another would break the promise."""
+    module = wrapped(network(), max_grad_norm=100.0)
+    training = EngineTraining(FlashPrivacyEngine(), model=module, max_grad_norm=0.01)
+    training.steps(1)
+    assert training.wrapper is module
+    coef = (0.01 / (module.get_norm_sample() + 1e-6)).clamp(max=1)
+    torch.testing.assert_close(module.get_clipping_coef(), coef)
+    assert math.isclose(module.max_grad_norm, 0.01)
+
+
+def test_model_that_runs_on_one_batch_size_only() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) * self.second(torch.cos(x).view(6, 4))
+
+    torch.manual_seed(0)
+    model, x = Fixed(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    module = wrapped(model, loss_reduction="sum", max_grad_norm=1e6)
+    module(x).sum().backward()
+    assert module.get_norm_sample().shape == (6,)
+    plain(x).sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)

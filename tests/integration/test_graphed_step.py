@@ -1,0 +1,390 @@
+"""What a graphed step leaves, and what it decides by, on any machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashClipping, GraphedStep
+from tests.support.graphs import (
+    GraphedTraining,
+    PlayedByHand,
+    assert_same,
+    batches,
+    network,
+    warmed,
+)
+from tests.support.models import squared_loss
+from tests.support.oracle import assert_close, per_sample_truth
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap": False},
+        {},
+        {"mode": "two_pass"},
+        {"clipping": "automatic"},
+        {"clipping": "per_layer", "max_grad_norm": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]},
+    ],
+    ids=str,
+)
+def test_replays_leave_what_the_step_leaves(options: dict[str, Any]) -> None:
+    graphed, eager = warmed(**options)
+    for x in batches(5, start=10):
+        assert_same(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 6
+
+
+def test_norms_of_a_replay_are_the_oracles() -> None:
+    graphed, _ = warmed()
+    (x,) = batches(1, start=20)
+    graphed.results(x)
+    assert graphed.step.replays == 2
+    truth = per_sample_truth(network(), (x,), squared_loss)
+    assert_close(graphed.model.get_norm_sample(), truth.norms, 1e-5, "norms")
+
+
+def test_other_layouts_run_as_they_are() -> None:
+    graphed, eager = warmed()
+    for x in (*batches(2, size=3), *batches(2, size=0), batches(1)[0].transpose(0, 1)):
+        assert_same(graphed.results(x), eager.results(x))
+    x = batches(1)[0].transpose(0, 1).contiguous().transpose(0, 1)  # other strides
+    assert_same(graphed.results(x), eager.results(x))
+    assert_same(graphed.results(batches(1)[0], 0.5), eager.results(batches(1)[0], 0.5))
+    assert graphed.step.replays == 1
+    assert_same(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
+    assert graphed.step.replays == 2
+
+
+def another_bound(training: GraphedTraining) -> None:
+    training.model.max_grad_norm = 0.01
+
+
+def another_clipping(training: GraphedTraining) -> None:
+    training.model.clipping = "automatic"
+
+
+def frozen(training: GraphedTraining) -> None:
+    training.plain[0].weight.requires_grad = False
+
+
+def in_evaluation(training: GraphedTraining) -> None:
+    training.model.eval()
+
+
+def without_hooks(training: GraphedTraining) -> None:
+    training.model.disable_hooks()
+
+
+def other_memory(training: GraphedTraining) -> None:
+    training.plain[3].weight.data = training.plain[3].weight.data * 2
+
+
+def other_setting(training: GraphedTraining) -> None:
+    training.plain[1].eps = 0.5
+
+
+def a_hook(training: GraphedTraining) -> None:
+    training.plain[2].register_forward_hook(lambda layer, args, output: output * 2)
+
+
+def transposed_memory(training: GraphedTraining) -> None:
+    weight = training.plain[3].weight
+    weight.data = weight.data.flip(0).t().contiguous().t()
+
+
+def other_layer(training: GraphedTraining) -> None:
+    training.plain[2] = nn.ReLU()
+
+
+def other_parameter(training: GraphedTraining) -> None:
+    training.plain[3].bias = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        another_bound,
+        another_clipping,
+        frozen,
+        in_evaluation,
+        without_hooks,
+        other_memory,
+        transposed_memory,
+        other_layer,
+        other_parameter,
+        other_setting,
+        a_hook,
+    ],
+)
+def test_what_python_decides_is_looked_at_in_every_call(
+    change: Callable[[GraphedTraining], None],
+) -> None:
+    graphed, eager = warmed()
+    change(graphed)
+    change(eager)
+    for x in batches(5, start=30):
+        results = gradients_of if change is without_hooks else GraphedTraining.results
+        assert_same(results(graphed, x), results(eager, x))
+    # The first, and after three calls under what holds now; a new parameter is first hooked to.
+    assert graphed.step.replays == (2 if change is other_parameter else 3)
+
+
+def gradients_of(training: GraphedTraining, x: Tensor) -> list[Tensor]:
+    training.model.zero_grad(set_to_none=True)
+    training.step(x)
+    return [p.grad.clone() for p in training.plain.parameters()]
+
+
+def test_a_layer_in_the_place_of_another_is_not_taken_for_it() -> None:
+    """Not even where Python gives it the same id."""
+    for _ in range(10):
+        graphed, eager = warmed()
+        for training in (graphed, eager):
+            training.plain[2] = None
+            training.plain[2] = nn.Sigmoid()
+        x = batches(1)[0]
+        assert_same(graphed.results(x), eager.results(x))
+        assert graphed.step.replays == 1  # played by hand, a replay would run the new layer
+
+
+def test_norms_that_the_step_itself_reads() -> None:
+    training = GraphedTraining(None)
+    model = training.model
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        squared_loss(model, (x,)).mean().backward()
+        of_param = training.plain[3].bias._norm_sample
+        return model.get_norm_sample(), model.per_sample_gradient_norms * 2, of_param + 1
+
+    graphed = PlayedByHand(step, model)
+    for x in batches(7):
+        found = graphed(x)
+        expected = model.get_norm_sample()
+        assert_same(found, [expected, expected * 2, training.plain[3].bias._norm_sample + 1])
+        model.zero_grad(set_to_none=True)
+    assert graphed.replays == 4
+
+
+def test_a_first_parameter_that_backward_does_not_reach() -> None:
+    """It gets noise all the same."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"unused": nn.Linear(2, 2), "used": nn.Linear(6, 3)})
+    plain.forward = lambda x: plain["used"](x)  # type: ignore[method-assign]
+    model = GradSampleModuleFlashClipping(plain, max_grad_norm=0.5)
+    step = PlayedByHand(lambda x: squared_loss(model, (x,)).mean().backward(), model)
+    for x in batches(6):
+        model.zero_grad(set_to_none=True)
+        step(x)
+        assert not plain["unused"].weight.grad.any()
+    assert step.replays == 3
+
+
+def test_settings_of_precision_old_and_new() -> None:
+    """PyTorch refuses to tell the older ones once the newer have been used."""
+    script = """
+import torch
+from tests.support.graphs import GraphedTraining, PlayedByHand, batches
+training = GraphedTraining(PlayedByHand)
+settings = [None]
+if hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision"):
+    settings += [("cudnn.conv", "ieee"), ("cuda.matmul", "tf32")]
+for i, setting in enumerate(settings):
+    if setting is not None:
+        place, value = setting
+        owner, name = place.split(".")
+        getattr(getattr(torch.backends, owner), name).fp32_precision = value
+    for x in batches(5):
+        training.results(x)
+    assert training.step.replays == 2 * (i + 1), training.step.replays
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+def test_weights_that_change_in_place_need_no_other_graph() -> None:
+    graphed, eager = warmed()
+    for x in batches(3, start=40):
+        for training in (graphed, eager):
+            with torch.no_grad():
+                for p in training.plain.parameters():
+                    p.mul_(0.9)
+        assert_same(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 4
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    graphed, eager = warmed()
+    for training in (graphed, eager):
+        training.model.zero_grad(set_to_none=True)
+    for x in batches(4, start=50):
+        graphed.step(x)
+        eager.step(x)
+        for p, q in zip(graphed.plain.parameters(), eager.plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    assert graphed.step.replays == 5
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda g: g, Tensor.detach, lambda g: g.view(-1)[:1], Tensor.numpy]
+)
+def test_gradients_that_somebody_keeps_stay_as_they_are(keep: Callable[[Tensor], Any]) -> None:
+    graphed, eager = warmed()
+    graphed.results(batches(1)[0])
+    assert graphed.step.replays == 2
+    kept = [keep(p.grad) for p in graphed.plain.parameters()]
+    before = [torch.as_tensor(x).clone() for x in kept]
+    assert_same(graphed.results(batches(1, start=60)[0]), eager.results(batches(1, start=60)[0]))
+    assert_same([torch.as_tensor(x) for x in kept], before)
+    assert graphed.step.replays == 2
+    del kept
+    graphed.results(batches(1)[0])
+    assert graphed.step.replays == 3
+
+
+def test_nothing_is_captured_while_another_loss_is_kept() -> None:
+    """Its graph's last nodes would be the captured step's as well, on another stream."""
+    graphed, eager = GraphedTraining(PlayedByHand), GraphedTraining(None)
+    kept = squared_loss(graphed.model, (batches(1)[0],)).sum()
+    for x in batches(6):
+        assert_same(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 0
+    del kept
+    for x in batches(2):
+        assert_same(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 2
+
+
+def test_results_and_norms_are_the_callers_own() -> None:
+    graphed, _ = warmed()
+    graphed.model.zero_grad(set_to_none=True)
+    first = graphed.step(batches(1)[0])["losses"]
+    norms = graphed.model.per_sample_gradient_norms
+    of_param = graphed.plain[0].weight._norm_sample
+    before = [x.clone() for x in (first, norms, of_param)]
+    graphed.results(batches(1, start=70)[0])
+    assert_same([first, norms, of_param], before)
+    assert not first.requires_grad
+
+
+def test_a_sample_that_is_not_finite() -> None:
+    graphed, eager = warmed()
+    x = batches(1)[0].clone()
+    x[2, 1] = torch.inf
+    with pytest.warns(UserWarning, match="not finite"):
+        found = graphed.results(x)
+    with pytest.warns(UserWarning, match="not finite"):
+        expected = eager.results(x)
+    assert graphed.step.replays == 2
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+
+
+def test_a_capture_that_fails_leaves_nothing() -> None:
+    graphed, eager = GraphedTraining(PlayedByHand), GraphedTraining(None)
+    for x in batches(3):
+        graphed.results(x)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    handle = graphed.plain[2].register_forward_hook(fail)
+    kept = [torch.ones_like(p) for p in graphed.plain.parameters()]
+    for p, grad in zip(graphed.plain.parameters(), kept, strict=True):
+        p.grad = grad
+    with pytest.raises(RuntimeError, match="injected"):
+        graphed.step(batches(1)[0])
+    assert all(p.grad is g for p, g in zip(graphed.plain.parameters(), kept, strict=True))
+    assert graphed.model._session.captured is None and not graphed.step._graphs
+    handle.remove()
+    for x in batches(2, start=80):
+        assert_same(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 2
+
+
+def test_graphs_are_as_many_as_were_asked_for() -> None:
+    training = GraphedTraining(None)
+    step = PlayedByHand(training.step, training.model, warmup=2, graphs=2)
+    for size in (4, 3, 2, 4, 3, 2, 4, 3, 2, 4, 3, 2):
+        training.model.zero_grad(set_to_none=True)
+        step(batches(1, size=size)[0])
+    assert len(step._graphs) == 2 and step.replays == 4
+    another_bound(training)  # what was captured before will not be found again
+    for x in batches(4):
+        training.model.zero_grad(set_to_none=True)
+        step(x)
+    assert len(step._graphs) == 1 and step.replays == 6
+    none = PlayedByHand(training.step, training.model, graphs=0)
+    for x in batches(6):
+        none(x)
+    assert none.replays == 0
+
+
+def test_tensors_that_no_copy_can_stand_in_for() -> None:
+    training = GraphedTraining(PlayedByHand, wrap=False)
+    for _ in range(5):
+        x = batches(1)[0].requires_grad_()
+        training.step(x)
+        assert x.grad is not None
+    assert training.step.replays == 0
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        training.step(batches(1)[0])
+
+
+def test_arguments_and_results_of_other_types() -> None:
+    training = GraphedTraining(PlayedByHand)
+
+    class Batch:
+        pass
+
+    with pytest.raises(TypeError, match=r"found Batch in the step's arguments.*Pass dict\(batch\)"):
+        training.step([Batch()])
+    odd = GraphedStep(lambda x: Batch(), training.model)
+    with pytest.raises(TypeError, match="found Batch in the step's results.*Return the loss"):
+        odd(batches(1)[0])
+    counting = GraphedStep(lambda x: 1.0, training.model)
+    with pytest.raises(TypeError, match="found float in the step's results"):
+        counting(batches(1)[0])
+
+
+def test_without_a_gpu_the_step_is_called() -> None:
+    graphed, eager = GraphedTraining(GraphedStep), GraphedTraining(None)
+    for x in batches(6):
+        assert_same(graphed.results(x), eager.results(x))
+    assert (graphed.step.calls, graphed.step.replays) == (6, 0)
+
+
+def test_a_model_that_is_not_wrapped_but_hooked() -> None:
+    plain, twin = network(), network()
+    hooks = GradSampleHooksFlashClipping(plain, max_grad_norm=0.5)
+    expected = GradSampleModuleFlashClipping(twin, max_grad_norm=0.5)
+    step = PlayedByHand(lambda x: squared_loss(plain, (x,)).mean().backward(), hooks)
+    for x in batches(6):
+        for p in [*plain.parameters(), *twin.parameters()]:
+            p.grad = None
+        step(x)
+        squared_loss(expected, (x,)).mean().backward()
+        assert torch.equal(hooks.get_norm_sample(), expected.get_norm_sample())
+        assert_same([p.grad for p in plain.parameters()], [p.grad for p in twin.parameters()])
+    assert step.replays == 3
+
+
+def test_replays_count_the_samples_within_the_bound() -> None:
+    """What adaptive clipping moves its bound by, at the end of the step."""
+    graphed, eager = warmed()
+    for training in (graphed, eager):
+        training.model.counts_unclipped = True
+    for x in batches(3):
+        assert_same(graphed.results(x), eager.results(x))
+        found, expected = (t.model._record.unclipped for t in (graphed, eager))
+        assert found == expected
+    assert graphed.step.replays >= 3

@@ -1,0 +1,112 @@
+"""Arguments of ``make_private``: each is read, or refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flash_clipping import FlashPrivacyEngine
+from tests.support.private import Net, Private, data
+
+
+class Scaled(nn.Linear):
+    """A trainable layer with a harmless buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_strict_is_read(wrap_model: bool) -> None:
+    with pytest.raises(NotImplementedError, match="buffers"):
+        Private(Scaled(), wrap_model=wrap_model)
+    Private(Scaled(), wrap_model=wrap_model, strict=False).step()
+
+
+@pytest.mark.parametrize("keyword", ["strickt", "max_physical_batch_size", "target_epsilon"])
+def test_unknown_keywords_are_refused(keyword: str) -> None:
+    model = Net()
+    with pytest.raises(TypeError, match=rf"found {keyword}, .*Known .* max_grad_norm.* strict"):
+        Private(model, **{keyword: 1.0})
+    assert not hasattr(model, "autograd_grad_sample_hooks")
+
+
+def test_keywords_of_adaptive_clipping_belong_to_it() -> None:
+    with pytest.raises(TypeError, match="target_unclipped_quantile: with clipping='adaptive'"):
+        Private(target_unclipped_quantile=0.5)
+    Private(target_unclipped_quantile=0.5, clipping="adaptive").step(samples=16)
+
+
+def arguments(with_epsilon: bool) -> dict[str, Any]:
+    model = Net()
+    values: dict[str, Any] = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(data(), batch_size=16),
+        "max_grad_norm": 1.0,
+        "batch_first": True,
+        "loss_reduction": "mean",
+        "poisson_sampling": True,
+        "clipping": "flat",
+        "noise_generator": torch.Generator(),
+        "grad_sample_mode": "flash",
+        "wrap_model": True,
+        "rand_on_empty": False,
+    }
+    of_method = {"noise_multiplier": 1.0}
+    if with_epsilon:
+        of_method = {"target_epsilon": 8.0, "target_delta": 1e-5, "epochs": 1}
+    return values | of_method
+
+
+@pytest.mark.parametrize("with_epsilon", [False, True])
+def test_whatever_opacus_knows_is_taken(with_epsilon: bool) -> None:
+    name = "make_private_with_epsilon" if with_epsilon else "make_private"
+    opacus = inspect.signature(getattr(PrivacyEngine, name)).parameters
+    given = arguments(with_epsilon)
+    assert set(opacus) - {"self", "kwargs"} <= set(given)  # as of the installed version
+    private = getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given)
+    assert len(private) == 4
+
+
+@pytest.mark.parametrize(
+    ("accountant", "keywords"),
+    [
+        ("prv", {"eps_error": 0.05, "delta_error": 1e-9}),
+        ("rdp", {"alphas": [2.0, 4.0, 8.0, 16.0]}),
+        ("gdp", {"poisson": False}),
+        ("rdp", {"epsilon_tolerance": 0.5}),
+    ],
+)
+def test_what_accountants_read(accountant: str, keywords: dict[str, Any]) -> None:
+    engine = FlashPrivacyEngine(accountant=accountant)
+    engine.make_private_with_epsilon(**arguments(True), **keywords)
+    with pytest.raises(TypeError, match="epsilom"):
+        engine.make_private_with_epsilon(**arguments(True), epsilom=1)
+    name = next(iter(keywords))
+    with pytest.raises(TypeError, match=name):
+        FlashPrivacyEngine(accountant=accountant).make_private(**arguments(False), **keywords)
+
+
+def test_a_wrapped_model_keeps_its_mode() -> None:
+    private = Private()
+    with pytest.raises(ValueError, match=r"wrapped already, with .*one_pass.*asks for .*two_pass"):
+        private.engine.make_private(
+            module=private.wrapper,
+            optimizer=private.optimizer,
+            data_loader=private.loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            mode="two_pass",
+        )

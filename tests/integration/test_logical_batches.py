@@ -1,0 +1,170 @@
+"""Parts of logical batches (``BatchMemoryManager``): two logical batches are never added up.
+
+A loop that is left early, or a batch that is skipped, leaves sums and announcements behind. Sums
+that were never released are left out, with a warning; a sample of two Poisson batches in one sum
+would move it by twice the bound.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.support.private import SLACK, Private, Released, data
+
+
+def parts(private: Private, loader: Any = None) -> BatchMemoryManager:
+    return BatchMemoryManager(
+        data_loader=loader or private.loader,
+        max_physical_batch_size=4,
+        optimizer=private.optimizer,
+    )
+
+
+def step(private: Private, x: Tensor) -> None:
+    private.optimizer.zero_grad()
+    (100 * private.model(x).square().sum(1).mean()).backward()
+    private.optimizer.step()
+
+
+def leave_after(private: Private, batches: int, loader: Any = None) -> None:
+    with parts(private, loader) as batches_of_4:
+        for number, (x, _) in enumerate(batches_of_4):
+            if number == batches:
+                break
+            step(private, x)
+
+
+def samples_in(released: Released) -> float:
+    """At most how many samples the last sum is made of: all are clipped, to 0.1."""
+    return released.releases[-1][0] / 0.1
+
+
+def a_new_loop(private: Private) -> None:
+    with parts(private) as batches:
+        for x, _ in batches:
+            step(private, x)
+
+
+def a_loop_without(private: Private) -> None:
+    for x, _ in private.loader:
+        step(private, x)
+
+
+@pytest.mark.parametrize("after", [a_new_loop, a_loop_without])
+def test_a_loop_that_is_left_early(after: Callable[[Private], None], released: Released) -> None:
+    """Three parts of the abandoned batch were released with the next."""
+    private = Private(lr=0.0)
+    expected = Private(lr=0.0)
+    after(expected)
+    clean = released.sums.copy()
+    released.sums.clear()
+    with parts(private) as batches:
+        for number, (x, _) in enumerate(batches):
+            step(private, x)
+            if number == 2:
+                break
+    with pytest.warns(UserWarning, match="nothing of them was released"):
+        after(private)
+    assert len(released.sums) == len(clean) == 4
+    for found, sums in zip(released.sums, clean, strict=True):
+        assert all(map(torch.equal, found, sums))
+    assert private.engine.accountant.history == expected.engine.accountant.history
+
+
+def test_an_announcement_without_a_step(released: Released) -> None:
+    """The loop is left between a batch and its step: the next loop's batches are not shifted."""
+    private = Private(lr=0.0)
+    leave_after(private, 0)
+    assert private.optimizer._step_skip_queue == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a_new_loop(private)
+    assert len(released.releases) == 4
+    assert private.engine.accountant.history[-1][-1] == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("skipped", [1, 3, 4])
+def test_a_batch_that_is_skipped(skipped: int, workers: int, released: Released) -> None:
+    """``continue`` on the second and last part of the first batch, the first of the second.
+
+    Announcements were off by one from there on, so that sums held parts of two logical batches.
+    """
+    private = Private(lr=0.0, batch_size=16)
+    loader = DataLoader(data(), batch_size=16, num_workers=workers)
+    seen: list[list[int]] = []
+    with parts(private, loader) as batches, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logical: list[int] = []
+        for number, (x, _) in enumerate(batches):
+            if number != skipped:
+                before = len(released.releases)
+                step(private, x)
+                logical.append(number // 4)
+                if len(released.releases) > before:
+                    seen.append(logical)
+                    logical = []
+    left_out = [w for w in caught if "nothing of them was released" in str(w.message)]
+    if skipped == 3:  # with its last part gone, the rest of the batch has no end
+        assert len(left_out) == 1 and len(released.releases) == 3
+    else:
+        assert not left_out and [set(of) for of in seen] == [{0}, {1}, {2}, {3}]
+    for sums in released.sums:
+        total = torch.cat([s.flatten() for s in sums]).norm().item()
+        assert total <= 16 * 0.1 * SLACK
+
+
+def test_a_loop_that_fetches_the_next_batch_early(released: Released) -> None:
+    private = Private(lr=0.0)
+    a_new_loop(private)
+    clean = released.sums.copy()
+    released.sums.clear()
+    with parts(private) as batches, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        waiting: list[Tensor] = []
+        for x, _ in batches:
+            waiting.append(x)
+            if len(waiting) > 1:
+                step(private, waiting.pop(0))
+        step(private, waiting.pop())
+    assert len(released.sums) == len(clean) == 4
+    for found, sums in zip(released.sums, clean, strict=True):
+        assert all(map(torch.equal, found, sums))
+
+
+def test_announcements_by_hand_are_kept(released: Released) -> None:
+    private = Private(lr=0.0)
+    a_new_loop(private)
+    released.releases.clear()
+    x = data().tensors[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for start, skip in ((0, True), (4, True), (8, False)):
+            private.optimizer.signal_skip_step(skip)
+            step(private, x[start : start + 4])
+        private.optimizer.signal_skip_step(True)
+        step(private, x[:4])
+        step(private, x[4:8])  # none is none, as in Opacus
+    assert len(released.releases) == 2
+
+
+def test_a_failure_in_the_middle_of_a_logical_batch(released: Released) -> None:
+    private = Private(lr=0.0)
+    with parts(private) as batches:
+        for number, (x, _) in enumerate(batches):
+            try:
+                if number == 2:
+                    raise torch.OutOfMemoryError("test")
+                step(private, x)
+            except torch.OutOfMemoryError:
+                continue
+    assert len(released.releases) == 4
+    assert private.engine.accountant.history[-1][-1] == 4

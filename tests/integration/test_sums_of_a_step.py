@@ -1,0 +1,191 @@
+"""``p.grad`` between backward and step: the step's clipped sum, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_clipping import FlashClippingError, GraphedStep
+from tests.support.private import SLACK, Net, Private, Released, data
+
+# -- p.grad between backward and step -------------------------------------------------------------
+
+
+def clip_again(private: Private) -> None:
+    torch.nn.utils.clip_grad_norm_(private.plain.parameters(), 1.0)
+
+
+def add_by_hand(private: Private) -> None:
+    private.plain.head.weight.grad += 100.0
+
+
+def replace_by_hand(private: Private) -> None:
+    private.plain.head.weight.grad = private.plain.head.weight.grad * 100
+
+
+def ordinary_backward(private: Private) -> None:
+    x, y = (part[:1] for part in data().tensors)
+    private.wrapper.disable_hooks()
+    F.cross_entropy(private.model(x), y).backward()
+    private.wrapper.enable_hooks()
+
+
+def only_ordinary_backward(private: Private) -> None:
+    private.optimizer.zero_grad()
+    ordinary_backward(private)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(
+    "change",
+    [clip_again, add_by_hand, replace_by_hand, ordinary_backward, only_ordinary_backward],
+)
+def test_a_gradient_that_is_not_the_clipped_sum(
+    change: Callable[[Private], None], mode: str, released: Released
+) -> None:
+    private = Private(mode=mode)
+    private.backward()
+    change(private)
+    before = [p.detach().clone() for p in private.plain.parameters()]
+    text = "is not the clipped sum that backward|No clipped backward"
+    with pytest.raises(ValueError, match=text):
+        private.optimizer.step()
+    assert not released.releases
+    for was, param in zip(before, private.plain.parameters(), strict=True):
+        assert torch.equal(was, param)
+    private.step()  # cleared, and all is well
+    assert released.ratio() <= SLACK
+
+
+def test_what_gradients_held_before_backward(released: Released) -> None:
+    private = Private()
+    for param in private.plain.parameters():
+        param.grad = torch.ones_like(param)
+    private.backward()
+    with pytest.raises(ValueError, match="was not cleared before"):
+        private.optimizer.step()
+    assert not released.releases
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize("clear", ["none", "zeros", "model", "model_none", "by_hand"])
+def test_every_way_to_clear_gradients(clear: str, wrap_model: bool, released: Released) -> None:
+    private = Private(wrap_model=wrap_model)
+    ways: dict[str, Callable[[], Any]] = {
+        "none": private.optimizer.zero_grad,
+        "zeros": lambda: private.optimizer.zero_grad(set_to_none=False),
+        "model": lambda: private.model.zero_grad(set_to_none=not wrap_model),
+        "model_none": lambda: private.model.zero_grad(set_to_none=True),
+        "by_hand": lambda: [setattr(p, "grad", None) for p in private.plain.parameters()],
+    }
+    for _ in range(2):
+        private.backward(samples=2)  # is thrown away
+        ways[clear]()
+        private.backward()
+        private.optimizer.step()
+        assert released.ratio() <= SLACK
+        assert private.optimizer.accumulated_iterations == 1
+        private.optimizer.zero_grad(set_to_none=clear != "zeros")
+
+
+def test_parameters_frozen_between_backward_and_step(released: Released) -> None:
+    """The wrapped optimizer steps on whatever has a gradient: without noise, here."""
+    private = Private()
+    private.backward()
+    private.plain.head.requires_grad_(False)
+    before = private.plain.head.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"head\.weight: this parameter is frozen but has a grad"):
+        private.optimizer.step()
+    assert torch.equal(before, private.plain.head.weight) and not released.releases
+    private.step()
+    assert len(released.sums[-1]) == 2
+
+
+def test_parameters_frozen_between_parts_of_a_step(released: Released) -> None:
+    private = Private()
+    private.optimizer.signal_skip_step(True)
+    private.step()
+    private.plain.head.requires_grad_(False)
+    private.optimizer.zero_grad()
+    private.backward(start=1)
+    with pytest.raises(FlashClippingError, match="different parameters: 4 until now, 2 in this"):
+        private.optimizer.step()
+    private.optimizer.discard_step()
+    private.plain.head.requires_grad_(True)
+    private.step()
+    assert released.ratio() <= SLACK and len(released.releases) == 1
+
+
+def test_parameters_unfrozen_between_backward_and_step() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    private = Private(model)
+    private.backward()
+    model.head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"head\.weight: this parameter has no clipped sum"):
+        private.optimizer.step()
+
+
+def test_steps_out_of_order(released: Released) -> None:
+    private = Private()
+    with pytest.raises(ValueError, match="No clipped backward pass"):
+        private.optimizer.step()
+    private.step()
+    with pytest.raises(ValueError, match="haven't been cleared|No clipped backward"):
+        private.optimizer.step()
+    private.backward()
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        private.optimizer.step()
+    private.backward()
+    private.optimizer.zero_grad()
+    with pytest.raises(ValueError, match="No clipped backward pass"):
+        private.optimizer.step()
+    assert len(released.releases) == 1
+
+
+def test_an_exception_between_backward_and_step(released: Released) -> None:
+    private = Private()
+    private.backward(samples=4)
+    x, y = (part[:2] for part in data().tensors)
+    loss = private.criterion(private.model(x), y)
+    hook = private.plain.body[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    private.step()
+    assert released.ratio() <= SLACK and len(released.releases) == 1
+
+
+# -- two optimizers, copies -----------------------------------------------------------------------
+
+
+def test_steps_as_graphs_are_checked_alike(released: Released) -> None:
+    """What a replay leaves is as much the step's sum as what backward leaves."""
+    from tests.support.graphs import PlayedByHand
+
+    private = Private()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        (100 * private.model(x).square().sum(1).mean()).backward()
+
+    graphed: GraphedStep = PlayedByHand(step, private.model)
+    x, y = (part[:1] for part in data().tensors)
+    for number in range(6):
+        private.optimizer.zero_grad()
+        graphed(x, y)
+        if number == 4:
+            private.optimizer.signal_skip_step(True)
+        private.optimizer.step()
+        assert released.ratio() <= (2 if number == 5 else 1) * SLACK  # two parts
+    assert graphed.replays == 3 and len(released.releases) == 5
+    assert released.releases[-1][0] == pytest.approx(0.2, rel=1e-3)
+    private.optimizer.zero_grad()
+    graphed(x, y)
+    private.plain.head.weight.grad.mul_(100)
+    with pytest.raises(ValueError, match="is not the clipped sum"):
+        private.optimizer.step()

@@ -1,0 +1,412 @@
+"""Norms and clipped sums of every rule against ``vmap(grad)``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.factors import Dense
+from flash_clipping.finish.tape import Tape
+from flash_clipping.ops.runtime.backend import is_interpreting
+from flash_clipping.rules import registry
+from flash_clipping.rules.linear import LinearRule
+from flash_clipping.rules.normalization import LayerNormRule, _layer_norm_in_two
+from flash_clipping.rules.registry import Needs, Rule
+from tests.support.cases import bound_between, check_case, make, step
+from tests.support.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
+from tests.support.oracle import Truth, assert_close, per_sample_truth
+
+#: Relative error allowed on norms and clipped sums, per dtype of the model (design, section 5).
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", CASES)
+def test_rule_matches_oracle(name: str, dtype: torch.dtype, reduction: str, mode: str) -> None:
+    case = CASES[name]
+    model, batch = make(case, dtype)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bound, loss_reduction=reduction, mode=mode
+    )
+    step(module, case, batch, reduction)
+    check_case(module, truth, bound, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+def test_activation_checkpointing(checkpointing: str, mode: str) -> None:
+    case = Case(lambda: Mixed(checkpointing=checkpointing), mixed_batch)
+    plain = Case(Mixed, mixed_batch)
+    model, batch = make(case, torch.float64)
+    truth = per_sample_truth(make(plain, torch.float64)[0], batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        step(module, case, batch, "mean")
+        check_case(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("frozen", ["embed", "conv", "blocks.0", "bias", "weight", "norm"])
+def test_frozen_parameters(frozen: str) -> None:
+    case = CASES["mixed"]
+    model, batch = make(case, torch.float64)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (name.startswith(frozen) or name.endswith(frozen)))
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
+    step(module, case, batch, "mean")
+    check_case(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_frozen_between_forward_and_backward_is_refused(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module = GradSampleModuleFlashClipping(model, mode=mode)
+    loss = module(torch.randn(5, 4)).square().mean()
+    model[1].bias.requires_grad_(False)
+    with pytest.raises(FlashClippingError, match=r"1 \(Linear\): .*frozen in backward"):
+        loss.backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert module.backward_count == 0
+
+
+@pytest.mark.parametrize("transform", ["vjp", "vmap"])
+def test_a_layer_inside_a_transform_is_refused(transform: str) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if transform == "vmap":
+                return torch.func.vmap(self.layer)(x)
+            return torch.func.vjp(self.layer, x)[0]
+
+    module = GradSampleModuleFlashClipping(Inside())
+    with pytest.raises(FlashClippingError, match=r"layer \(Linear\): .*transform of torch.func"):
+        module(torch.randn(4, 2, 3))
+
+
+def test_a_parameter_replaced_between_steps() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(batch[0]).square().sum(1)
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    plain = copy.deepcopy(model)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    batch = (torch.randn(5, 4, dtype=torch.float64),)
+    for _ in range(3):
+        model[0].weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+        plain.load_state_dict(model.state_dict())
+        truth = per_sample_truth(plain, batch, loss)
+        module.zero_grad(set_to_none=True)
+        loss(module, batch).mean().backward()
+        check_case(module, truth, 0.5, 1e-10)
+
+
+def test_a_parameter_renamed_between_steps_is_refused() -> None:
+    """Pruning trains ``weight_orig`` and computes ``weight`` from it: no linear map of a weight."""
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+    module = GradSampleModuleFlashClipping(model)
+    module(torch.randn(5, 6)).square().mean().backward()
+    prune.random_unstructured(model[0], "weight", 0.5)
+    loss = module(torch.randn(5, 6)).square().mean()
+    with pytest.raises(FlashClippingError, match=r"0\.weight: .*prune\.remove"):
+        loss.backward()
+
+
+def test_unfrozen_after_wrapping() -> None:
+    case = CASES["bare_parameters"]
+    model, batch = make(case, torch.float64)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for trainable in (["head"], ["head", "embed"], ["head", "class_token"], ["norm"]):
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith(tuple(trainable)))
+            param.grad = None
+        truth = per_sample_truth(Tokens().double(), batch, case.loss)
+        plain = Tokens().double()
+        plain.load_state_dict(model.state_dict())
+        for name, param in plain.named_parameters():
+            param.requires_grad_(name.startswith(tuple(trainable)))
+        truth = per_sample_truth(plain, batch, case.loss)
+        step(module, case, batch, "mean")
+        check_case(module, truth, 1.0, 1e-10)
+
+
+def test_module_that_vmap_cannot_run() -> None:
+    case = Case(lambda: Wrapped(nn.Linear(3, 3), Branchy(), nn.Linear(3, 2)), floats(6, 3))
+    model, batch = make(case, torch.float64)
+    # The oracle cannot vmap it either: one sample at a time, by plain autograd.
+    grads: dict[str, list[Tensor]] = {n: [] for n, _ in model.named_parameters()}
+    for b in range(6):
+        plain = copy.deepcopy(model)
+        case.loss(plain, (batch[0][b : b + 1],)).sum().backward()
+        for n, p in plain.named_parameters():
+            grads[n].append(p.grad)
+    stacked = {n: torch.stack(g) for n, g in grads.items()}
+    param_norms = {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()}
+    truth = Truth(torch.stack(list(param_norms.values())).norm(dim=0), param_norms, stacked)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3, force_functorch=True)
+    with pytest.warns(UserWarning, match=r"layers\.1 \(Branchy\): torch.func.vmap cannot run"):
+        step(module, case, batch, "mean")
+    check_case(module, truth, 0.3, 1e-10)
+    module.zero_grad(set_to_none=True)
+    step(module, case, batch, "mean")
+    check_case(module, truth, 0.3, 1e-10)
+
+
+class FailsOnce(nn.Module):
+    """Fails the first time, in a way that has nothing to do with ``vmap``."""
+
+    def __init__(self, error: BaseException | str):
+        super().__init__()
+        self.weight, self.runs, self.error = nn.Parameter(torch.randn(2, 3)), 0, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 1:
+            if isinstance(self.error, str):
+                torch.empty(1 << 62, dtype=torch.uint8)  # more than there is
+            else:
+                raise self.error
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the module's own"),
+        ValueError("the module's own"),
+        NotImplementedError("the module's own"),
+        TypeError("the module's own"),
+        torch.OutOfMemoryError("no memory on the device"),
+        "out of memory on the host",
+    ],
+    ids=lambda error: error if isinstance(error, str) else type(error).__name__,
+)
+@pytest.mark.filterwarnings("error")
+def test_only_failures_of_vmap_lead_to_the_loop(error: BaseException | str) -> None:
+    """Another error is the caller's to see, once, and leaves the way that is fast."""
+    model = FailsOnce(error)
+    module = GradSampleModuleFlashClipping(model, force_functorch=True)
+    x = torch.randn(5, 3)
+    kind = RuntimeError if isinstance(error, str) else type(error)
+    with pytest.raises(kind, match="own|memory"):
+        module(x)
+    assert model.runs == 1
+    module(x).square().sum(1).mean().backward()
+    assert model.runs == 2  # not once per sample
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_autocast(mode: str) -> None:
+    """Under bf16 autocast: the norms of what autocast computes, not of what fp32 would have."""
+    case = CASES["mixed"]
+    model, batch = make(case, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = per_sample_truth(model, batch, case.loss, dtype=None)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = case.loss(module, batch)
+    losses.mean().backward()
+    # The oracle rounds every per-sample gradient to bf16 (2^-9), ours only its operands.
+    assert_close(module.get_norm_sample(), truth.norms, 2**-7, "norms")
+    for name, grad in truth.clipped(bound).items():
+        param = dict(module._module.named_parameters())[name]
+        assert param.grad.dtype == torch.float32
+        assert_close(param.grad, grad, 2**-5, name)
+
+
+def test_batch_of_one_and_empty_batch() -> None:
+    case = CASES["mixed"]
+    model, _ = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    for size in (1, 0, 1):
+        module.zero_grad(set_to_none=True)
+        batch = mixed_batch(size)
+        batch = (batch[0], batch[1].double())
+        step(module, case, batch, "sum" if size == 0 else "mean")
+        assert module.get_norm_sample().shape == (size,)
+        assert module.get_clipping_coef().shape == (size,)
+        for param in model.parameters():
+            assert param.grad is not None and torch.isfinite(param.grad).all()
+            if size == 0:
+                assert not param.grad.any()
+
+
+def test_gradients_add_up_over_backwards() -> None:
+    """Like autograd, and what Opacus' virtual steps build on."""
+    case = CASES["linear_3d"]
+    model, batch = make(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    step(module, case, batch, "mean")
+    once = {n: p.grad.clone() for n, p in module.named_parameters()}
+    step(module, case, batch, "mean")
+    for n, p in module.named_parameters():
+        assert_close(p.grad, 2 * once[n], 1e-12, n)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)], ids=str)
+def test_small_layer_norms_are_as_large_ones(
+    shape: tuple[int, ...], affine: tuple[bool, bool]
+) -> None:
+    """On a GPU those that are bound by launches go another way: here it is taken on the CPU."""
+    layer = nn.LayerNorm(shape, elementwise_affine=affine[0], bias=affine[1], dtype=torch.float64)
+    x = torch.randn(3, 4, *shape, dtype=torch.float64)
+    G = torch.randn_like(x)
+    output, saved = LayerNormRule().forward(layer, x)
+    names = frozenset(name for name, _ in layer.named_parameters())
+    needs = Needs((True,), names, "torch")
+    dx, factors = LayerNormRule().backward(layer, saved, G, needs)
+    flat = [saved[0].flatten(2), G.flatten(2)]
+    weight = None if layer.weight is None else layer.weight.detach().flatten()
+    statistics = [tensor.flatten(2) for tensor in saved[1:3]]
+    small_dx, small = _layer_norm_in_two(x, *flat, *statistics, weight, shape, needs)
+    assert_close(small_dx, dx, 1e-12)
+    assert small.keys() == factors.keys() == names
+    for name, factor in small.items():
+        assert_close(factor.dense(), factors[name].dense(), 1e-12, name)
+        assert_close(factor.fold(1).dense(), factors[name].fold(1).dense(), 1e-12, name)
+    for name in names:
+        twice = type(small[name]).concatenate([small[name], small[name]])
+        assert_close(twice.dense(), 2 * factors[name].dense(), 1e-12, name)
+
+
+@pytest.mark.parametrize("how", ["plain", "frozen", "re-entrant"])
+def test_what_a_rule_refuses_is_named(how: str) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(4, 4)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            if how == "re-entrant":
+                return checkpoint(self.attend, x, use_reentrant=True)
+            return self.attend(x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, is_causal=True)[0]
+
+    module = GradSampleModuleFlashClipping(Attending())
+    if how == "frozen":
+        module._module.attention.in_proj_weight.requires_grad_(False)
+        module._module.attention.in_proj_bias.requires_grad_(False)
+    with pytest.raises(FlashClippingError, match=r"attention \(.*\): .*needs attn_mask as well"):
+        module(torch.randn(3, 5, 4))
+
+
+def test_an_axis_that_a_rule_was_given_counts_as_one_that_its_type_has() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class ScaleRule(Rule):
+        def __init__(self) -> None:
+            self.batch_axis = lambda layer, default: 1  # type: ignore[method-assign]
+
+        def forward(self, layer, x):
+            return x * layer.gain, (x, layer.gain)
+
+        def backward(self, layer, saved, grad_output, needs):
+            x, gain = saved
+            grads = (grad_output * x).flatten(1, -2).sum(1)
+            return grad_output * gain, {"gain": Dense(grads)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})
+        wrapped = GradSampleModuleFlashClipping(Scale(), max_grad_norm=1.0, loss_reduction="sum")
+    x = torch.randn(5, 4, 3)  # positions first
+    with pytest.raises(FlashClippingError, match="what it reads has 4 rows for a batch of 5"):
+        wrapped(x).square().sum().backward()
+
+
+def test_a_view_of_the_input_is_no_output_of_a_linear_rules_heir() -> None:
+    class Same(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    class SameRule(LinearRule):
+        def forward(self, layer, x):
+            return x.view(x.shape), (x, layer.weight)
+
+        def backward(self, layer, saved, grad_output, needs):
+            return grad_output, super().backward(layer, saved, grad_output, needs)[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, Same: SameRule()})
+        wrapped = GradSampleModuleFlashClipping(nn.Sequential(Same(3, 3)), max_grad_norm=1.0)
+    x = torch.randn(2, 3)
+    before = x.clone()
+    wrapped(x).mul_(0)
+    assert torch.equal(x, before)
+
+
+class Texts(nn.Module):
+    """Tables of one width, whose norms come in parts of one shape, one of another, token types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleList([nn.Embedding(40, 260) for _ in range(2)])
+        self.wide = nn.Embedding(40, 600)
+        self.types = nn.Embedding(2, 260)
+        self.head = nn.Linear(860, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words[0](ids) * torch.tanh(self.words[1](ids)) + self.types(ids % 2)
+        return self.head(torch.cat([x, self.wide(ids)], -1)).square().mean((1, 2))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_norms_that_come_in_parts(backend: str) -> None:
+    if backend == "triton" and not (is_interpreting() or torch.cuda.is_available()):
+        pytest.skip("no kernels here")
+    device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
+    torch.manual_seed(0)
+    model = Texts().to(device)
+    ids = torch.randint(40, (3, 150), device=device)
+    ids[1, 60:] = 7
+    truth = per_sample_truth(model, (ids,), lambda model, batch: model(*batch))
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, backend=backend)
+    module(ids).mean().backward()
+    check_case(module, truth, bound, 1e-5)
+
+
+def test_a_bias_beside_gradients_that_are_stored_does_not_keep_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would live to the end of backward, beside what was formed in their place."""
+    held: list[torch.Size] = []
+    take_norms = Tape.take_norms
+
+    def watch(tape: Tape) -> None:
+        held.extend(x.shape for f in tape.factors for x in f.operands() if isinstance(x, Tensor))
+        take_norms(tape)
+
+    monkeypatch.setattr(Tape, "take_norms", watch)
+    wrapped = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(4, 5)), max_grad_norm=1.0)
+    wrapped(torch.randn(3, 64, 4)).square().sum().backward()
+    assert (3, 5, 4) in held and (3, 5) in held
+    assert not any(64 in shape for shape in held)

@@ -1,0 +1,99 @@
+"""Modules that use their parameters in any way, between two linear layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.autograd import squares, truth_by_autograd
+from tests.support.oracle import Truth, assert_close
+from tests.support.wrapping import WRAPPERS
+
+B, T, D = 4, 5, 6
+
+Batch = tuple[Tensor, ...]
+
+
+class Holder(nn.Module):
+    """Parameters and layers, and a function of them as forward."""
+
+    def __init__(self, use: Callable[..., Tensor], **held: Any):
+        super().__init__()
+        self.use = use
+        for name, value in held.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.use(self, *inputs)
+
+
+class Around(nn.Module):
+    """Something between two linear layers, whose gradients show what it does to its input's."""
+
+    def __init__(self, middle: nn.Module):
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(3, D), middle, nn.Linear(D, 2)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        y = self.middle(torch.tanh(self.first(x)), *others)
+        if y.is_complex():
+            y = y.real + 2 * y.imag
+        return self.head(torch.tanh(y))
+
+
+def make(middle: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Around(middle()).double()
+
+
+def seeded_batch() -> Batch:
+    torch.manual_seed(1)
+    return (torch.randn(B, T, 3, dtype=torch.float64),)
+
+
+#: Every row of the table occurs, the padding of the tests below (2) in every sample.
+IDS = torch.tensor([[2, 2, 1, 0, 3], [1, 2, 2, 6, 6], [0, 1, 2, 3, 4], [2, 2, 2, 2, 2]])
+
+
+def measured(
+    model: nn.Module,
+    truth: Truth,
+    batch: Batch,
+    mode: str,
+    wrapper: str,
+    loss: Callable[[Any, Batch], Tensor] = squares,
+    **options: Any,
+) -> None:
+    """Two steps; norms and clipped sums are the oracle's."""
+    bound = truth.norms.median().item()
+    flash = WRAPPERS[wrapper](model, max_grad_norm=bound, mode=mode, strict=False, **options)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss(flash if wrapper == "wrapped" else model, batch).backward()
+        assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")
+        for name, grad in truth.clipped(bound).items():
+            found = model.get_parameter(name).grad
+            assert found is not None and found.dtype == grad.dtype
+            scale = grad.abs().max().clamp(min=1e-3)
+            assert (found - grad).abs().max() <= 1e-8 * scale, name
+
+
+def exact(
+    middle: Callable[[], nn.Module], batch: Batch, mode: str, wrapper: str, **options: Any
+) -> None:
+    truth = truth_by_autograd(make(middle), batch, squares)
+    measured(make(middle), truth, batch, mode, wrapper, **options)
+
+
+def attention_layer() -> nn.Module:
+    return nn.MultiheadAttention(D, 2, batch_first=True)
+
+
+@dataclasses.dataclass
+class Data:
+    a: Any
+    b: Any = None

@@ -1,0 +1,92 @@
+"""Folders of the library import downward only, and modules never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import flash_clipping
+
+LIBRARY = Path(flash_clipping.__file__).parent
+
+#: From top to bottom. Folders on one floor do not import each other, but for the top.
+FLOORS = [
+    {"flash_clipping", "flash_clipping.__main__", "flash_clipping.diagnostics"},
+    {"flash_clipping.integration"},
+    {"flash_clipping.capture"},
+    {"flash_clipping.rules", "flash_clipping.finish"},
+    {"flash_clipping.factors"},
+    {"flash_clipping.ops"},
+    {"flash_clipping.ops.runtime"},
+    {"flash_clipping.errors", "flash_clipping._compat"},
+]
+LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names}
+
+#: Hands on what is below, and is read by what stands at the top.
+PUBLIC = "flash_clipping"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(LIBRARY.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(LIBRARY.rglob("*.py"))}
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of the library that a module imports, wherever in its text it does."""
+    path = FILES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                found.add(name if name in FILES else base)
+    return {name for name in found if name.split(".")[0] == PUBLIC and name != module}
+
+
+IMPORTS = {module: imports_of(module) for module in FILES}
+
+
+def place_of(module: str) -> str:
+    """The folder, or the module beside the folders, that has a floor: a new one needs one."""
+    parts = module.split(".")
+    return next(
+        name
+        for length in range(len(parts), 0, -1)
+        if (name := ".".join(parts[:length])) in LEVELS and (length > 1 or len(parts) == 1)
+    )
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_downward(module: str) -> None:
+    here = place_of(module)
+    upward = {
+        name
+        for name in IMPORTS[module]
+        if (there := place_of(name)) != here
+        and (LEVELS[there] < LEVELS[here] or LEVELS[there] == LEVELS[here] > 0)
+    }
+    assert not upward, f"{module} imports {sorted(upward)}, which are not below {here}"
+
+
+def test_every_import_is_of_a_module_that_exists() -> None:
+    """So that none goes unseen."""
+    named = {name for names in IMPORTS.values() for name in names}
+    assert named <= set(FILES), sorted(named - set(FILES))
+
+
+def test_no_module_is_in_a_circle() -> None:
+    # Whoever reads the package's own names stands at the top, as the test above has it.
+    TopologicalSorter({module: names - {PUBLIC} for module, names in IMPORTS.items()}).prepare()
