@@ -46,6 +46,14 @@ def _find(holder: Any, path: str) -> Any:
     return holder
 
 
+def _module(name: str) -> Any:
+    """A module, or ``None``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 def _needed(path: str) -> Any:
     """What is at this dotted path in PyTorch, or what raises when it is called."""
 
@@ -70,7 +78,7 @@ will_run: Callable[[Any], bool] = _needed("_C._will_engine_execute_node")
 
 #: Whether that can be told. Without: the hooks of parameters tell, and ``mode="two_pass"`` gives
 #: no gradients of the model's inputs.
-TELLS_WHAT_RUNS = _find(torch, "_C._will_engine_execute_node") is not None
+TELLS_WHAT_RUNS: bool = _find(torch, "_C._will_engine_execute_node") is not None
 
 #: Whether a transform of torch.func runs. Without: PyTorch refuses our functions there by itself.
 transforms_are_active: Callable[[], bool] = _find(torch, "_C._are_functorch_transforms_active") or (
@@ -147,16 +155,10 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 is_alias_of: Callable[[Tensor, Tensor], bool] = _find(torch, "_C._is_alias_of") or _same_memory
 
 
-def _weak_storage() -> Callable[[torch.UntypedStorage], Any]:
-    try:
-        from torch.multiprocessing.reductions import StorageWeakRef
-    except ImportError:
-        return lambda storage: storage
-    return StorageWeakRef
-
-
 #: Keeps a storage's id from being used again, not its memory. Without: its memory as well.
-weak_storage: Callable[[torch.UntypedStorage], Any] = _weak_storage()
+weak_storage: Callable[[torch.UntypedStorage], Any] = _find(
+    _module("torch.multiprocessing.reductions"), "StorageWeakRef"
+) or (lambda storage: storage)
 
 #: Context: torch functions see subclasses as plain tensors. Without: an error.
 plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
@@ -174,14 +176,6 @@ make_subclass: Callable[[Any, Tensor, bool], Any] = (
 
 
 # -- what runs models and looks at them ----------------------------------------------------------
-
-
-def _module(name: str) -> Any:
-    """A module, or ``None``."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 class _NoPytree:
@@ -259,7 +253,7 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 )
 
 #: All kinds of dropout. Without: those that PyTorch has now.
-DROPOUTS: tuple[type[nn.Module], ...] = (
+DROPOUTS: tuple[Any, ...] = (
     _find(nn, "modules.dropout._DropoutNd") or nn.Dropout,
     nn.Dropout,
     nn.Dropout1d,
@@ -355,12 +349,8 @@ def awaits_gradient(param: Tensor) -> bool:
 def applied_to(module: nn.Module) -> Sequence[str]:
     """Composable functions of torch.distributed that were applied. Without: not noticed before the
     module's class is changed."""
-    try:
-        from torch.distributed import _composable
-    except ImportError:
-        return ()
-    registry = getattr(_composable, "_get_registry", lambda _: None)(module)
-    return tuple(registry or ())
+    registry = _find(_module("torch.distributed._composable"), "_get_registry")
+    return () if registry is None else tuple(registry(module) or ())
 
 
 # -- Opacus --------------------------------------------------------------------------------------

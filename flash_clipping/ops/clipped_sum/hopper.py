@@ -10,6 +10,7 @@ multiply, each half of a tile's rows. What they do with one sample's product, or
 Written in Gluon, as :mod:`flash_clipping.ops.gram.hopper` is, and used with the same versions.
 """
 
+# mypy: disable-error-code="name-defined"
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -15,6 +15,7 @@ interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.launches.WITH_GL
 which versions of Triton it is used.
 """
 
+# mypy: disable-error-code="name-defined"
 from __future__ import annotations
 
 from triton.experimental import gluon

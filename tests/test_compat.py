@@ -1,0 +1,364 @@
+"""Without any one of the private interfaces in ``_compat.py``: training as before, or an error."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flash_clipping
+from flash_clipping import _compat
+
+PACKAGE = Path(flash_clipping.__file__).parent
+
+#: Every name of ``_compat.py``, the private names or modules behind it, and what a training step
+#: does without these: "same", or the error that it raises.
+INTERFACES: dict[str, tuple[list[str], str]] = {
+    "graph_task": (["_current_graph_task_id"], r"torch\._C\._current_graph_task_id"),
+    "at_end_of_backward": (["_execution_engine"], r"_execution_engine\.queue_callback"),
+    "will_run": (["_will_engine_execute_node"], "same"),
+    "TELLS_WHAT_RUNS": (["_will_engine_execute_node"], "same"),
+    "transforms_are_active": (["_are_functorch_transforms_active"], "same"),
+    "apply_of": (["_are_functorch_transforms_active", "apply"], "same"),
+    "saved_tensors_hooks_now": (["_top_saved_tensors_default_hooks"], "same"),
+    "has_lasting_node": (["metadata"], "same"),
+    "memory_id": (["_cdata"], "same"),
+    "references_to": (["_storage_Use_Count"], "same"),
+    "is_alias_of": (["_is_alias_of"], "same"),
+    "weak_storage": (["StorageWeakRef"], "same"),
+    "plain_functions": (["DisableTorchFunctionSubclass"], "DisableTorchFunctionSubclass"),
+    "make_subclass": (["_make_subclass"], "same"),
+    "pytree": (["torch.utils._pytree"], r"torch\.utils\._pytree\.tree_\w+"),
+    "DispatchMode": (["TorchDispatchMode"], "TorchDispatchMode"),
+    "arguments_of": (["_schema"], "same"),
+    "is_autocasting": (["_is_any_autocast_enabled"], "same"),
+    "checkpoints_replaced": (["CheckpointFunction"], "same"),
+    "hooks_of_module": (["_forward_hooks"], "same"),
+    "hooks_of_parameter": (["_backward_hooks"], "same"),
+    "BATCH_NORMS": (["_BatchNorm"], "same"),
+    "DROPOUTS": (["_DropoutNd"], "same"),
+    "padding_of": (["_reversed_padding_repeated_twice"], "same"),
+    "lacks_batch_axis": (["_check_input_dim", "_get_no_batch_dim"], "same"),
+    "rms_norm": (["_fused_rms_norm"], "same"),
+    "runs_in_ddp": (["_active_ddp_module"], "same"),
+    "is_replica": (["_is_replica"], "same"),
+    "is_flattened": (["_fsdp_flattened"], "same"),
+    "awaits_gradient": (["_post_accumulate_grad_hooks"], "same"),
+    "applied_to": (["torch.distributed._composable"], "same"),
+    "functions_of_optimizer": (
+        ["_check_processed_flag", "_mark_as_processed", "_generate_noise"],
+        "same",
+    ),
+    "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
+    "check_engine": (["_prepare_criterion"], r"PrivacyEngine\._prepare_criterion"),
+    "without_validator": (["VALIDATORS"], "MultiheadAttention"),
+    "compiled_kernel": (["triton.compiler"], "same"),
+    "early_start": (["gdc_wait"], "same"),
+    "gluon": (["triton.experimental.gluon.language"], "same"),
+}
+
+#: Runs a step once for every set of hidden names, each in a process of its own that has imported
+#: PyTorch and Opacus already; prints what came of it, a line each.
+PROGRAM = '''
+import importlib, importlib.util, json, os, sys, warnings
+from types import SimpleNamespace
+import torch, opacus, torch._dynamo, triton
+from torch import nn
+
+try:
+    import transformers.pytorch_utils  # flash_clipping does where it can, and it takes seconds
+except ImportError:
+    pass
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+def hide(names, path):
+    """Load _compat.py so that it finds none of these."""
+    spec = importlib.util.spec_from_file_location("flash_clipping._compat", path)
+    module = importlib.util.module_from_spec(spec)
+    has, get, load = hasattr, getattr, importlib.import_module
+    def hidden_get(thing, name, *default):
+        if name not in names:
+            return get(thing, name, *default)
+        if default:
+            return default[0]
+        raise AttributeError(name)
+    def hidden_load(name, package=None):
+        if name in names:
+            raise ImportError(name)
+        return load(name, package)
+    module.getattr = hidden_get
+    module.hasattr = lambda thing, name: name not in names and has(thing, name)
+    sys.modules[spec.name] = module
+    importlib.import_module = hidden_load
+    spec.loader.exec_module(module)
+    importlib.import_module = load
+    module.importlib = SimpleNamespace(import_module=hidden_load)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 4, 4, padding="same", padding_mode="circular")
+        self.instance = nn.InstanceNorm1d(4, affine=True)
+        self.norm = nn.RMSNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(5, 4))
+        self.dropout = nn.Dropout(0.0)
+        self.last = nn.Linear(4, 2)
+    def forward(self, x):
+        x = self.norm(self.instance(self.conv(x)).mT)
+        x = x + self.attention(x, x, x, need_weights=False)[0] * self.scale
+        return self.last(self.dropout(x)).mean(1)
+
+def step():
+    import flash_clipping
+    from flash_clipping.ops.embedding import embedding_sqnorms
+    found = []
+    generator = torch.Generator().manual_seed(2)
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3, 5, generator=generator))
+    for mode in ("one_pass", "two_pass"):
+        torch.manual_seed(1)
+        model = Model()
+        model.attention.dropout = 0.0
+        model, optimizer, _, loader = flash_clipping.FlashPrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            noise_generator=torch.Generator().manual_seed(3),
+            poisson_sampling=False,
+            mode=mode,
+        )
+        run = flash_clipping.GraphedStep(lambda x: model(x).square().mean().backward(), model)
+        for _ in range(2):
+            for x, in loader:
+                run(x)
+                found += model.get_norm_sample().tolist()
+                optimizer.step()
+                optimizer.zero_grad()
+        found += torch.cat([p.flatten() for p in model.parameters()]).tolist()
+    ids, G = torch.tensor([[0, 1, 1]]), torch.arange(6.0).view(1, 3, 2)
+    return found + embedding_sqnorms(ids, G, backend="triton").tolist()
+
+for names in json.loads(sys.argv[2]):
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            hide(names, sys.argv[1])
+            answer = step()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(json.dumps(answer))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        print(pipe.read(), flush=True)
+    os.wait()
+'''
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[float] | str]:
+    """What a step gives without each of the interfaces, and with all of them ("")."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs os.fork")
+    hidden = [[], *(names for names, _ in INTERFACES.values())]
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(PACKAGE / "_compat.py"), json.dumps(hidden)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return dict(zip(["", *INTERFACES], lines, strict=True))
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_without_it_steps_are_the_same_or_refused(
+    name: str, answers: dict[str, list[float] | str]
+) -> None:
+    _, expected = INTERFACES[name]
+    whole, found = answers[""], answers[name]
+    assert not isinstance(whole, str), whole
+    if expected == "same":
+        assert not isinstance(found, str), found
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(whole))
+        return
+    with pytest.raises(AssertionError, match=expected):
+        assert not isinstance(found, str), found
+    if name != "without_validator":  # that one is Opacus' own verdict
+        with pytest.raises(AssertionError, match=r"^MissingInterface: .*Known to work: \w+ \d"):
+            assert not isinstance(found, str), found
+
+
+def test_the_table_is_complete() -> None:
+    names = set()
+    for node in ast.parse((PACKAGE / "_compat.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
+    assert {name for name in names if not name.startswith("_")} == {*INTERFACES}
+
+
+# -- what a step on a CPU does not show -----------------------------------------------------------
+
+
+def test_hooks_are_all_of_a_modules_and_parameters() -> None:
+    layer = nn.Linear(1, 1)
+    layer.register_forward_pre_hook(lambda *_: None)
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_pre_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    layer.weight.register_hook(lambda _: None)
+    assert [len(hooks) for hooks in _compat.hooks_of_module(layer)] == [1, 1, 1, 1]
+    assert len(_compat.hooks_of_parameter(layer.weight)) == 1
+
+
+def test_a_node_lasts_as_long_as_a_graph() -> None:
+    param = nn.Parameter(torch.ones(1))
+    assert not _compat.has_lasting_node(param)
+    graph = param * 2
+    assert _compat.has_lasting_node(param)
+    del graph
+    assert not _compat.has_lasting_node(param)
+
+
+def test_references_are_counted() -> None:
+    x = torch.ones(3)
+    storage = x.untyped_storage()
+    before = _compat.references_to(_compat.memory_id(storage))
+    y = x[1:]
+    assert _compat.references_to(_compat.memory_id(storage)) == before + 1
+    assert _compat.is_alias_of(x, y) and _compat._same_memory(x, x.detach())
+    assert not _compat.is_alias_of(x, x.clone()) and not _compat._same_memory(x, x.clone())
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", (1, 2)])
+def test_padding_is_that_of_pytorch(padding: str | tuple[int, int]) -> None:
+    layer = nn.Conv2d(1, 1, (4, 3), padding=padding, dilation=(1, 2))
+    known = list(layer._reversed_padding_repeated_twice)
+    assert _compat.padding_of(layer) == known
+    del layer._reversed_padding_repeated_twice
+    assert _compat.padding_of(layer) == known
+
+
+def test_noise_is_as_opacus_draws_it() -> None:
+    *_, draw = _compat.functions_of_optimizer()
+    reference = torch.zeros(3, 2)
+
+    def drawn(by: object) -> torch.Tensor:
+        return by(2.0, reference, torch.Generator().manual_seed(1))  # type: ignore[operator]
+
+    assert torch.equal(drawn(draw), drawn(_compat._draw))
+    with pytest.raises(_compat.MissingInterface, match="secure mode"):
+        _compat._draw(1.0, reference, secure_mode=True)
+
+
+def test_what_autograd_was_asked_for_is_known_from_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gradient of something else leaves nothing, and backward leaves sums."""
+    from flash_clipping.finish import tape
+
+    def refuse(_: object) -> bool:
+        raise AssertionError("this PyTorch cannot tell")
+
+    monkeypatch.setattr(tape, "TELLS_WHAT_RUNS", False)
+    monkeypatch.setattr(tape, "will_run", refuse)
+    model = flash_clipping.GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(3, 2)))
+    x = torch.randn(4, 3, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    assert all(param.grad is None for param in model.parameters())
+    model(x).mean().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+# -- and nowhere else -----------------------------------------------------------------------------
+
+#: What modules and tensors have always had, without a public name, and layers read in every step.
+ALLOWED = {
+    "_parameters": "a module's own parameters, which stand-ins replace",
+    "_buffers": "a module's own buffers, which rehearsals replace",
+    "_modules": "a module's children, compared by identity in every step",
+    "_version": "how often a tensor was written to",
+    "_is_view": "whether autograd takes a tensor for a view",
+    "_step_skip_queue": "of Opacus' optimizer; _compat.check_optimizer looks for it",
+    "_prepare_": "of Opacus' engine; _compat.check_engine looks for them",
+    "_adjusted_noise_multiplier": "left by Opacus' adaptive criterion; absent means none",
+    "_replace": "of named tuples",
+    "_getframe": "of sys",
+}
+LIBRARIES = ("torch", "opacus", "triton")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines with a private name that something else may own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(str(name.value)):
+                yield node.lineno, str(name.value)
+
+
+def _private_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        paths: list[str] = []
+        if isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        for path in paths:
+            first, *rest = path.split(".")
+            if first in LIBRARIES and any(map(_is_private, rest)):
+                yield node.lineno, path  # type: ignore[attr-defined]
+
+
+def _own_names(tree: ast.Module) -> Iterator[str]:
+    """Names that this file defines: functions, classes, variables, attributes that it sets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
+
+
+def test_no_other_file_uses_a_private_interface() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "_compat.py"]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    own = {name for tree in trees.values() for name in _own_names(tree)}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in (*_private_names(tree), *_private_imports(tree))
+        if name not in own and name not in ALLOWED
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_allowed_is_in_use() -> None:
+    text = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_compat.py")
+    assert not [name for name in ALLOWED if name not in text]
