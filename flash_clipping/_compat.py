@@ -122,6 +122,41 @@ def has_lasting_node(param: Tensor) -> bool:
     return has_lasting_node in marks()
 
 
+# -- the compiler --------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling`` say yes: a model that asks for it then takes the way that
+    it takes when it is compiled. Without: it takes the other."""
+    before = getattr(torch.compiler, "_is_compiling_flag", None)
+    if before is None:
+        yield
+        return
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def is_traced_once() -> bool:
+    """Whether what Dynamo traces now will run as often as it is traced: not in the body of an
+    operator that may run it several times, or not. Without: no."""
+    find = _find(_module("torch._dynamo.symbolic_convert"), "InstructionTranslator.current_tx")
+    try:
+        tracer = find().output.current_tracer
+        while tracer.parent is not None:
+            target = tracer.source_target
+            name = target if isinstance(target, str) else str(getattr(target, "_name", target))
+            if "checkpoint" not in name and "autograd" not in name.lower():
+                return False
+            tracer = tracer.parent
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
 # -- tensors and their memory --------------------------------------------------------------------
 
 #: What tells one storage from another. Without: its memory's address.

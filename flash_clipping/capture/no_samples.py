@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
@@ -177,7 +178,7 @@ class EmptyBatchForward(RootForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        if not self.watched and session.recording and not torch.compiler.is_compiling():
+        if not self.watched and session.recording and not is_dynamo_compiling():
             with NoRenormalisation():
                 output = self._forward(args, kwargs)
             self.watched = True

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
-from flash_clipping._compat import checkpoints_replaced
+from flash_clipping._compat import as_if_compiling, checkpoints_replaced
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import (
@@ -356,7 +357,7 @@ class Region:
         return inspect.signature(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self.inner(*args, **kwargs)  # a part of another region
         session, call = self.session, self.session.current_forward
         if (
@@ -475,6 +476,7 @@ class Region:
                 without_activations(),
                 checkpoints_replaced(PlainCheckpoint),
                 session.bypass(),
+                as_if_compiling(),
             ):
                 self.inner(*args, **kwargs)
             calls = [session.seen.get(id(tap), []) for tap in self.taps]
@@ -488,7 +490,13 @@ class Region:
         proven = self.session.evidence.proven
         trainables = [tap.trainable() for tap in self.taps]
         states = [
-            (id(names), tap.path in proven, tap.computed, tap.generic)
+            (
+                id(names),
+                tap.path in proven,
+                tap.computed,
+                tap.generic,
+                tap.wiring is not None and tap.wiring.serves(tap.layer),
+            )
             for tap, (names, _) in zip(self.taps, trainables, strict=True)
         ]
         number = key, id(known), tuple(states)
@@ -596,6 +604,12 @@ class Regions:
         state = self.__dict__.copy()
         state.update(_codes={}, _compiled_call=None, _of_blocks=[])
         return state
+
+    def as_compiled(self) -> contextlib.AbstractContextManager[None]:
+        """For rehearsals, which run uncompiled: the way through the model that compiled code takes,
+        where it asks whether it is compiled."""
+        compiled = self._of_root is not None or bool(self._of_blocks)
+        return as_if_compiling() if compiled else contextlib.nullcontext()
 
     def find(self, forward: EmptyBatchForward) -> None:
         """Take over what was compiled before, or since: the root and blocks of it.

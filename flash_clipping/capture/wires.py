@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext
 
+from flash_clipping._compat import is_traced_once, transforms_are_active
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
     Convolution,
@@ -48,6 +49,7 @@ from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
 from flash_clipping.rules.normalization import (
+    DEFAULT_EPS,
     GroupNormRule,
     InstanceNormRule,
     LayerNormRule,
@@ -312,7 +314,7 @@ class LayerNormWiring(_VectorsWiring):
         weight, bias = _detached(layer.weight), None
         if self.centred:
             bias = _detached(layer.bias)
-        eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+        eps = DEFAULT_EPS[x.dtype] if layer.eps is None else layer.eps
         shape = tuple(layer.normalized_shape)
         return _RowNormFunction.apply(x, weight, bias, shape, eps, self.centred, *wires)
 
@@ -573,9 +575,16 @@ def begin_trace() -> bool:
 
 @torch.compiler.assume_constant_result
 def _may_claim() -> bool:
-    """Whether the trace that runs now begins where a region does."""
+    """Whether the trace that runs now begins where a region does, and what it traces here will run
+    once: no transform of torch.func, whose derivatives pass wires by, and no subgraph that is
+    stamped out several times (``nested_compile_region``, scan, branches)."""
     context = TracingContext.try_get()
-    return context is not None and context in _claims
+    return (
+        context is not None
+        and context in _claims
+        and not transforms_are_active()
+        and is_traced_once()
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -624,6 +633,10 @@ def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
     """The layer on its wires; None where they do not fit."""
     wiring, axis = tap.wiring, tap.session.batch_axis
     assert wiring is not None
+    for name in ("weight", "bias"):
+        param = getattr(tap.layer, name, None)
+        if param is not None and not isinstance(param, torch.nn.Parameter):
+            return None  # computed elsewhere (functional_call): no wire leads there
     if axis:
         x = x.transpose(0, axis)
     y = wiring.forward(tap.layer, x, wires)

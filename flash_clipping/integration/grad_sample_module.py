@@ -16,6 +16,7 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from flash_clipping._compat import BATCH_NORMS
@@ -308,14 +309,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not self._looked_around:
             session.recover()  # no stand-in of a failed step may be in the way
             refuse_since(self if isinstance(self, nn.Module) else module)
-            if not torch.compiler.is_compiling():
+            if not is_dynamo_compiling():
                 self._regions.find(self._root_forward)  # blocks that were compiled since
             self._looked_around = True
         may_rehearse = session.may_rehearse()
         if may_rehearse and (
             session.rehearsed != len(self._guarded) or may_tell_more(session, args, kwargs)
         ):
-            rehearse(module, self._own_forward(module), session, args, kwargs)
+            with self._regions.as_compiled():
+                rehearse(module, self._own_forward(module), session, args, kwargs)
             session.rehearsed = len(self._guarded)
         module_call = session.begin_forward(batched_inputs(args, kwargs))
         session.check_drawn(module_call)
@@ -356,7 +358,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call.end()
         session = self._session
         if call.guesses:
-            rehearse(module, self._own_forward(module), session, args, kwargs, call)
+            with self._regions.as_compiled():
+                rehearse(module, self._own_forward(module), session, args, kwargs, call)
         if self.mode == "two_pass":
             return
 

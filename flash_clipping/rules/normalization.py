@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import lacks_batch_axis, rms_norm
@@ -146,6 +147,23 @@ class LayerNormRule(Rule):
         return _normalized_backward(layer, x, grad_output, mean, rstd, weight, needs)
 
 
+def _default_eps(dtype: torch.dtype) -> float:
+    """What ``nn.RMSNorm(eps=None)`` adds: the step of the dtype that PyTorch computes in, or of the
+    input's own; versions differ."""
+    if dtype in (torch.float32, torch.float64):
+        return torch.finfo(dtype).eps
+    own, wide = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    x = torch.full((1,), 1e-3, dtype=dtype)  # 1 / sqrt(1 + eps / x²): nearly 1, or nearly 0
+    return wide if float(F.rms_norm(x, (1,))) > 0.5 else own
+
+
+#: What ``nn.RMSNorm(eps=None)`` adds to the mean square, by the input's dtype.
+DEFAULT_EPS = {
+    dtype: _default_eps(dtype)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+
+
 @register_rule(nn.RMSNorm)
 class RMSNormRule(Rule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
@@ -157,7 +175,7 @@ class RMSNormRule(Rule):
         wide = accumulation_dtype(x.dtype)
         if rstd is None or rstd.dtype != wide:  # not fused: not told, or rounded
             axes = tuple(range(-len(layer.normalized_shape), 0))
-            eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+            eps = DEFAULT_EPS[x.dtype] if layer.eps is None else layer.eps
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
         return output, (x, rstd, layer.weight)
 

@@ -935,3 +935,102 @@ def test_dropout_draws_as_without_wires() -> None:
         outputs.append(run(x))
     assert_close(outputs[1], outputs[0], 1e-6)
     assert_close(outputs[2], outputs[0], 1e-6)
+
+
+# -- programs that compiled code runs and rehearsals might not -------------------------------------
+
+
+class Switched(nn.Module):
+    """Uses ``mid`` as an ordinary layer, and in another way once ``on``."""
+
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.mid = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use, self.on = use, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.use(self.mid, x) if self.on else self.mid(x)
+
+
+def with_other_weights(mid: nn.Module, x: Tensor) -> Tensor:
+    doubled = {name: param * 2 for name, param in mid.named_parameters()}
+    return torch.func.functional_call(mid, doubled, (x,))
+
+
+def with_its_derivative(mid: nn.Module, x: Tensor) -> Tensor:
+    y, vjp = torch.func.vjp(mid, x)
+    return y + vjp(x)[0]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("use", [with_other_weights, with_its_derivative])
+def test_what_is_refused_uncompiled_is_no_number_when_compiled(
+    use: Callable[[nn.Module, Tensor], Tensor], fullgraph: bool
+) -> None:
+    """Also where the model changes its ways after it was proven."""
+    torch.manual_seed(0)
+    model = Switched(use)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    module.compile(backend="aot_eager", fullgraph=fullgraph)
+    x = torch.randn(5, 3, 4)
+    squared_loss(module, (x,)).mean().backward()
+    module.zero_grad(set_to_none=True)
+    model.on = True
+    with pytest.raises((FlashClippingError, RuntimeError)):
+        squared_loss(module, (x,)).mean().backward()
+
+
+def test_rows_that_only_compiled_code_mixes_are_refused() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mid = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            if torch.compiler.is_compiling():
+                return self.mid(x.flip(0)).flip(0)
+            return self.mid(x)
+
+    module = GradSampleModuleFlashClipping(Mixed(), max_grad_norm=0.5)
+    module.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(FlashClippingError, match=r"mid \(Linear\): what it reads has a row"):
+        squared_loss(module, (torch.randn(5, 3, 4),)).mean().backward()
+
+
+def test_a_subgraph_that_is_run_several_times_has_no_wires() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mid = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.block(self.block(self.block(x)))
+
+        @torch.compiler.nested_compile_region
+        def block(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.mid(x))
+
+    torch.manual_seed(0)
+    model = Nested()
+    x = torch.randn(5, 3, 4)
+    truth = per_sample_truth(copy.deepcopy(model), (x,), squared_loss)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    module.compile(backend="aot_eager", fullgraph=True)
+    try:
+        squared_loss(module, (x,)).mean().backward()
+    except RuntimeError:
+        return  # Dynamo, or this library, refused
+    assert_close(module.get_norm_sample(), truth.norms, 1e-5, "norms")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_without_eps(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.RMSNorm(6)).to(dtype)
+    x = (torch.randn(4, 3, 6) * 1e-3).to(dtype)
+    expected = copy.deepcopy(model)(x)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    module.compile(backend="aot_eager", fullgraph=True)
+    assert_close(module(x).float(), expected.float(), 1e-2, "outputs")
