@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 #: Versions that have all of this: tests ran with the first and the last.
-KNOWN = {"PyTorch": "2.6 to 2.15", "Triton": "3.2 to 3.9", "Opacus": "1.6"}
+KNOWN = {"PyTorch": "2.7 to 2.15", "Triton": "3.3 to 3.9", "Opacus": "1.6"}
 
 
 class MissingInterface(ImportError):
