@@ -76,15 +76,13 @@ class Method(ABC):
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
     parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
-    its failure is ours; ``graphs``, that its steps can be captured as CUDA graphs;
-    ``traces_whole``, that it is compiled without a graph break.
+    its failure is ours; ``graphs``, that its steps can be captured as CUDA graphs.
     """
 
     package: str | None = None
     flat: bool = True
     ours: bool = False
     graphs: bool = False
-    traces_whole: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -92,7 +90,7 @@ class Method(ABC):
             self._set_up(setting.build())
         if setting.compile:
             mode = None if setting.compile == "default" else setting.compile
-            self.module.compile(fullgraph=self.traces_whole, mode=mode)
+            self.module.compile(mode=mode)
         self._graphed = GraphedStep(self._backward, self.module) if setting.graph else None
 
     # Any, because the libraries hang what they have to say on modules, parameters and optimizers.
@@ -168,7 +166,6 @@ class NonPrivate(Method):
 
     flat = False
     graphs = True
-    traces_whole = True
 
     def _set_up(self, model: nn.Module) -> None:
         self.module = model
@@ -252,7 +249,6 @@ class Flash(_Opacus):
     package = "flash_clipping"
     ours = True
     graphs = True
-    traces_whole = True
     grad_sample_mode = "flash"
     mode = "one_pass"
     sum_dtype = "float32"

@@ -59,7 +59,7 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
         const="default",
         choices=("default", "reduce-overhead", "max-autotune-no-cudagraphs"),
         metavar="MODE",
-        help="module.compile(fullgraph=True, mode=MODE), non-private and flash alike",
+        help="module.compile(mode=MODE), every method alike",
     )
     parser.add_argument(
         "--gc-freeze",
