@@ -1,12 +1,13 @@
 """Are the rows of what a layer reads the samples? A rehearsal shows it; no size decides.
 
 Before the first step, and when another layer becomes trainable, the model runs on the batch as it
-is, and once more in reverse order without the last sample (or with that one twice). Nothing is kept
-of these runs. What a tapped layer reads are samples where it derives from the model's inputs, has
-as many rows as there are samples in both runs, and the same values for the samples that are in
-both. What does not derive from the inputs and does not follow the batch (positions, tables) is a
-constant: a layer that reads it computes a function of parameters alone
-(:mod:`flash_clipping.capture.bare`). Anything else is refused, all layers in one error.
+is, and once more in reverse order without the last sample (or with that one twice; in the place of
+the first, if the model runs on one size only). Nothing is kept of these runs. What a tapped layer
+reads are samples where it derives from the model's inputs, has as many rows as there are samples in
+both runs, and the same values for the samples that are in both. What does not derive from the
+inputs and does not follow the batch (positions, tables) is a constant: a layer that reads it
+computes a function of parameters alone (:mod:`flash_clipping.capture.bare`). Anything else is
+refused, all layers in one error.
 """
 
 from __future__ import annotations
@@ -159,10 +160,14 @@ def _findings(whole: Run, other: Run | None) -> list[_Finding]:
             )
             findings.append(_Finding(read, words))
         elif not same_rows(a, b, other):
-            change = "one sample less" if other.size < whole.size else "one sample more"
+            sizes = {
+                -1: "with one sample less",
+                0: "with one sample twice",
+                1: "with one sample more",
+            }
             words = (
                 "what it reads has a row for each sample, but other values for the same samples "
-                f"in a batch of {change} and in reverse order"
+                f"in a batch {sizes[other.size - whole.size]}, in reverse order"
             )
             findings.append(_Finding(read, words, of_values=True))
     return findings

@@ -208,13 +208,16 @@ class Rehearsals:
         return Run(rehearsal.batch_size or 0, witness.notes, witness.offsets, refused)
 
     def variants(self, whole: Run, sources: list[Tensor]) -> Iterator[Variant]:
-        """Other batches that the model may run on: one sample less, or one more, in reverse.
+        """Other batches that the model may run on: one sample less, or one more, in reverse; where
+        it runs on one size only, as many, with one sample twice in the place of another.
 
         A vector of the batch's size may be something else: positions, say.
         """
         size = whole.size
         less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
         orders = [less, more] if size > 2 else [more, less]
+        if size > 1:
+            orders.append(more[:size])
         vectors = [x for x in sources if x.dim() == 1]
         chosen = [sources]
         if vectors and len(vectors) < len(sources) and whole.offsets is None:

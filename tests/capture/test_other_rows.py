@@ -63,6 +63,17 @@ def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> 
         check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
 
 
+@pytest.mark.parametrize("how", ["sorted", "shuffled", "exactly_B", "mean"])
+def test_other_rows_in_a_model_of_one_batch_size_are_refused(how: str) -> None:
+    class OneSize(Rows):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view(4, 3, 4))
+
+    flash = GradSampleModuleFlashClipping(OneSize(how).double())
+    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+        flash(*float64s(4, 3, 4))
+
+
 def test_all_layers_are_named_at_once() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)

@@ -318,7 +318,7 @@ def test_a_first_batch_without_coincidence_is_rehearsed_too() -> None:
     assert len(runs) == 5
 
 
-def test_not_tried_again_where_it_told_nothing() -> None:
+def test_a_model_of_one_batch_size_is_run_on_other_samples() -> None:
     class OneSize(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -333,7 +333,7 @@ def test_not_tried_again_where_it_told_nothing() -> None:
     flash = GradSampleModuleFlashClipping(model)
     for _ in range(3):
         squares(flash, float64s(5, 5, 5)).backward()
-    assert len(runs) == (2 + 2 + 2 + 2) + 2 + 2  # on 5, 4 and 6 samples, then the steps
+    assert len(runs) == (2 + 2 + 2 + 2) + 2 + 2 + 2  # on 5, 4, 6 and 5 samples, then the steps
 
 
 class SometimesSkipped(nn.Module):
