@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import TracingContext
 
+from flash_clipping._compat import constant_in_traces, padding_of, tracing_context
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
     Convolution,
@@ -447,7 +447,7 @@ class ConvolutionWiring(Wiring):
     def _own_padding(layer: Any) -> tuple[int, ...]:
         """What is added by an operator of its own, as ``F.pad`` takes it."""
         by_kernel = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        pads = tuple(layer._reversed_padding_repeated_twice)
+        pads = tuple(padding_of(layer))
         return pads if any(pads) and not by_kernel else ()
 
     def _zero_padding(self, layer: Any) -> list[int]:
@@ -560,29 +560,29 @@ class _Traces(threading.local):
 traces = _Traces()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def begin_trace() -> bool:
     """The trace that runs now begins where a region does: a run of the region goes through its
     graph once, so that it may have the region's wires. What follows a break in the graph does not
     come by here, and may be run any number of times."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     if context is not None:
         _claims.setdefault(context, Counter())
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _may_claim() -> bool:
     """Whether the trace that runs now begins where a region does."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     return context is not None and context in _claims
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _claim(number: int, calls: int) -> int:
     """Which of its calls this one of a tap is, in the trace that runs now; -1 where that is not
     known, or there are not so many."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     claims = None if context is None else _claims.get(context)
     if claims is None:
         return -1
@@ -591,7 +591,7 @@ def _claim(number: int, calls: int) -> int:
     return call if call < calls else -1
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _note_misfit() -> bool:
     """The wires of a layer that is traced do not have the shapes that it needs."""
     traces.misfits = True
