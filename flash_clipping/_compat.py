@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 #: Versions that have all of this: tests ran with the first and the last.
-KNOWN = {"PyTorch": "2.6 to 2.15", "Triton": "3.2 to 3.9", "Opacus": "1.6"}
+KNOWN = {"PyTorch": "2.7 to 2.15", "Triton": "3.3 to 3.9", "Opacus": "1.6"}
 
 
 class MissingInterface(ImportError):
@@ -260,6 +260,45 @@ def checkpoints_replaced(by: Any) -> Iterator[None]:
         yield
     finally:
         setattr(checkpoint, "CheckpointFunction", before)  # noqa: B010
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+def constant_in_traces(function: Callable[..., Any]) -> Any:
+    """Marks what runs while a compiler traces, its result a constant, as the public decorator does,
+    which imports the compiler. Without: it is traced, which breaks the graph there."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+#: The compiler's trace that runs now, or ``None``. Without: ``None``, so that compiled layers are
+#: tapped one by one.
+tracing_context: Callable[[], Any] = _find(_module("torch._guards"), "TracingContext.try_get") or (
+    lambda: None
+)
+
+
+def _is_of_compiler(thing: Any, kind: str) -> bool:
+    compiler = sys.modules.get("torch._dynamo")  # who has not imported it has compiled nothing
+    found = _find(compiler, f"eval_frame.{kind}")
+    return found is not None and isinstance(thing, found)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` made this module. Without: not noticed, and it runs as compiled."""
+    return _is_of_compiler(module, "OptimizedModule") and hasattr(module, "_orig_mod")
+
+
+def compiles(thing: Any) -> bool:
+    """Whether ``torch.compile`` made functions with this. Without: not noticed; they run as they
+    were compiled."""
+    return _is_of_compiler(thing, "OptimizeContext")
+
+
+def call_of(module: Any) -> Any:
+    """A module's call with its hooks, past what was compiled. Without: ``None``."""
+    return module._orig_mod.__call__ if is_compiled(module) else getattr(module, "_call_impl", None)
 
 
 # -- modules -------------------------------------------------------------------------------------

@@ -26,9 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
-from flash_clipping._compat import as_if_compiling, checkpoints_replaced
+from flash_clipping._compat import (
+    as_if_compiling,
+    call_of,
+    checkpoints_replaced,
+    compiles,
+    is_compiled,
+    pytree,
+)
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import (
@@ -622,7 +628,7 @@ class Regions:
             # The hooks of the root, which must not be compiled, are called by its call.
             self._compiled_call, root._compiled_call_impl = compiled, None  # type: ignore
             self._install(forward, context)
-        elif isinstance(root, torch._dynamo.OptimizedModule) and self._of_root is None:
+        elif is_compiled(root) and self._of_root is None:
             self._install(forward, root.dynamo_ctx)
         for path, module in root.named_modules():
             if module is root:
@@ -630,16 +636,13 @@ class Regions:
             self._take_over(path, module)
 
     def _take_over(self, path: str, module: nn.Module) -> None:
-        inner: Callable[..., Any]
-        if isinstance(module, torch._dynamo.OptimizedModule):
+        if is_compiled(module):
             name, context = "forward", module.dynamo_ctx
-            inner = module._orig_mod.__call__
         else:
             name = "_compiled_call_impl"
-            inner = module._call_impl
             context = _context_of(vars(module).get(name))
-        before = vars(module).get(name)
-        if context is None or isinstance(before, Region):
+        before, inner = vars(module).get(name), call_of(module)
+        if context is None or inner is None or isinstance(before, Region):
             return
         region = self._region(module, path, inner, context)
         for tap in region.taps:
@@ -656,8 +659,8 @@ class Regions:
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward
         before, root = self._of_root[1], self.root
-        if isinstance(root, torch._dynamo.OptimizedModule):
-            inner = root._orig_mod.__call__
+        if is_compiled(root):
+            inner = call_of(root)
         else:
             inner = before or MethodType(type(root).forward, root)
         forward.instance_forward = self._region(root, "", inner, context)
@@ -691,7 +694,7 @@ def _context_of(compiled: Any) -> Any:
         return None
     with contextlib.suppress(TypeError):
         found = inspect.getclosurevars(compiled).nonlocals.get("self")
-        if isinstance(found, torch._dynamo.eval_frame.OptimizeContext):
+        if compiles(found):
             return found
     return None
 

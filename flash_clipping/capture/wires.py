@@ -32,9 +32,14 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import TracingContext
 
-from flash_clipping._compat import is_traced_once, transforms_are_active
+from flash_clipping._compat import (
+    constant_in_traces,
+    is_traced_once,
+    padding_of,
+    tracing_context,
+    transforms_are_active,
+)
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
     Convolution,
@@ -449,7 +454,7 @@ class ConvolutionWiring(Wiring):
     def _own_padding(layer: Any) -> tuple[int, ...]:
         """What is added by an operator of its own, as ``F.pad`` takes it."""
         by_kernel = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        pads = tuple(layer._reversed_padding_repeated_twice)
+        pads = tuple(padding_of(layer))
         return pads if any(pads) and not by_kernel else ()
 
     def _zero_padding(self, layer: Any) -> list[int]:
@@ -562,23 +567,23 @@ class _Traces(threading.local):
 traces = _Traces()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def begin_trace() -> bool:
     """The trace that runs now begins where a region does: a run of the region goes through its
     graph once, so that it may have the region's wires. What follows a break in the graph does not
     come by here, and may be run any number of times."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     if context is not None:
         _claims.setdefault(context, Counter())
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _may_claim() -> bool:
     """Whether the trace that runs now begins where a region does, and what it traces here will run
     once: no transform of torch.func, whose derivatives pass wires by, and no subgraph that is
     stamped out several times (``nested_compile_region``, scan, branches)."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     return (
         context is not None
         and context in _claims
@@ -587,11 +592,11 @@ def _may_claim() -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _claim(number: int, calls: int) -> int:
     """Which of its calls this one of a tap is, in the trace that runs now; -1 where that is not
     known, or there are not so many."""
-    context = TracingContext.try_get()
+    context = tracing_context()
     claims = None if context is None else _claims.get(context)
     if claims is None:
         return -1
@@ -600,7 +605,7 @@ def _claim(number: int, calls: int) -> int:
     return call if call < calls else -1
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _note_misfit() -> bool:
     """The wires of a layer that is traced do not have the shapes that it needs."""
     traces.misfits = True

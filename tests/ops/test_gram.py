@@ -217,6 +217,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     A, G = randn(2, 9, 64), randn(2, 9, 32)
     assert kernel_for(A, G) == "portable"
     monkeypatch.setattr(kernels.tiles, "is_hopper", lambda device: True)
+    monkeypatch.setattr(launches(), "gluon", lambda: "there")
     monkeypatch.setattr(launches(), "VERSION", (3, 6))
     assert kernel_for(A, G) == kernel_for(A, G, G) == kernel_for(A.half(), G.half()) == "hopper"
     assert kernel_for(A.float(), G.float()) == kernel_for(A, G.float()) == "portable"
@@ -234,9 +235,13 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gluon_is_left_to_known_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = launches()
     first, last = kernels.WITH_GLUON
+    monkeypatch.setattr(kernels, "gluon", lambda: "there")
     for version, known in ((first, True), (last, True), ((3, 5), False), ((3, 10), False)):
         monkeypatch.setattr(launches(), "VERSION", version)
         assert kernels.has_gluon() is known
+    monkeypatch.setattr(kernels, "VERSION", first)
+    monkeypatch.setattr(kernels, "gluon", lambda: None)
+    assert not kernels.has_gluon()
 
 
 @pytest.mark.gpu

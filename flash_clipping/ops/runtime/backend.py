@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -27,6 +28,9 @@ BACKENDS = ("auto", "triton", "torch")
 ENVIRONMENT_VARIABLE = "FLASH_CLIPPING_BACKEND"
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+OLDEST_TRITON = (3, 3)
+"""In the interpreter of the one before, sums of rows come out as 0, without an error."""
+
 _broken: set[tuple[str, torch.dtype]] = set()
 _warned: set[str] = set()
 
@@ -37,11 +41,14 @@ class TritonFallbackWarning(UserWarning):
 
 @functools.cache
 def _import_error() -> str | None:
-    """Why Triton cannot be imported, or None when it can."""
+    """Why Triton cannot be imported, or is not used, or None when it can."""
     try:
-        importlib.import_module("triton")
+        version = importlib.import_module("triton").__version__
     except Exception as error:  # a broken installation raises more than ImportError
         return f"{type(error).__name__}: {error}"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton {version} is older than {oldest}: its results were seen to be wrong"
     return None
 
 
