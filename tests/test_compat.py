@@ -41,6 +41,8 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "arguments_of": (["_schema"], "same"),
     "is_autocasting": (["_is_any_autocast_enabled"], "same"),
     "checkpoints_replaced": (["CheckpointFunction"], "same"),
+    "as_if_compiling": (["_is_compiling_flag"], "same"),
+    "is_traced_once": (["torch._dynamo.symbolic_convert"], "same"),
     "constant_in_traces": (["_dynamo_marked_constant"], "same"),
     "tracing_context": (["torch._guards"], "same"),
     "is_compiled": (["OptimizedModule"], "same"),

@@ -140,7 +140,7 @@ class ClippingSession:
             _running={},
             _tape=None,
             _least=None,
-            walks=None,
+            two_passes=None,
             two_pass_in=None,
             plans=Plans(),  # parameters go by their id there
             captured=None,

@@ -71,7 +71,7 @@ def test_sum_and_count_cost_what_is_accounted(
         stds.append(std)
         return torch.full_like(reference, 2.0)
 
-    monkeypatch.setattr(flash_clipping.integration.optimizer, "_generate_noise", noise)
+    monkeypatch.setattr(flash_clipping.integration.optimizer, "_draw_noise", noise)
     private = Private(**{**ADAPTIVE, "noise_multiplier": multiplier})
     drawn = 40  # of an expected 64
     for part in range(parts):
