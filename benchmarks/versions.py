@@ -27,7 +27,11 @@ SETUP, PINS = _ROOT / "setup.cfg", _ROOT / "constraints.txt"
 
 #: What each environment runs, column by column: arguments of pytest.
 PARTS = {
-    "rules vs oracle": ["tests/rules/test_norms.py", "-k", "not transposed_linear"],  # transformers'
+    "rules vs oracle": [
+        "tests/rules/test_norms.py",
+        "-k",
+        "not transposed_linear",
+    ],  # transformers'
     "engine": ["tests/integration/test_engine.py"],
     "private interfaces": ["tests/test_compat.py"],
     "kernels (interpreter)": [

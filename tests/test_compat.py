@@ -42,6 +42,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_autocasting": (["_is_any_autocast_enabled"], "same"),
     "checkpoints_replaced": (["CheckpointFunction"], "same"),
     "constant_in_traces": (["_dynamo_marked_constant"], "same"),
+    "never_compiled": (["_disable_dynamo"], "same"),
     "tracing_context": (["torch._guards"], "same"),
     "is_compiled": (["OptimizedModule"], "same"),
     "compiles": (["OptimizeContext"], "same"),

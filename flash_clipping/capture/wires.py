@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping._compat import constant_in_traces, padding_of, tracing_context
+from flash_clipping._compat import constant_in_traces, never_compiled, padding_of, tracing_context
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
     Convolution,
@@ -635,7 +635,7 @@ def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
     return y.transpose(0, axis) if axis else y
 
 
-@torch.compiler.disable
+@never_compiled
 def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap(*args, **kwargs)
 
