@@ -272,6 +272,12 @@ def constant_in_traces(function: Callable[..., Any]) -> Any:
     return function
 
 
+#: Keeps the compiler out of a function, without importing it. Without: the public decorator, which
+#: imports it.
+never_compiled: Callable[[Callable[..., Any]], Any] = (
+    _find(torch, "_compile._disable_dynamo") or torch.compiler.disable
+)
+
 #: The compiler's trace that runs now, or ``None``. Without: ``None``, so that compiled layers are
 #: tapped one by one.
 tracing_context: Callable[[], Any] = _find(_module("torch._guards"), "TracingContext.try_get") or (

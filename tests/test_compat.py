@@ -44,6 +44,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "as_if_compiling": (["_is_compiling_flag"], "same"),
     "is_traced_once": (["torch._dynamo.symbolic_convert"], "same"),
     "constant_in_traces": (["_dynamo_marked_constant"], "same"),
+    "never_compiled": (["_disable_dynamo"], "same"),
     "tracing_context": (["torch._guards"], "same"),
     "is_compiled": (["OptimizedModule"], "same"),
     "compiles": (["OptimizeContext"], "same"),

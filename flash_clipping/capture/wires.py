@@ -36,6 +36,7 @@ from torch import Tensor
 from flash_clipping._compat import (
     constant_in_traces,
     is_traced_once,
+    never_compiled,
     padding_of,
     tracing_context,
     transforms_are_active,
@@ -653,7 +654,7 @@ def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
     return y.transpose(0, axis) if axis else y
 
 
-@torch.compiler.disable
+@never_compiled
 def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap(*args, **kwargs)
 
