@@ -25,7 +25,7 @@ from benchmarks.options import UsageError
 _ROOT = Path(__file__).resolve().parent.parent
 SETUP, PINS = _ROOT / "setup.cfg", _ROOT / "constraints.txt"
 
-#: What each environment runs, column by column: arguments of pytest.
+#: What each environment runs, column by column: arguments of pytest. Transformers is not installed.
 PARTS = {
     # Without the one rule for a layer of transformers.
     "rules vs oracle": ["tests/rules/test_norms.py", "-k", "not transposed_linear"],

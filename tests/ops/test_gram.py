@@ -112,6 +112,8 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
     if case.backend != "triton":
         pytest.skip("a way for kernels to load")
     kernels = gram_triton()
+    if tma and not hasattr(kernels.tl, "make_tensor_descriptor"):
+        pytest.skip("this Triton has no descriptors")
     groups = []
     for seed in range(3):
         A = case.randn(2, 140, 64, seed=seed)
