@@ -19,6 +19,7 @@ METHODS = ["flash", "ghost", "hooks", "nonprivate"]
 CPU = "--device=cpu"
 
 
+@pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "language_model"])
 def test_methods_report_and_agree(example, name, capsys):
     """Same seed, so same batches and same noise: private methods differ by rounding only."""
     losses = {}
