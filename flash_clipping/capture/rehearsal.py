@@ -211,25 +211,28 @@ class Rehearsals:
         """Other batches that the model may run on: one sample less, or one more, in reverse; where
         it runs on one size only, as many, with one sample twice in the place of another.
 
-        A vector of the batch's size may be something else: positions, say.
+        An input may have as many rows as there are samples by chance: positions, a mask that all
+        samples share. A model that runs on another size with that input as it is says so.
         """
         size = whole.size
         less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
         orders = [less, more] if size > 2 else [more, less]
-        if size > 1:
-            orders.append(more[:size])
-        vectors = [x for x in sources if x.dim() == 1]
         chosen = [sources]
-        if vectors and len(vectors) < len(sources) and whole.offsets is None:
-            chosen.append([x for x in sources if x.dim() != 1])
-        for of in chosen:
-            for order in orders:
-                if not order:
-                    continue
-                if whole.offsets is not None:
-                    yield Variant(order, self.other_bags(whole, order), of)
-                else:
-                    yield Variant(order, functools.partial(self.reordered, size, order), of)
+        if len(sources) > 1 and whole.offsets is None:
+            most = max(x.dim() for x in sources)
+            chosen.append([x for x in sources if x.dim() > 1])
+            chosen.append([x for x in sources if x.dim() == most])
+            chosen.append(sources[:1])
+        tried = [(order, of) for of in chosen if of for order in orders]
+        if size > 1:
+            tried.append((more[:size], sources))
+        for order, of in tried:
+            if not order:
+                continue
+            if whole.offsets is not None:
+                yield Variant(order, self.other_bags(whole, order), of)
+            else:
+                yield Variant(order, functools.partial(self.reordered, size, order), of)
 
     def reordered(self, size: int, order: list[int], x: Tensor) -> Tensor:
         axis = self.axis_of(x, size) or 0
