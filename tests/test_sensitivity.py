@@ -281,9 +281,10 @@ def measure(name: str, precision: str, opacus: bool, batches: int) -> Worst:
         model, x, y = sample_batch(name, 6, seed, scale)
         model = model.to(dtype)
         x = x.to(dtype) if x.is_floating_point() else x
-        # One bound for both methods.
-        C = part * Release(model, autocast=autocast)(x, y).norms.median().item()
-        release = Release(model, autocast=autocast, opacus=opacus)
+        ours = release = Release(model, autocast=autocast)
+        if opacus:
+            release = Release(model, autocast=autocast, opacus=True)
+        C = part * ours(x, y).norms.median().item()  # one bound for both methods
         all_of_it = release(x, y, C)
         for b in range(len(x)):
             rest = release(without(b, x), without(b, y), C)
@@ -294,21 +295,29 @@ def measure(name: str, precision: str, opacus: bool, batches: int) -> Worst:
     return worst
 
 
+@pytest.mark.parametrize(
+    ("batches", "beside"), [(4, False), pytest.param(8, True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity_half(
-    name: str, precision: str, record_property: Callable[[str, object], None]
+    name: str,
+    precision: str,
+    batches: int,
+    beside: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Above ``C`` by less than half of ``u (|S| + |S'|)``, the most that rounding the sums can do.
 
     ``u`` is the relative error of one rounding to the gradient's dtype (under autocast the dtype
-    it is computed in). Opacus' ghost clipping on the same batches is printed beside it (``-rP``).
+    it is computed in). With ``-m slow``, Opacus' ghost clipping on the same batches is printed
+    beside it (``-rP``).
     """
-    ours = measure(name, precision, opacus=False, batches=8)
+    ours = measure(name, precision, opacus=False, batches=batches)
     record_property("sensitivity", ours.change)
     line = f"{name}, {precision}: {ours.change:.5f} C, {ours.excess:+.2f} u (|S| + |S'|)"
-    if MODELS[name].opacus:
-        theirs = measure(name, precision, opacus=True, batches=8)
+    if beside and MODELS[name].opacus:
+        theirs = measure(name, precision, opacus=True, batches=batches)
         record_property("sensitivity_opacus_ghost", theirs.change)
         line += f"; Opacus ghost {theirs.change:.5f} C, {theirs.excess:+.2f} u (|S| + |S'|)"
     print(line)
@@ -327,24 +336,26 @@ def test_sensitivity_bf16_of_every_rule(
     """
     case, worst = CASES[name], Worst()
 
-    def release(model: nn.Module, batch: tuple[Tensor, ...], C: float) -> tuple[Tensor, Tensor]:
-        model = copy.deepcopy(model)
-        flash = GradSampleModuleFlashClipping(
-            model, max_grad_norm=C, loss_reduction="sum", strict=False
-        )
+    def release(
+        flash: GradSampleModuleFlashClipping, batch: tuple[Tensor, ...], C: float
+    ) -> Tensor:
+        flash.max_grad_norm = C
+        flash.zero_grad()
         case.loss(flash, batch).sum().backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        return flash.get_norm_sample(), torch.cat([grad.double().flatten() for grad in grads])
+        grads = [p.grad for p in flash.parameters() if p.grad is not None]
+        return torch.cat([grad.double().flatten() for grad in grads])
 
     for seed in range(2):
         torch.manual_seed(seed)
         model = case.make().bfloat16()
         batch = tuple(x.bfloat16() if x.is_floating_point() else x for x in case.batch())
-        median = release(model, batch, 1.0)[0].median().item()
+        flash = GradSampleModuleFlashClipping(model, loss_reduction="sum", strict=False)
+        release(flash, batch, 1.0)
+        median = flash.get_norm_sample().median().item()
         for C in (0.3 * median, median, 0.01 * median):
-            whole = release(model, batch, C)[1]
+            whole = release(flash, batch, C)
             for b in range(len(batch[0])):
-                rest = release(model, tuple(without(b, x) for x in batch), C)[1]
+                rest = release(flash, tuple(without(b, x) for x in batch), C)
                 change = (whole - rest).norm().item()
                 rounding = UNIT["bf16"] * (whole.norm() + rest.norm() + C).item()
                 worst.change = max(worst.change, change / C)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.models import Block
+from tests.support.shared import filled_once
 
 WORLD = 2
 SAMPLES, BATCH = 64, 16  # BATCH over all processes
@@ -175,9 +175,12 @@ def worker(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every process found in every scenario. Starting them takes longer than all of these."""
-    directory = tmp_path_factory.mktemp("distributed")
-    mp.spawn(worker, args=(str(directory),), nprocs=WORLD)
-    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
+    directory = filled_once(
+        tmp_path_factory,
+        "distributed",
+        lambda folder: mp.spawn(worker, args=(str(folder),), nprocs=WORLD),
+    )
+    return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -6,7 +6,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from flash_clipping import (
 )
 from tests.support.empty import ReshapingAttention
 from tests.support.oracle import per_sample_truth
+from tests.support.shared import filled_once
 
 WORLD, SAMPLES, STEPS, C = 2, 30, 15, 0.02
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -172,9 +172,12 @@ def worker(rank: int, directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("parallel")
-    mp.spawn(worker, args=(str(directory),), nprocs=WORLD)
-    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
+    directory = filled_once(
+        tmp_path_factory,
+        "parallel",
+        lambda folder: mp.spawn(worker, args=(str(folder),), nprocs=WORLD),
+    )
+    return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
 
 
 # -- sampling --------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_devices_with_one_seed_draw_different_noise() -> None:
 @interpreted
 def test_kernel_in_the_interpreter() -> None:
     draw = noise_triton.draw
-    sums = [torch.linspace(-1, 1, 50_001), torch.zeros(3), torch.ones(20, 700), torch.zeros(4096)]
+    sums = [torch.linspace(-1, 1, 20_001), torch.zeros(3), torch.ones(5, 700), torch.zeros(4096)]
     sums.append(torch.zeros(4097)[1:])  # not on 16 bytes
     first = draw(sums, STD, DIVISOR, seed=7, offset=0)
     assert [x.shape for x in first] == [x.shape for x in sums]
@@ -227,19 +227,28 @@ def test_kernel_in_the_interpreter() -> None:
     again = draw(sums, STD, DIVISOR, seed=7, offset=0)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     for seed, offset in ((7, 4), (8, 0), (7, 1 << 32)):
-        other = draw(sums, STD, DIVISOR, seed=seed, offset=offset)
-        assert_normal(first[0] - other[0], STD / DIVISOR * math.sqrt(2))
+        (other,) = draw(sums[:1], STD, DIVISOR, seed=seed, offset=offset)
+        assert_normal(first[0] - other, STD / DIVISOR * math.sqrt(2))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "first"),
+    [
+        pytest.param(torch.float32, 0, id="fp32-aligned"),
+        pytest.param(torch.float32, 1, id="fp32-not aligned"),
+        pytest.param(torch.float16, 0, id="fp16-aligned"),
+        pytest.param(torch.bfloat16, 1, id="bf16-not aligned"),
+        pytest.param(torch.float16, 1, id="fp16-not aligned", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 0, id="bf16-aligned", marks=pytest.mark.slow),
+    ],
+)
 def test_every_sum_is_divided_in_its_place(dtype: torch.dtype, first: int, device: str) -> None:
     """With noise of no size; of every element, in whole blocks and in those that are not."""
     kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
     if device == "cpu" and not is_interpreting():
         pytest.skip("kernels are compiled for the GPU in this run")
-    sizes = (3, 2047, 8191, 8192, 20_000)
+    sizes = (3, 2047, 8191, 8192, 12_000)
     sums = [torch.randn(first + n, device=device).to(dtype)[first:] for n in sizes]
     for found, summed in zip(kernels.draw(sums, 0.0, 4.0, seed=1, offset=0), sums, strict=True):
         assert torch.equal(found, summed / 4)

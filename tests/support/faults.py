@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -116,13 +116,27 @@ EXCEPTIONS: list[Callable[[], BaseException]] = [
 ]
 
 
-def operators_in_a_step(**options: Any) -> int:
+def operators_in_a_step(**options: Any) -> tuple[int, int]:
+    """Of the first step, which is rehearsed, and of any other."""
     trainer = Trainer(**options)
-    counter = Fault(-1, None)
     trainer.update = lambda: None  # type: ignore[method-assign]
-    with counter:
-        trainer.step(batch())
-    return counter.count
+    counts = []
+    for _ in range(2):
+        counter = Fault(-1, None)
+        with counter:
+            trainer.step(batch())
+        counts.append(counter.count)
+    return counts[0], counts[1]
+
+
+def spread(first: int, other: int, rehearsed: int, own: int, offset: int = 0) -> list[int]:
+    """Places in a first step, as :func:`operators_in_a_step` counts: so many in its rehearsal,
+    which is most of it, and so many in what every step does."""
+    places: list[int] = []
+    for begin, end, count in ((0, first - other, rehearsed), (first - other, first, own)):
+        stride = max(1, (end - begin) // count)
+        places += range(begin + offset % stride, end, stride)
+    return places
 
 
 def state_after_one_step(**options: Any) -> dict[str, Tensor]:
@@ -169,7 +183,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def fail_at_operators(options: dict[str, Any], positions: range, remember: bool = False) -> int:
+def fail_at_operators(
+    options: dict[str, Any], positions: Iterable[int], remember: bool = False
+) -> int:
     remembered: list[BaseException] = []
     collected = 0
     expected = state_after_one_step(**options)
