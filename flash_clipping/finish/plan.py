@@ -37,7 +37,7 @@ class Plan:
         unreached: trainable parameters that backward did not reach; known once norms are.
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
-        small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
+        products: linear maps whose clipped sums are taken together; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -51,7 +51,7 @@ class Plan:
     unreached: list[int] = field(default_factory=list)
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
-    small: list[int] | None = None
+    products: list[list[int]] | None = None
     memos: dict[Hashable, Memo] = field(default_factory=dict)
 
     def memo(self, name: Hashable) -> Memo:
