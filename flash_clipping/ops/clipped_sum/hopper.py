@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_clipping.ops.clipped_sum import table
-from flash_clipping.ops.clipped_sum.triton import operand
+from flash_clipping.ops.runtime.tiles import operand
 
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 

@@ -26,23 +26,7 @@ from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Pro
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.shapes import Memo, part_of, remembered
-from flash_clipping.ops.runtime.tiles import load_tile, row_of
-
-
-@triton.jit
-def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address, strides of samples and positions, and width, from four columns of a row."""
-    X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
-    stride_b = tl.load(row + 1)
-    stride_t = tl.load(row + 2)
-    width = tl.load(row + 3).to(tl.int32)
-    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
-        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        X_ptr = tl.multiple_of(X_ptr, 16)
-        stride_b = tl.multiple_of(stride_b, EACH)
-        stride_t = tl.multiple_of(stride_t, EACH)
-        width = tl.multiple_of(width, EACH)
-    return X_ptr, stride_b, stride_t, width
+from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of
 
 
 @triton.jit

@@ -121,6 +121,22 @@ def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address, strides of samples and positions, and width, from four columns of a table's row."""
+    X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
+    stride_b = tl.load(row + 1)
+    stride_t = tl.load(row + 2)
+    width = tl.load(row + 3).to(tl.int32)
+    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
+        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        X_ptr = tl.multiple_of(X_ptr, 16)
+        stride_b = tl.multiple_of(stride_b, EACH)
+        stride_t = tl.multiple_of(stride_t, EACH)
+        width = tl.multiple_of(width, EACH)
+    return X_ptr, stride_b, stride_t, width
+
+
+@triton.jit
 def load_tile(
     source,
     b,
