@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -122,12 +122,8 @@ class Tape:
             self._use_now(path, params, factors)
             return
         if readers is not None:
-            for factor in factors:
-                if factor.may_be_stored():  # readers are counted only where that decides something
-                    call, place = readers
-                    count = call.count_readers(place, params)
-                    factors = self._stored_where_cheaper(factors, count)
-                    break
+            call, place = readers
+            factors = self._stored_where_cheaper(factors, lambda: call.count_readers(place, params))
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
@@ -168,14 +164,16 @@ class Tape:
                 self.used.append([param])
                 self.factors.append(factor)
 
-    def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
+    def _stored_where_cheaper(
+        self, factors: Sequence[Factor], readers: Callable[[], int]
+    ) -> Sequence[Factor]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        worth = [readers > 0 and factor.is_worth_storing(readers) for factor in factors]
+        worth = [factor.is_worth_storing(readers) for factor in factors]
         if not any(worth):
             return factors
         # A bias alone would keep its rows to the end.
         return [
-            factor.stored(self.backend) if is_worth or type(factor) is RowSum else factor
+            factor.stored(self.backend) if is_worth or isinstance(factor, RowSum) else factor
             for factor, is_worth in zip(factors, worth, strict=True)
         ]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Dense, RowSum
+from flash_clipping.factors import RowSum
 from flash_clipping.finish import tape
 from flash_clipping.finish.plan import plan_of
 from flash_clipping.finish.tape import Tape
@@ -21,6 +21,7 @@ from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.registry import Rule
+from tests.support.factors import Own
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
 BACKENDS = [
@@ -294,7 +295,7 @@ def test_on_a_cpu_what_reads_one_input_goes_together(
 
 
 def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
-    class Halved(Dense):
+    class Halved(Own):
         def sqnorms(self, backend: str) -> Tensor:
             return super().sqnorms(backend).bfloat16()
 
