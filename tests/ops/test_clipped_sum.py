@@ -265,6 +265,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: launched.append(kernel))
     monkeypatch.setattr(module, "_hopper_kernel", lambda: "hopper")
     monkeypatch.setattr(module, "_clipped_sums_kernel", "portable")
+    monkeypatch.setattr(module, "RING_SERVES", True)
     monkeypatch.setattr(module, "has_gluon", lambda: True)
     monkeypatch.setattr(module.tiles, "has_tma", lambda device: True)
     monkeypatch.setattr("flash_clipping.ops.clipped_sum.table.SMALL_FLOP", 0)

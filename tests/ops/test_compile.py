@@ -82,6 +82,8 @@ for dtype in (torch.bfloat16, torch.float32):
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
+    if tma and clipped_sum_triton.has_gluon() and dtype == torch.bfloat16:
+        clipped_sum_triton.launch_clipped_sums(work, kind, coef, clipped_sum_triton.RING)
     portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
     work = clipped_sum_triton.Products([(A[..., 1:], G[..., 1:])])

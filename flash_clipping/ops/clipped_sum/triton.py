@@ -106,6 +106,10 @@ class Config:
 RING = Config(num_stages=6)
 """That of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
 
+RING_SERVES = False
+"""Whether steps use that kernel: not before a GPU has run its tests with several layers in a table,
+and timed it."""
+
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
@@ -123,7 +127,8 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     tma = work.aligned and not kind.small and tiles.has_tma(device)
     if kind.A_dtype == torch.float32:
         return Config(32, promote=2, num_stages=3, tma=tma)
-    if tma and tiles.is_hopper(device) and has_gluon() and work.in_rows and kind.T % 64 == 0:
+    whole_steps = work.in_rows and kind.T % 64 == 0
+    if RING_SERVES and tma and tiles.is_hopper(device) and has_gluon() and whole_steps:
         return RING
     return Config(num_stages=4 if tma else 3, tma=tma)
 
