@@ -268,7 +268,7 @@ class _Handed:
         for slot, factors in found:
             first = factors[0]
             shared = readers.get(first.shares_input_with()) if isinstance(first, Outer) else None
-            if shared is None and self.call is not None and first.may_be_stored():
+            if shared is None and self.call is not None:
                 shared = self._place(1)
             slot.tap.record(slot.params, factors, self.recomputed, shared)
         return (None,) * len(self.layout.params)

@@ -11,7 +11,7 @@ Shape suffix: ``B`` samples.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,21 @@ def parts_of_sample(rows: int, samples: int) -> int:
 
 
 class Factor(ABC):
-    """A per-sample gradient of one parameter, in whatever form is cheapest to keep."""
+    """A per-sample gradient of one parameter, in whatever form is cheapest to keep.
+
+    Rules may return factors of classes of their own, derived from this one. The classes here are
+    final: they are handled many at a time, without asking each for its norms.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for base in cls.__mro__[1:]:
+            own = base.__module__.partition(".")[0] == __name__.partition(".")[0]
+            if own and base is not Factor and issubclass(base, Factor):
+                raise TypeError(
+                    f"{cls.__name__} is derived from {base.__name__}, which is final. Derive it "
+                    "from flash_clipping.factors.Factor, and give it sqnorms, doubt, clipped_sum "
+                    "and dense of its own."
+                )
 
     @property
     @abstractmethod
@@ -50,7 +64,7 @@ class Factor(ABC):
         """What rounding may hide of the squared norms, ``[B]``: with it they are at least those of
         what :meth:`clipped_sum` releases (:mod:`flash_clipping.ops.certificate`).
 
-        None where the very numbers that are released were measured. An heir that measures anything
+        None where the very numbers that are released were measured. A class that measures anything
         else overrides this as well.
         """
         return None
@@ -67,14 +81,12 @@ class Factor(ABC):
     def dense(self) -> Tensor:
         """The per-sample gradients themselves, ``[B, *parameter]``."""
 
-    def may_be_stored(self) -> bool:
-        """Whether memory may allow :meth:`stored`: asked of every layer, so answered quickly."""
-        return False
-
-    def is_worth_storing(self, readers: int) -> bool:
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         """Whether forming the per-sample gradients now is cheapest and takes no more memory.
 
-        ``readers`` is how many layers read the same input.
+        ``readers`` counts the layers that read the same input; 0 where the gradients must not be
+        formed, as there will be others for the same parameter. Counting takes the host a while, so
+        it comes last.
         """
         return False
 
@@ -132,7 +144,7 @@ class Dense(Factor):
         return self.sq_parts_Bn.sum(1)
 
     def sqnorm_parts(self, backend: str) -> Tensor:
-        if self.sq_parts_Bn is None or type(self).sqnorms is not Dense.sqnorms:  # an heir's own
+        if self.sq_parts_Bn is None:
             return super().sqnorm_parts(backend)
         return self.sq_parts_Bn
 

@@ -6,7 +6,7 @@ elements of what one of these sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -127,13 +127,8 @@ class Convolution(Factor):
         norms_sq = norms.square_().add_(certificate.FLOOR * G.shape[2])
         return certificate.doubt(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
 
-    def may_be_stored(self) -> bool:
-        return type(self) is Convolution  # another may have its own way with norms and sums
-
-    def is_worth_storing(self, readers: int) -> bool:
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         """Measured on CPUs only, where unfolding costs as much as the product that follows."""
-        if not self.may_be_stored():
-            return False
         x, G, groups = self.x, self.G, self.groups
         if x.device.type != "cpu" or x.dtype != G.dtype or not self.batch_size:
             return False
@@ -142,7 +137,8 @@ class Convolution(Factor):
             return False
         d, p = self.weight_shape[1:].numel(), self.weight_shape[0] // groups
         B, T, itemsize = self.batch_size * groups, self._positions, G.element_size()
-        return cost.choose_on("cpu", B, T, d, p, itemsize, may_store=True) == "outer_store"
+        algorithm = cost.choose_on("cpu", B, T, d, p, itemsize, may_store=True)
+        return algorithm == "outer_store" and readers() > 0
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""

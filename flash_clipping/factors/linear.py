@@ -5,7 +5,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,24 +60,19 @@ class Outer(Factor):
         T = parts_of_sample(len(A), samples) * A.shape[1]
         return Outer(A.reshape(samples, T, A.shape[2]), G.reshape(samples, T, G.shape[2]))
 
-    def may_be_stored(self) -> bool:
-        if type(self) is not Outer:  # it may have its own way with norms and sums
-            return False
-        shape = self.A_BTd.shape
-        if len(shape) != 3:  # refused, with the layer's path, when norms are taken
-            return False
-        return cost.may_hold_gradients(shape[1], shape[2], self.G_BTp.shape[-1])
-
-    def is_worth_storing(self, readers: int) -> bool:
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         A, G = self.A_BTd, self.G_BTp
-        if type(self) is not Outer or A.dim() != 3:
+        if A.dim() != 3:  # refused, with the layer's path, when norms are taken
             return False
         B, T, d = A.shape
         p = G.shape[-1]
-        if not cost.may_hold_gradients(T, d, p, readers):
+        if not cost.may_hold_gradients(T, d, p):
+            return False
+        shared = readers()
+        if not shared or not cost.may_hold_gradients(T, d, p, shared):
             return False
         algorithm = cost.choose_on(
-            G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=readers
+            G.device.type, B, T, d, p, G.element_size(), may_store=True, shared=shared
         )
         return algorithm == "outer_store"
 

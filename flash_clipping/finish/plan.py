@@ -8,10 +8,8 @@ so a session remembers its plans. A plan holds no tensor of a step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import not_
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ class Plan:
         unreached: trainable parameters that backward did not reach; known once norms are.
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
-        small: numbers of the groups of ``linear`` that are worth one launch for all; likewise.
+        products: linear maps whose clipped sums are taken together; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -51,7 +49,7 @@ class Plan:
     unreached: list[int] = field(default_factory=list)
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
-    small: list[int] | None = None
+    products: list[list[int]] | None = None
     memos: dict[Hashable, Memo] = field(default_factory=dict)
 
     def memo(self, name: Hashable) -> Memo:
@@ -96,47 +94,26 @@ def layout_of_step(
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
     """
-    of_each = [factor.operands() for factor in factors]
-    operands = [*chain.from_iterable(of_each)]
-    # Several factors hold the same tensor, which is looked at once. Property by property, which
-    # takes Python three quarters of the time of tensor by tensor; in one flat tuple, shapes and
-    # all, as hundreds of objects would make the garbage collector look for cycles in every step.
-    names = [*map(id, operands)]
-    named = dict(zip(names, operands, strict=True))
-    different = named.values()
-    are_tensors = [isinstance(operand, Tensor) for operand in different]
-    tensors = [*compress(different, are_tensors)]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    # What is contiguous needs no strides told: they follow from its shape, except along axes of one
-    # element, where nothing takes a stride.
-    contiguous = [*map(Tensor.is_contiguous, tensors)]
-    scattered = [*compress(tensors, map(not_, contiguous))]
-    return (
-        *keys,
-        *map(type, factors),
-        *map(len, of_each),
-        *_places(names, named),
-        *are_tensors,
-        *[operand for operand in different if not isinstance(operand, Tensor)],
-        *[tensor.dtype for tensor in tensors],
-        *[tensor.get_device() for tensor in tensors],
-        *map(Tensor.dim, tensors),
-        *chain.from_iterable(map(Tensor.size, tensors)),
-        *contiguous,
-        *chain.from_iterable(map(Tensor.stride, scattered)),
-        *[address % ALIGNMENT for address in addresses],
-        *_places(addresses, dict.fromkeys(addresses)),
-        *map(id, params),
-        *[param.dtype for param in params],
-        *[param.get_device() for param in params],
-        *done,
-    )
-
-
-def _places(names: Iterable[int], different: Collection[int]) -> Iterable[int]:
-    """Which of these are the same: for each, its place among the different ones."""
-    places = dict(zip(different, range(len(different)), strict=True))
-    return map(places.__getitem__, names)
+    operands: list[Hashable] = []
+    memory: dict[int, int] = {}  # which of them lie at one address
+    for factor in factors:
+        operands.append(type(factor))
+        for operand in factor.operands():
+            if isinstance(operand, Tensor):
+                address = operand.data_ptr()
+                operands += (
+                    operand.dtype,
+                    operand.get_device(),
+                    operand.shape,
+                    # Along axes of one element they say nothing.
+                    None if operand.is_contiguous() else operand.stride(),
+                    address % ALIGNMENT,
+                    memory.setdefault(address, len(memory)),
+                )
+            else:
+                operands.append(operand)
+    of_params = [(id(param), param.dtype, param.get_device()) for param in params]
+    return tuple(keys), tuple(operands), tuple(of_params), tuple(done)
 
 
 def plan_of(
@@ -156,18 +133,17 @@ def plan_of(
     sums: dict[Any, list[int]] = {}
     vectors: dict[Any, list[int]] = {}
     for key, factor in factors.items():
-        # Exactly these: a subclass may have its own way with norms and sums.
-        if type(factor) is Outer:
+        if isinstance(factor, Outer):
             _check_operands(factor, paths[key])
             linear.setdefault(factor.shares_input_with(), []).append(key)
-        elif type(factor) is RowSum:
+        elif isinstance(factor, RowSum):
             rows, x_hat = factor.rows_BTn, factor.normalized
             # Sums that have none go with those whose x̂ is of the rows' dtype, as it mostly is.
             x_dtype = rows.dtype if x_hat is None else x_hat.x_BTn.dtype
             wide = rows.shape[2] > WIDE
             kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype, wide)
             sums.setdefault(kind, []).append(key)
-        elif type(factor) is not Dense:
+        elif not isinstance(factor, Dense):
             plan.others.append(key)
         elif factor.sq_parts_Bn is None and factor.is_small:
             grads = factor.grads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ from flash_clipping.factors import (
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session
-from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, is_small
+from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.runtime.backend import asked_for
@@ -122,12 +122,8 @@ class Tape:
             self._use_now(path, params, factors)
             return
         if readers is not None:
-            for factor in factors:
-                if factor.may_be_stored():  # readers are counted only where that decides something
-                    call, place = readers
-                    count = call.count_readers(place, params)
-                    factors = self._stored_where_cheaper(factors, count)
-                    break
+            call, place = readers
+            factors = self._stored_where_cheaper(factors, lambda: call.count_readers(place, params))
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
@@ -168,14 +164,16 @@ class Tape:
                 self.used.append([param])
                 self.factors.append(factor)
 
-    def _stored_where_cheaper(self, factors: Sequence[Factor], readers: int) -> Sequence[Factor]:
+    def _stored_where_cheaper(
+        self, factors: Sequence[Factor], readers: Callable[[], int]
+    ) -> Sequence[Factor]:
         """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        worth = [readers > 0 and factor.is_worth_storing(readers) for factor in factors]
+        worth = [factor.is_worth_storing(readers) for factor in factors]
         if not any(worth):
             return factors
         # A bias alone would keep its rows to the end.
         return [
-            factor.stored(self.backend) if is_worth or type(factor) is RowSum else factor
+            factor.stored(self.backend) if is_worth or isinstance(factor, RowSum) else factor
             for factor, is_worth in zip(factors, worth, strict=True)
         ]
 
@@ -414,7 +412,6 @@ class Tape:
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
         assert self.coef is not None and self.plan is not None
-        self._add_small_products()
         self._add_products()
         while self.stacks:
             stack = self.stacks.pop()
@@ -467,50 +464,31 @@ class Tape:
             by_coef.setdefault(id(self.coef[key]), []).append(key)
         return list(by_coef.values())
 
-    def _add_small_products(self) -> None:
-        """Linear maps that are bound by launches, many in one launch."""
-        plan = self._divided()
-        assert self.coef is not None and plan.small is not None
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for number in plan.small:
-            A_BTd, Gs = self.linear.pop(number)
-            for key, G in zip(plan.linear[number], Gs, strict=True):
-                pairs[key] = A_BTd, G
-        for keys in self._alike(pairs):
-            products = [pairs[key] for key in keys]
-            memo = plan.memo(("clipped_sums", *keys))
-            sums = clipped_sums_many(
-                products, self.coef[keys[0]], backend=self.backend, checked=True, memo=memo
-            )
-            self._add(keys, sums)
-
     def _add_products(self) -> None:
-        """Linear maps that are worth a launch each."""
-        plan = self._divided()
-        assert self.coef is not None
-        while self.linear:
-            number, (A_BTd, Gs) = self.linear.popitem()
-            of_group = dict(zip(plan.linear[number], Gs, strict=True))
-            del Gs
-            # Per-layer clipping weights a shared input differently for every reader.
-            for keys in self._alike(of_group):
-                Gs = [of_group.pop(key) for key in keys]
-                coef_B = self.coef[keys[0]]
-                self._add(keys, clipped_sums(A_BTd, Gs, coef_B, backend=self.backend))
-                del Gs
-            del A_BTd
-
-    def _divided(self) -> Plan:
-        """The plan, which knows which linear maps are handled many in one launch."""
+        """Linear maps, as many at a time as one launch serves."""
         plan = self.plan
-        assert plan is not None
-        if plan.small is None:
-            plan.small = [
-                number
-                for number, (A_BTd, Gs) in self.linear.items()
-                if is_small(A_BTd, Gs, backend=self.backend)
-            ]
-        return plan
+        assert plan is not None and self.coef is not None
+        pairs = {
+            key: (A_BTd, G)
+            for number, (A_BTd, Gs) in self.linear.items()
+            for key, G in zip(plan.linear[number], Gs, strict=True)
+        }
+        self.linear.clear()
+        if plan.products is None:
+            keys = [*pairs]
+            parts = in_turn([*pairs.values()], backend=self.backend)
+            plan.products = [[keys[i] for i in part] for part in parts]
+        for part in plan.products:
+            # Per-layer clipping weights a shared input differently for every reader.
+            for keys in self._alike(part):
+                sums = clipped_sums_many(
+                    [pairs.pop(key) for key in keys],
+                    self.coef[keys[0]],
+                    backend=self.backend,
+                    checked=True,
+                    memo=plan.memo(("clipped_sums", *keys)),
+                )
+                self._add(keys, sums)
 
     def _add_stored(self) -> None:
         """Stored gradients, several at a time."""

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import (
-    Dense,
     FlashClippingError,
     GradSampleModuleFlashClipping,
     Outer,
@@ -18,6 +17,7 @@ from flash_clipping.diagnostics import BadBatchError, check
 from flash_clipping.factors import RowSum
 from flash_clipping.rules.linear import LinearRule
 from tests.support.diagnosed import QKV, Fused, Windows, of, statuses
+from tests.support.factors import Own
 
 
 def test_a_rule_with_a_wrong_norm_fails(own_rules: None) -> None:
@@ -67,7 +67,7 @@ def test_a_rule_may_give_a_shape_as_a_list(own_rules: None) -> None:
 
 
 def test_a_rule_with_a_right_norm_and_a_wrong_sum_fails(own_rules: None) -> None:
-    class Flipped(Dense):
+    class Flipped(Own):
         def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
             return -super().clipped_sum(coef_B, backend)
 

@@ -48,7 +48,7 @@ def test_layouts_tell_apart() -> None:
     same, apart = layout(x, x), layout(x, torch.ones(2, 3, 4))
     assert same != apart
     assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-    assert len({same, layout(x, x.view(2, 3, 4)), layout(x, x.view(6, 4))}) == 3
+    assert same == layout(x, x.view(2, 3, 4)) != layout(x, x.view(6, 4))
 
 
 def test_strides_along_axes_of_one_element_say_nothing() -> None:

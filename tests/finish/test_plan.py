@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Dense, RowSum
+from flash_clipping.factors import RowSum
 from flash_clipping.finish import tape
 from flash_clipping.finish.plan import plan_of
 from flash_clipping.finish.tape import Tape
@@ -21,6 +21,7 @@ from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.registry import Rule
+from tests.support.factors import Own
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
 BACKENDS = [
@@ -271,27 +272,30 @@ def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
 
 @pytest.mark.skipif(not is_interpreting(), reason="no kernels")
 def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment may change between steps; without kernels nothing is worth one launch."""
+    """The environment may change between steps; without kernels only what reads one input goes
+    together."""
     torch.manual_seed(0)
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
     for asked in ("triton", "torch", "triton"):
         monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, asked)
         check_step(wrapped, draw(3, 4, 0))
-    plans = [plan for _, plan in wrapped._session.plans._plans.values()]
-    assert sorted(bool(plan.small) for plan in plans) == [False, True]
+    without, with_kernels = [plan for _, plan in wrapped._session.plans._plans.values()]
+    assert without.products == without.linear
+    assert with_kernels.products is not None
+    assert len(with_kernels.products) < len(with_kernels.linear)
 
 
 @pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
-def test_on_a_cpu_every_product_is_worth_a_call(
+def test_on_a_cpu_what_reads_one_input_goes_together(
     wrapped: GradSampleModuleFlashClipping,
 ) -> None:
     check_step(wrapped, draw(3, 4, 0))
     (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
-    assert plan.small == [] and len(plan.linear) > 1
+    assert plan.products == plan.linear and len(plan.linear) > 1
 
 
 def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
-    class Halved(Dense):
+    class Halved(Own):
         def sqnorms(self, backend: str) -> Tensor:
             return super().sqnorms(backend).bfloat16()
 

@@ -181,51 +181,97 @@ def kernels() -> Any:
     return pytest.importorskip("flash_clipping.ops.clipped_sum.triton")
 
 
+def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[torch.Tensor]:
+    """The sums by one launch, with these parameters."""
+    module = kernels()
+    (kind,) = module.by_kind(pairs)
+    found: list[torch.Tensor] = module.launch_clipped_sums(
+        module.Products(pairs), kind, coef, config
+    )
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape",
     [
-        (3, 64, 128, 128),
-        (5, 128, 136, 72),  # tiles that are not whole
-        (2, 2048, 264, 520),  # samples added up in several parts
-        (7, 192, 2048, 3000),  # more tiles than programs
-        (1, 64, 8, 8),
+        (3, 64, [(128, 128)]),
+        (5, 128, [(136, 72)]),  # tiles that are not whole
+        (2, 2048, [(264, 520)]),  # samples added up in several parts
+        (7, 192, [(2048, 3000)]),  # more tiles than programs
+        (1, 64, [(8, 8)]),
+        (4, 128, [(1024, 2048), (8, 8), (520, 264), (2048, 1024), (128, 136), (1032, 3000)]),
+        (2, 1088, [(72, 40)] * 40 + [(1024, 1032)] * 3),  # layers that a program has no tile of
     ],
     ids=str,
 )
 def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
-    B, T, d, p = shape
-    A = torch.randn(B, T, d, device="cuda", dtype=dtype)
-    G = torch.randn(B, T, p, device="cuda", dtype=dtype)
+    B, T, widths = shape
+    pairs = [
+        tuple(torch.randn(B, T, n, device="cuda", dtype=dtype) for n in (d, p)) for d, p in widths
+    ]
     coef = torch.rand(B, device="cuda")
     module = kernels()
-    if not (module.is_for_ring(A) and module.is_for_ring(G)):
+    if not (module.tiles.is_hopper(coef.device) and module.has_gluon()):
         pytest.skip("needs Hopper and a Triton that is known")
-    (total,) = clipped_sums(A, [G], coef, backend="triton")
-    assert torch.equal(total, module.launch_clipped_sum(A, G, coef, module.RING))
-    grads = torch.bmm(G.double().mT, A.double())
-    assert relative_error(total, torch.einsum("bpd,b->pd", grads, coef.double())) <= 5e-6
-    again = module.launch_clipped_sum(A, G, coef)
-    assert torch.equal(total, again)
+
+    def check() -> list[torch.Tensor]:
+        sums = of_one_kind(pairs, coef, module.RING)
+        for total, (A, G) in zip(sums, pairs, strict=True):
+            kept = coef != 0
+            grads = torch.bmm(G[kept].double().mT, A[kept].double())
+            oracle = torch.einsum("bpd,b->pd", grads, coef[kept].double())
+            assert relative_error(total, oracle) <= 5e-6
+        return sums
+
+    first = check()
+    for _ in range(3):  # the same from run to run
+        again = of_one_kind(pairs, coef, module.RING)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     if B > 1:  # a dropped sample, whatever it holds
-        coef[1], A[1, 3, 5], G[1, 7, 2] = 0, float("inf"), float("nan")
-        (total,) = clipped_sums(A, [G], coef, backend="triton")
-        assert relative_error(total, torch.einsum("bpd,b->pd", grads, coef.double())) <= 5e-6
+        coef[1] = 0
+        for A, G in pairs:
+            A[1, 3, 5], G[1, 7, 2] = float("inf"), float("nan")
+        check()
+
+
+@every_case
+@pytest.mark.parametrize("tma", [False, True])
+def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
+    """Descriptors, and programs that walk over the tiles of several layers."""
+    if case.backend != "triton":
+        pytest.skip("is about kernels")
+    module = kernels()
+    widths = [(136, 264), (8, 8), (264, 136)]
+    pairs = [(case.randn(3, 40, d, seed=d), case.randn(3, 40, p, seed=p + 1)) for d, p in widths]
+    coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
+    for A, G in pairs:
+        A[1], G[1] = float("inf"), float("nan")
+    (kind,) = module.by_kind(pairs)
+    kind = kind._replace(small=False)
+    config = module.Config(32, promote=1, num_stages=3, tma=tma)
+    sums = module.launch_clipped_sums(module.Products(pairs), kind, coef, config)
+    for total, (A, G) in zip(sums, pairs, strict=True):
+        oracle = oracle_of(A[[0, 2]], G[[0, 2]], coef[[0, 2]])
+        assert relative_error(total, oracle) <= case.tolerance
 
 
 def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one for Hopper: there, for 16-bit operands whose samples are whole steps in a row."""
+    """The one for Hopper: there, for 16-bit operands whose samples are whole steps in a row, and
+    products that are worth it."""
     module = kernels()
     launched: list[str] = []
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: launched.append(kernel))
     monkeypatch.setattr(module, "_hopper_kernel", lambda: "hopper")
-    monkeypatch.setattr(module, "_clipped_sum_kernel", "portable")
+    monkeypatch.setattr(module, "_clipped_sums_kernel", "portable")
+    monkeypatch.setattr(module, "RING_SERVES", True)
     monkeypatch.setattr(module, "has_gluon", lambda: True)
     monkeypatch.setattr(module.tiles, "has_tma", lambda device: True)
+    monkeypatch.setattr("flash_clipping.ops.clipped_sum.table.SMALL_FLOP", 0)
 
     def kernel_for(A: torch.Tensor, G: torch.Tensor) -> str:
-        module.clipped_sums(A, [G], torch.ones(len(A)))
+        module.clipped_sums_many([(A, G)], torch.ones(len(A)))
         return launched.pop()
 
     A, G = (torch.randn(2, 128, n, dtype=torch.bfloat16) for n in (64, 32))

@@ -76,19 +76,25 @@ for dtype in (torch.bfloat16, torch.float32):
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
-    clipped_sum_triton.clipped_sums(A, [G], coef)
-    portable = clipped_sum_triton.config_for(dtype, 512, 256, 512, tma)
-    clipped_sum_triton.launch_clipped_sum(A, G, coef, portable)
-    clipped_sum_triton.clipped_sums(A[..., 1:], [G[..., 1:]], coef)
-    clipped_sum_triton.clipped_sums_many([(A[:, :8], G[:, :8])], coef)
+    clipped_sum_triton.clipped_sums_many([(A, G)], coef)  # small
+    pairs = [(A, G), (A, A)]
+    (kind,) = clipped_sum_triton.by_kind(pairs)
+    kind = kind._replace(small=False)
+    work = clipped_sum_triton.Products(pairs)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
+    if tma and clipped_sum_triton.has_gluon() and dtype == torch.bfloat16:
+        clipped_sum_triton.launch_clipped_sums(work, kind, coef, clipped_sum_triton.RING)
+    portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
+    work = clipped_sum_triton.Products([(A[..., 1:], G[..., 1:])])
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
 print(" ".join(sorted(compiled)))
 """
 
 KERNELS = {
-    "_clipped_sum_kernel",
+    "_clipped_sums_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
-    "_grouped_product_kernel",
     "_noisy_means_kernel",
     "_norm_kernel",
     "_outer_kernel",
@@ -123,7 +129,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
     from flash_clipping.ops.runtime.launches import has_gluon
 
     hopper = (
-        {"_clipped_sum_ring_kernel", "_gram_ring_kernel"}
+        {"_clipped_sums_ring_kernel", "_gram_ring_kernel"}
         if target[1] == "90" and has_gluon()
         else set()
     )

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum import reference
+from flash_clipping.ops.clipped_sum.table import Pair, parts_of
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
     Memo,
     accumulator,
-    by_kind,
+    by_dtype,
     check_coefficients,
     checked_groups,
     part_of,
@@ -37,47 +38,19 @@ def clipped_sums(
     Returns:
         ``[p, d]`` for each layer, in fp32 (float64 for float64).
     """
-    ((A_BTd, Gs),) = checked_groups([(A_BTd, Gs)])
-    check_coefficients(coef_B, A_BTd, "A")
-    results: list[Tensor | None] = [None] * len(Gs)
-    for members in by_kind([(A_BTd, [G]) for G in Gs]):
-        alike = [Gs[i] for i in members]
-        if A_BTd.numel() == 0 or alike[0].numel() == 0:
-            dtype, d = accumulator(A_BTd, *alike), A_BTd.shape[2]
-            sums = [A_BTd.new_zeros((G.shape[2], d), dtype=dtype) for G in alike]
-        else:
-            decides = _widest(A_BTd, alike[0])
-            sums = backends.run(reference.clipped_sums, backend, decides, A_BTd, alike, coef_B)
-        for i, total in zip(members, sums, strict=True):
-            results[i] = total
-    return [total for total in results if total is not None]
-
-
-#: A product of fewer FLOP takes the host longer to launch than the device to compute.
-SMALL_FLOP = 10e9
-
-
-def is_small(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> bool:
-    """Whether these products are worth handing to :func:`clipped_sums_many` together.
-
-    Never without kernels: there is no launch to save, and a shared input would be scaled for every
-    layer that reads it.
-    """
-    if backends.resolve(backend, A_BTd) == "torch":
-        return False
-    rows = A_BTd.shape[:-1].numel()
-    return all(2 * rows * A_BTd.shape[-1] * G.shape[-1] <= SMALL_FLOP for G in Gs)
+    return clipped_sums_many([(A_BTd, G) for G in Gs], coef_B, backend=backend)
 
 
 def clipped_sums_many(
-    pairs: Sequence[tuple[Tensor, Tensor]],
+    pairs: Sequence[Pair],
     coef_B: Tensor,
     *,
     backend: str = "auto",
     checked: bool = False,
     memo: Memo | None = None,
 ) -> list[Tensor]:
-    """:func:`clipped_sums` for many small layers ``(A, G)`` at once: one launch on a GPU.
+    """:func:`clipped_sums` for many layers ``(A, G)`` at once: on a GPU one launch for those of one
+    B, T and dtype.
 
     ``checked`` and ``memo``: the caller has seen to shapes and devices, and hands on what was kept
     for pairs of the same layout.
@@ -90,22 +63,31 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    kinds = remembered(memo, "kinds", lambda: by_kind([(A, [G]) for A, G in pairs]))
+    kinds = remembered(memo, "dtypes", lambda: by_dtype(pairs))
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = [pairs[i] for i in members]
-        sums = backends.run(
-            reference.clipped_sums_many,
-            backend,
-            _widest(*alike[0]),
-            alike,
-            coef_B,
-            part_of(memo, number),
-        )
+        decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
+        if not all(x.numel() for x in alike[0]):
+            dtype = accumulator(*alike[0])
+            sums = [A.new_zeros((G.shape[2], A.shape[2]), dtype=dtype) for A, G in alike]
+        else:
+            run = reference.clipped_sums_many
+            sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
         results.update(zip(members, sums, strict=True))
     return [results[i] for i in range(len(pairs))]
 
 
-def _widest(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
-    """The operand whose dtype decides which implementation can serve both."""
-    return max((A_BTd, G_BTp), key=Tensor.element_size)
+def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
+    """Which of these products :func:`clipped_sums_many` had best be asked for together: as many as
+    one launch serves, but not so many that all results stand beside all operands. Without kernels,
+    those that read one input, which is then scaled once."""
+    on_kernels: list[int] = []
+    by_input: dict[int, list[int]] = {}
+    for i, (A, _) in enumerate(pairs):
+        if backends.resolve(backend, A) == "torch":
+            by_input.setdefault(id(A), []).append(i)
+        else:
+            on_kernels.append(i)
+    parts = parts_of([pairs[i] for i in on_kernels])
+    return [[on_kernels[i] for i in part] for part in parts] + list(by_input.values())

@@ -13,8 +13,21 @@ CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
 
 
-def clipped_sums(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums`."""
+def clipped_sums_many(
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
+) -> list[Tensor]:
+    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
+    sums: dict[int, Tensor] = {}
+    by_input: dict[int, list[int]] = {}
+    for i, (A, _) in enumerate(pairs):
+        by_input.setdefault(id(A), []).append(i)
+    for members in by_input.values():
+        A_BTd, Gs = pairs[members[0]][0], [pairs[i][1] for i in members]
+        sums.update(zip(members, _of_one_input(A_BTd, Gs, coef_B), strict=True))
+    return [sums[i] for i in range(len(pairs))]
+
+
+def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     dtype = accumulator(A_BTd, *Gs)
     if all(x.dtype == dtype for x in (A_BTd, *Gs)):
         return _products(A_BTd, Gs, coef_B)
@@ -45,13 +58,6 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
         A_Nd, G_Np = _rows_for_matmul(scaled_A, scaled_G)
         sums.append(G_Np.mT @ A_Nd)
     return sums
-
-
-def clipped_sums_many(
-    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
-) -> list[Tensor]:
-    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
-    return [clipped_sums(A, [G], coef_B)[0] for A, G in pairs]
 
 
 def _rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:

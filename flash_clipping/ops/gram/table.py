@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.shapes import Group
+from flash_clipping.ops.runtime.tables import operand_row
 
 SLICE = 4096
 SLICE_IN_INPUTS = 8
@@ -59,7 +60,7 @@ class Rows:
         given = [A, *Gs]
         if len(Gs) > 1 and any(G.dtype != G_dtype for G in Gs):
             Gs, G_dtype = [G.float() for G in Gs], torch.float32
-        A, self.input, aligned = tiles.table_row(A)
+        A, self.input, aligned = operand_row(A)
         self.held = [A]  # until the kernel has been launched
         widest = max(SLICE, SLICE_IN_INPUTS * A.shape[2])
         #: How many slices every layer has.
@@ -67,7 +68,7 @@ class Rows:
         #: Every slice: its layer, where it begins in bytes, strides and width.
         self.places: list[tuple[int, int, int, int, int]] = []
         for layer, G in enumerate(Gs):
-            G, (_, stride_b, stride_t, width), G_aligned = tiles.table_row(G)
+            G, (_, stride_b, stride_t, width), G_aligned = operand_row(G)
             self.held.append(G)
             aligned = aligned and G_aligned
             count = tiles.cdiv(width, widest)

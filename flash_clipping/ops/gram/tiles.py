@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from flash_clipping.ops.runtime.tiles import operand
+
 
 @dataclass(frozen=True)
 class Config:
@@ -32,16 +34,7 @@ shared memory holds; 4 and 5 lose up to 0.05 of cuBLAS' rate at eight of nine sh
 @triton.jit
 def sample_of(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Address of one sample, stride of its rows and their width, from a row of the table."""
-    X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
-    stride_b = tl.load(row + 1)
-    stride_t = tl.load(row + 2)
-    F = tl.load(row + 3).to(tl.int32)
-    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
-        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        X_ptr = tl.multiple_of(X_ptr, 16)
-        stride_b = tl.multiple_of(stride_b, EACH)
-        stride_t = tl.multiple_of(stride_t, EACH)
-        F = tl.multiple_of(F, EACH)
+    X_ptr, stride_b, stride_t, F = operand(row, DTYPE, ALIGNED)
     return X_ptr + b * stride_b, stride_t, F
 
 

@@ -6,6 +6,7 @@ B samples, T positions, d input features, p output features.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp
-from flash_clipping.ops.runtime.upload import to_device
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
@@ -262,9 +263,7 @@ def _weighted_sums_kernel(
 ):
     """:func:`_weighted_sum_kernel` for tensors named by a table; the blocks of all in one grid."""
     block = tl.program_id(0)
-    index = tl.arange(0, TENSORS)
-    firsts = tl.load(table_ptr + index * COLUMNS + 3, mask=index < tensors, other=1 << 40)
-    row = table_ptr + (tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1) * COLUMNS
+    row = table_ptr + tiles.row_of(table_ptr, tensors, block, COLUMNS, TENSORS) * COLUMNS
     grads_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
     out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
     N = tl.multiple_of(tl.load(row + 2), 8)
@@ -289,18 +288,20 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     if len(grads) == 1 or not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
     outs = [tensor.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
-    each = [tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes]
-    table, blocks = tiles.table_of_copies(grads, outs, sizes, each)
+    firsts, blocks = firsts_of([tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes])
+    addresses = [x.data_ptr() for x in grads], [x.data_ptr() for x in outs]
+    table = Table(columns=4)
+    table.numbers.extend(itertools.chain(*zip(*addresses, sizes, firsts, strict=True)))
     launch(
         _weighted_sums_kernel,
         blocks,
-        to_device(table, first.device, torch.int64),
+        table.on(first.device),
         coef_B.contiguous(),
         len(grads),
         B,
         DTYPE=tiles.TL_DTYPE[first.dtype],
         TENSORS=tiles.next_power_of_2(len(grads)),
-        COLUMNS=tiles.COPY_COLUMNS,
+        COLUMNS=table.columns,
         BLOCK=WEIGHTED_BLOCK,
         UNROLL=WEIGHTED_UNROLL,
         num_warps=4,

@@ -6,7 +6,6 @@ B samples, T positions, n elements of one tensor and N of all, P tensors.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.shapes import Memo, Normalized
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime.tables import Table, firsts_of
+from flash_clipping.ops.runtime.tiles import row_of
 
 BLOCK = 128
 ROWS = 32
@@ -79,9 +79,7 @@ def _row_sums_kernel(
     pid = tl.program_id(0)
     block = pid % blocks
     b = (pid // blocks).to(tl.int64)
-    index = tl.arange(0, TENSORS)
-    firsts = tl.load(table_ptr + index * COLUMNS + 10, mask=index < tensors, other=1 << 40)
-    tensor = tl.sum(tl.where(firsts <= block, 1, 0), 0) - 1
+    tensor = row_of(table_ptr, tensors, block, COLUMNS, TENSORS)
     row = table_ptr + tensor * COLUMNS
     n = tl.load(row + 8).to(tl.int32)
     part = block - tl.load(row + 10).to(tl.int32)
@@ -103,48 +101,36 @@ def _row_sums_kernel(
         tl.store(squares + rest, 0.0, mask=(rest > part) & (rest < widest))
 
 
-class _Table:
-    """Operands of one launch. Without addresses it serves every step of the same layout."""
+class _Sums(Table):
+    """Operands of one launch."""
 
     def __init__(self, rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
+        super().__init__(_COLUMNS)
         self.sizes = [x.shape[2] for x in rows]
         self.blocks = [max(1, tiles.cdiv(n, BLOCK)) for n in self.sizes]
         self.x_dtype = next((x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None), None)
-        self.copied = False
-        self.held: list[Tensor] = []  # until the kernel has been launched
-        self.rows = array("q")
-        starts = itertools.accumulate(self.sizes, initial=0)
-        firsts = itertools.accumulate(self.blocks, initial=0)
-        for x, x_hat, n, start, first in zip(
-            rows, normalized, self.sizes, starts, firsts, strict=False
-        ):
-            read, row, _ = tiles.table_row(x)
-            self._hold(x, read)
-            self.rows.extend(row[:3])
+        *starts, _ = itertools.accumulate(self.sizes, initial=0)
+        firsts, self.count = firsts_of(self.blocks)
+        for x, x_hat, *places in zip(rows, normalized, self.sizes, starts, firsts, strict=True):
+            self.numbers.extend(self.row_of(x)[:3])
             if x_hat is None:
-                self.rows.extend((0,) * 5)
+                self.numbers.extend((0,) * 5)
             else:
-                read, row, _ = tiles.table_row(x_hat.x_BTn)
-                self._hold(x_hat.x_BTn, read)
-                self.rows.extend(row[:3])
+                self.numbers.extend(self.row_of(x_hat.x_BTn)[:3])
                 for statistic in x_hat[1:]:
                     read = statistic.float().contiguous()
-                    self._hold(statistic, read)
-                    self.rows.append(read.data_ptr())
-            self.rows.extend((n, start, first))
-
-    def _hold(self, given: Tensor, read: Tensor) -> None:
-        self.copied = self.copied or read is not given
-        self.held.append(read)
+                    self.hold(statistic, read)
+                    self.numbers.append(read.data_ptr())
+            self.numbers.extend(places)
 
     def read(self, rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
         """Take the addresses of operands of the layout that the table was made for."""
-        self.rows[::_COLUMNS] = array("q", [x.data_ptr() for x in rows])
+        self.set_column(0, [x.data_ptr() for x in rows])
         if self.x_dtype is None:
             return
         for place, column in enumerate((3, 6, 7)):
             addresses = [0 if x_hat is None else x_hat[place].data_ptr() for x_hat in normalized]
-            self.rows[column::_COLUMNS] = array("q", addresses)
+            self.set_column(column, addresses)
 
 
 def row_sums(
@@ -153,19 +139,19 @@ def row_sums(
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     first = rows[0]
     B, T, _ = first.shape
-    table: _Table | None = memo.get("table") if memo is not None else None
+    table: _Sums | None = memo.get("table") if memo is not None else None
     if table is None:
-        table = _Table(rows, normalized)
+        table = _Sums(rows, normalized)
     else:
         table.read(rows, normalized)
-    tensors, N, blocks, widest = len(rows), sum(table.sizes), sum(table.blocks), max(table.blocks)
+    tensors, N, blocks, widest = len(rows), sum(table.sizes), table.count, max(table.blocks)
     device = first.device
     sums_BN = torch.empty((B, N), dtype=torch.float32, device=device)
     squares_BPw = torch.empty((B, tensors, widest), dtype=torch.float32, device=device)
     launch(
         _row_sums_kernel,
         B * blocks,
-        to_device(table.rows, device, torch.int64),
+        table.on(device),
         sums_BN,
         squares_BPw,
         tensors,

@@ -6,8 +6,6 @@ B samples, T positions, F features.
 from __future__ import annotations
 
 import functools
-import itertools
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -107,43 +105,35 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def table_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
-    """What a table of operands says of one, whose features must lie together (else a copy's):
-    address, strides of samples and positions, width; and whether a descriptor, or a load of 16
-    bytes, can serve it: all of that on 16 bytes, and rows apart."""
-    stride_b, stride_t, stride_f = x_BTf.stride()
-    width = x_BTf.shape[2]
-    if stride_f != 1 and width != 1:
-        x_BTf = x_BTf.contiguous()
-        stride_b, stride_t, _ = x_BTf.stride()
-    address = x_BTf.data_ptr()
-    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
-    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
-    return x_BTf, (address, stride_b, stride_t, width), aligned
-
-
-COPY_COLUMNS = 4
-"""Columns of :func:`table_of_copies`."""
-
-
 def lie_plainly(tensors: Sequence[Tensor]) -> bool:
     """Whether one launch can walk over all of these: one dtype, contiguous, on 16 bytes."""
     dtype = tensors[0].dtype
     return all([x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors])
 
 
-def table_of_copies(
-    sources: Sequence[Tensor], results: Sequence[Tensor], sizes: list[int], programs: Sequence[int]
-) -> tuple[array[int], int]:
-    """For tensors that one launch walks over: address, address of the result, elements and first
-    program of each; and how many programs there are."""
-    firsts = list(itertools.accumulate(programs, initial=0))
-    table = array("q", bytes(8 * COPY_COLUMNS * len(sources)))
-    table[0::COPY_COLUMNS] = array("q", [x.data_ptr() for x in sources])
-    table[1::COPY_COLUMNS] = array("q", [x.data_ptr() for x in results])
-    table[2::COPY_COLUMNS] = array("q", sizes)
-    table[3::COPY_COLUMNS] = array("q", firsts[:-1])
-    return table, firsts[-1]
+@triton.jit
+def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Which row of a table (:mod:`flash_clipping.ops.runtime.tables`) a program is for: the last
+    column says where each row's begin. ``ROWS``: a power of 2 not below ``rows``."""
+    index = tl.arange(0, ROWS)
+    firsts = tl.load(table_ptr + (index + 1) * COLUMNS - 1, mask=index < rows, other=1 << 40)
+    return tl.sum(tl.where(firsts <= program, 1, 0), 0) - 1
+
+
+@triton.jit
+def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address, strides of samples and positions, and width, from four columns of a table's row."""
+    X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
+    stride_b = tl.load(row + 1)
+    stride_t = tl.load(row + 2)
+    width = tl.load(row + 3).to(tl.int32)
+    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
+        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        X_ptr = tl.multiple_of(X_ptr, 16)
+        stride_b = tl.multiple_of(stride_b, EACH)
+        stride_t = tl.multiple_of(stride_t, EACH)
+        width = tl.multiple_of(width, EACH)
+    return X_ptr, stride_b, stride_t, width
 
 
 @triton.jit

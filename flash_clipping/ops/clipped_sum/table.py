@@ -1,0 +1,105 @@
+"""What a launch of the kernels for clipped sums walks over: a table of the operands of many layers.
+
+B samples, T positions, d input features, p output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.runtime.tables import Table, firsts_of
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""``A_BTd`` and ``G_BTp`` of one layer."""
+
+COLUMNS = 10
+"""Of the table: address, strides of samples and positions, and width of G and of A; where the
+result goes; and the first of the layer's tiles."""
+
+BLOCK = 128
+"""Side of a tile of the result."""
+
+SMALL_FLOP = 10e9
+"""A product of fewer FLOP takes the host longer to launch than the device to compute."""
+
+AT_ONCE = 1 << 26
+"""Elements of the results of one launch: enough to keep the device busy, and little beside what
+letting go of the operands frees."""
+
+
+class Kind(NamedTuple):
+    """What the products of one launch have in common."""
+
+    B: int
+    T: int
+    A_dtype: torch.dtype
+    G_dtype: torch.dtype
+    device: int
+    small: bool
+
+
+def kind_of(pair: Pair) -> Kind:
+    A, G = pair
+    B, T, d = A.shape
+    small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
+    return Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
+
+
+def by_kind(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
+    """The products of every kind, by their places in ``pairs``."""
+    kinds: dict[Kind, list[int]] = {}
+    for i, pair in enumerate(pairs):
+        kinds.setdefault(kind_of(pair), []).append(i)
+    return kinds
+
+
+def parts_of(pairs: Sequence[Pair]) -> list[list[int]]:
+    """Products that one launch serves: of one kind, and no more than :data:`AT_ONCE` elements."""
+    parts: list[list[int]] = []
+    for members in by_kind(pairs).values():
+        room = 0
+        for i in members:
+            A, G = pairs[i]
+            elements = A.shape[2] * G.shape[2]
+            if elements > room:
+                parts.append([])
+                room = AT_ONCE
+            parts[-1].append(i)
+            room -= elements
+    return parts
+
+
+class Products(Table):
+    """The table of one launch, for pairs of one B, T and dtype.
+
+    Attributes:
+        shapes: ``(p, d)`` of every result.
+        count: tiles of all results.
+        in_rows: whether the samples of every operand lie one after the other, at one stride.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        super().__init__(COLUMNS)
+        self.in_rows = True
+        self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
+        firsts, self.count = firsts_of([-(-p // BLOCK) * -(-d // BLOCK) for p, d in self.shapes])
+        for (A, G), first in zip(pairs, firsts, strict=True):
+            B, T, _ = A.shape
+            for x in (G, A):
+                row = self.row_of(x)
+                self.in_rows = self.in_rows and (B == 1 or row[1] == T * row[2])
+                self.numbers.extend(row)
+            self.numbers.extend((0, first))
+
+    def read(self, pairs: Sequence[Pair]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        self.set_column(0, [G.data_ptr() for _, G in pairs])
+        self.set_column(4, [A.data_ptr() for A, _ in pairs])
+
+    def write_to(self, results: Sequence[Tensor]) -> None:
+        """Where the results go."""
+        self.set_column(8, [result.data_ptr() for result in results])

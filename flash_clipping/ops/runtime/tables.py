@@ -1,0 +1,79 @@
+"""Tables of operands: what a launch that serves many layers walks over.
+
+Layers differ in their addresses, strides and widths only. A table names these, a row for each, and
+goes to the device as one copy. Where programs are shared out between rows, the last column says
+which is the first of each (:func:`flash_clipping.ops.runtime.tiles.row_of` finds the row).
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.runtime.upload import to_device
+
+
+class Table:
+    """Rows of integers. Without addresses it serves every step of the same layout.
+
+    Attributes:
+        columns: of every row.
+        numbers: all rows, one after the other.
+        held: what was copied for it, until the kernel has been launched.
+        copied: whether anything was, so that the table serves this step only.
+        aligned: whether descriptors, and loads of 16 bytes, can serve every operand.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.numbers = array("q")
+        self.held: list[Tensor] = []
+        self.copied = False
+        self.aligned = True
+
+    def row_of(self, x_BTf: Tensor) -> tuple[int, int, int, int]:
+        """What a row says of an operand: address, strides of samples and positions, and width. Its
+        features must lie together; where they do not, these are a copy's."""
+        read, row, aligned = operand_row(x_BTf)
+        self.hold(x_BTf, read)
+        self.aligned = self.aligned and aligned
+        return row
+
+    def hold(self, given: Tensor, read: Tensor) -> None:
+        """Keep what is read in place of what was given, if that is another tensor."""
+        if read is not given:
+            self.copied = True
+            self.held.append(read)
+
+    def set_column(self, column: int, values: Sequence[int]) -> None:
+        """Write one number into every row."""
+        self.numbers[column :: self.columns] = array("q", values)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The numbers, int64, on a device; never waits for it."""
+        return to_device(self.numbers, device, torch.int64)
+
+
+def operand_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
+    """An operand whose features lie together (else a copy); its address, strides of samples and
+    positions, and width; and whether a descriptor, or a load of 16 bytes, can serve it: all of that
+    on 16 bytes, and rows apart."""
+    stride_b, stride_t, stride_f = x_BTf.stride()
+    width = x_BTf.shape[2]
+    if stride_f != 1 and width != 1:
+        x_BTf = x_BTf.contiguous()
+        stride_b, stride_t, _ = x_BTf.stride()
+    address = x_BTf.data_ptr()
+    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
+    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
+    return x_BTf, (address, stride_b, stride_t, width), aligned
+
+
+def firsts_of(programs: Sequence[int]) -> tuple[list[int], int]:
+    """The first program of every row, from how many each has; and how many there are."""
+    *firsts, count = itertools.accumulate(programs, initial=0)
+    return firsts, count
