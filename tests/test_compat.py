@@ -1,4 +1,4 @@
-"""Without any one of the private interfaces in ``_compat.py``: training as before, or an error."""
+"""Without any one of the private interfaces in ``_compat/``: training as before, or an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from torch import nn
 
 import flash_clipping
 from flash_clipping import _compat
+from flash_clipping._compat import opacus, tensors
 
 PACKAGE = Path(flash_clipping.__file__).parent
+COMPAT = PACKAGE / "_compat"
 
-#: Every name of ``_compat.py``, the private names or modules behind it, and what a training step
+#: Every name of ``_compat/``, the private names or modules behind it, and what a training step
 #: does without these: "same", or the error that it raises.
 INTERFACES: dict[str, tuple[list[str], str]] = {
     "graph_task": (["_current_graph_task_id"], r"torch\._C\._current_graph_task_id"),
@@ -80,7 +82,8 @@ NO_INTERFACE = r"MissingInterface: .*Known to work: \w+ \d"
 #: Runs a step once for every set of hidden names, each in a process of its own that has imported
 #: PyTorch and Opacus already; prints what came of it, a line each.
 PROGRAM = '''
-import gc, importlib, importlib.util, json, os, sys, warnings
+import gc, importlib, json, os, sys, warnings
+from importlib.machinery import PathFinder
 from types import SimpleNamespace
 import torch, opacus, torch._dynamo, triton
 from torch import nn
@@ -97,10 +100,8 @@ gc.freeze()  # or the processes would copy all that was imported
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
-def hide(names, path):
-    """Load _compat.py so that it finds none of these."""
-    spec = importlib.util.spec_from_file_location("flash_clipping._compat", path)
-    module = importlib.util.module_from_spec(spec)
+def hide(names):
+    """Let the files of _compat/ find none of these, once they are imported."""
     has, get, load = hasattr, getattr, importlib.import_module
     def hidden_get(thing, name, *default):
         if name not in names:
@@ -112,13 +113,27 @@ def hide(names, path):
         if name in names:
             raise ImportError(name)
         return load(name, package)
-    module.getattr = hidden_get
-    module.hasattr = lambda thing, name: name not in names and has(thing, name)
-    sys.modules[spec.name] = module
-    importlib.import_module = hidden_load
-    spec.loader.exec_module(module)
-    importlib.import_module = load
-    module.importlib = SimpleNamespace(import_module=hidden_load)
+    def run(module, run_file):
+        module.getattr = hidden_get
+        module.hasattr = lambda thing, name: name not in names and has(thing, name)
+        before, importlib.import_module = importlib.import_module, hidden_load
+        try:
+            run_file(module)
+        finally:
+            importlib.import_module = before
+        if has(module, "importlib"):
+            module.importlib = SimpleNamespace(import_module=hidden_load)
+    class Finder:
+        """Finds what PathFinder finds, and runs it in its own way."""
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if not name.startswith("flash_clipping._compat"):
+                return None
+            spec = PathFinder.find_spec(name, path, target)
+            run_file = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: run(module, run_file)
+            return spec
+    sys.meta_path.insert(0, Finder)
 
 class Model(nn.Module):
     def __init__(self):
@@ -167,11 +182,11 @@ def step():
     ids, G = torch.tensor([[0, 1, 1]]), torch.arange(6.0).view(1, 3, 2)
     return found + embedding_sqnorms(ids, G, backend="triton").tolist()
 
-for names in json.loads(sys.argv[2]):
+for names in json.loads(sys.argv[1]):
     reader, writer = os.pipe()
     if not os.fork():
         try:
-            hide(names, sys.argv[1])
+            hide(names)
             answer = step()
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}"
@@ -189,7 +204,7 @@ def answers() -> dict[str, list[float] | str]:
     """What a step gives without each of the interfaces, and with all of them ("")."""
     hidden = [[], *(names for names, _ in INTERFACES.values())]
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(PACKAGE / "_compat.py"), json.dumps(hidden)],
+        [sys.executable, "-c", PROGRAM, json.dumps(hidden)],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(PACKAGE.parent)},
@@ -230,14 +245,25 @@ def test_without_any_of_them_steps_are_the_same_or_refused() -> None:
     assert not any(wrong.values()), {name: what for name, what in wrong.items() if what}
 
 
-def test_the_table_is_complete() -> None:
+def _names_of(path: Path) -> set[str]:
+    """What a file of ``_compat/`` defines for others."""
     names = set()
-    for node in ast.parse((PACKAGE / "_compat.py").read_text()).body:
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign):
             names.add(ast.unparse(node.target))
-    assert {name for name in names if not name.startswith("_")} == {*INTERFACES}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_the_table_is_complete() -> None:
+    # How interfaces are looked for is none.
+    files = [path for path in COMPAT.glob("*.py") if path.stem != "lookup"]
+    assert set().union(*map(_names_of, files)) == {*INTERFACES}
+
+
+def test_all_of_it_is_imported_from_one_place() -> None:
+    assert {*_compat.__all__} == {*INTERFACES, "KNOWN", "MissingInterface"}
 
 
 # -- what a step on a CPU does not show -----------------------------------------------------------
@@ -269,8 +295,8 @@ def test_references_are_counted() -> None:
     before = _compat.references_to(_compat.memory_id(storage))
     y = x[1:]
     assert _compat.references_to(_compat.memory_id(storage)) == before + 1
-    assert _compat.is_alias_of(x, y) and _compat._same_memory(x, x.detach())
-    assert not _compat.is_alias_of(x, x.clone()) and not _compat._same_memory(x, x.clone())
+    assert _compat.is_alias_of(x, y) and tensors._same_memory(x, x.detach())
+    assert not _compat.is_alias_of(x, x.clone()) and not tensors._same_memory(x, x.clone())
 
 
 @pytest.mark.parametrize("padding", ["same", "valid", (1, 2)])
@@ -289,9 +315,9 @@ def test_noise_is_as_opacus_draws_it() -> None:
     def drawn(by: object) -> torch.Tensor:
         return by(2.0, reference, torch.Generator().manual_seed(1))  # type: ignore[operator]
 
-    assert torch.equal(drawn(draw), drawn(_compat._draw))
+    assert torch.equal(drawn(draw), drawn(opacus._draw))
     with pytest.raises(_compat.MissingInterface, match="secure mode"):
-        _compat._draw(1.0, reference, secure_mode=True)
+        opacus._draw(1.0, reference, secure_mode=True)
 
 
 def test_what_autograd_was_asked_for_is_known_from_hooks(
@@ -373,7 +399,7 @@ def _own_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_other_file_uses_a_private_interface() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path.name != "_compat.py"]
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent != COMPAT]
     trees = {path: ast.parse(path.read_text()) for path in files}
     own = {name for tree in trees.values() for name in _own_names(tree)}
     found = [
@@ -386,5 +412,5 @@ def test_no_other_file_uses_a_private_interface() -> None:
 
 
 def test_what_is_allowed_is_in_use() -> None:
-    text = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "_compat.py")
+    text = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.parent != COMPAT)
     assert not [name for name in ALLOWED if name not in text]

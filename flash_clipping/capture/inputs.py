@@ -22,6 +22,8 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     Where there are none, those in the arguments' attributes and in mappings of other types: what
     tokenizers return, a dataclass, a batch of graphs.
     """
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        return [args[0]]
     leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:

@@ -124,6 +124,8 @@ class ClippingSession:
         self.captured: GraphedResults | None = None
         self._forwards: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
         self._current_forward: weakref.ref[ForwardCall] | None = None
+        #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
+        self.returning: ForwardCall | None = None
         #: The thread that runs the root's forward, under the one key that is ever used: setting a
         #: default is one step for all threads.
         self._running: dict[str, int] = {}
@@ -137,6 +139,7 @@ class ClippingSession:
         state.update(
             _forwards=[],
             _current_forward=None,
+            returning=None,
             _running={},
             _tape=None,
             _least=None,
@@ -179,8 +182,8 @@ class ClippingSession:
             self.leave_forward()
             _refuse_threads("forward", "backward")
 
-    def leave_forward(self) -> None:
-        """The root's forward has ended, or failed."""
+    def leave_forward(self, *_: Any) -> None:
+        """The root's forward has ended, or failed; a hook of the root."""
         if self._running.get("forward") == threading.get_ident() and not in_backward():
             del self._running["forward"]
 
@@ -198,13 +201,18 @@ class ClippingSession:
     def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
-            self.recover()
+            self.recover()  # also from a rehearsal that was broken off
         axis = self.batch_axis
-        sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
+        sizes: dict[int, None] = {}  # in order
+        storages: set[int] = set()
+        for tensor in tensors:
+            storages.add(tensor.untyped_storage().data_ptr())
+            if tensor.dim() > axis:
+                sizes[tensor.shape[axis]] = None
         forward = ForwardCall(
             recorded=torch.is_grad_enabled(),
-            batch_sizes=tuple(dict.fromkeys(sizes)),
-            input_storages=frozenset(t.untyped_storage().data_ptr() for t in tensors),
+            batch_sizes=tuple(sizes),
+            input_storages=frozenset(storages),
             witness=witness,
         )
         self._forwards.add(forward)
@@ -366,8 +374,7 @@ class ClippingSession:
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
-        sizes = (f.batch_size for f in self._forwards if not f.spent)
-        return {size for size in sizes if size is not None}
+        return {f.batch_sizes[0] for f in self._forwards if not f.spent and f.batch_sizes}
 
     @contextmanager
     def bypass(self) -> Iterator[None]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from torch import nn
+
+from flash_clipping.diagnostics.batch import BadBatchError
 
 _QKV = ("q", "k", "v")
 _LSTM = ("input", "forget", "cell", "output")
@@ -44,6 +47,36 @@ def sections_of(model: nn.Module, name: str, param: nn.Parameter) -> tuple[str, 
         if depth < len(steps) - 2:
             break
     return ()
+
+
+def all_sections(
+    model: nn.Module, asked_for: Mapping[str, Sequence[str]]
+) -> dict[str, Sequence[str]]:
+    """Names of the equal parts of parameters: those that were asked for, and those that are known.
+
+    Raises:
+        BadBatchError: a name is of no parameter, or parts cannot be equal.
+    """
+    sections = dict(asked_for)
+    names = dict(model.named_parameters())
+    for name in sections:
+        if name not in names:
+            raise BadBatchError(
+                f"sections names the parameter {name!r}, which the model does not have."
+            )
+    for name, param in names.items():
+        if name not in sections:
+            found = sections_of(model, name, param)
+            if found:
+                sections[name] = found
+    for name, parts in sections.items():
+        axis = section_axis(model, name)
+        if names[name].shape[axis] % len(parts):
+            raise BadBatchError(
+                f"sections gives {name} {len(parts)} equal parts, but its axis {axis} has "
+                f"{names[name].shape[axis]} entries."
+            )
+    return sections
 
 
 def section_axis(model: nn.Module, name: str) -> int:

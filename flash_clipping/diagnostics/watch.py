@@ -59,7 +59,7 @@ class Flash:
         self.sections = sections
         self.params = dict(self.module._module.named_parameters())
         self.names = {param: name for name, param in self.params.items()}
-        self.taps = {tap.path: tap for tap in self.module._taps}
+        self.taps = {tap.path: tap for tap in self.module._taps.all}
         self.seen: dict[str, _Seen] = {}
         self.dtype = narrowest(param.dtype for param in self.params.values())
         self.loss = math.nan

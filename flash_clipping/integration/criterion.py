@@ -101,7 +101,7 @@ class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
     ):
         super().__init__(module, optimizer, criterion, loss_reduction, **kwargs)
         optimizer.adaptive = AdaptiveBound(**kwargs)
-        module.counts_unclipped = True
+        module.running_step.counts_unclipped = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
         return FlashTensor.of(_counted(DPLossFastGradientClipping.__call__(self, *args, **kwargs)))

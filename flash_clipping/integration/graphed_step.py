@@ -8,39 +8,30 @@ module, a count of backward passes) is left again after every replay.
 
 from __future__ import annotations
 
-import math
-import pickle
-import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
     has_lasting_node,
-    hooks_of_module,
-    hooks_of_parameter,
     memory_id,
     pytree,
     references_to,
 )
 from flash_clipping.capture.session import GraphedResults
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.integration import graph_key
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.ops.runtime.backend import matmul_settings
+from flash_clipping.integration.graph_rehearsal import refuse, rehearse
+from flash_clipping.integration.graph_results import captures, take_over
+from flash_clipping.integration.graph_values import are_odd, check_arguments, detached
 from flash_clipping.ops.runtime.upload import sources_kept
-
-#: What arguments may hold besides tensors: what is known by its value.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-#: Types of attributes that a module's forward may decide by.
-SETTINGS = (bool, int, float, str)
 
 #: Layouts of which the number of calls is remembered.
 REMEMBERED = 256
@@ -168,14 +159,13 @@ class GraphedStep:
         """
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        _check_arguments(leaves)
+        check_arguments(leaves)
         modules = list(self._module().modules())  # once: walking the tree is most of a call's time
         device = self._device(modules, leaves)
-        if device is None or not self.size or not torch.is_grad_enabled() or _are_odd(leaves):
+        if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
-        layout = (str(structure), *map(_layout, leaves))
-        circumstances = self._circumstances(modules, device)
-        name = (layout, circumstances)
+        circumstances = graph_key.circumstances(modules, self._wrapped(modules), device)
+        name = (str(structure), *map(graph_key.layout, leaves)), circumstances
         graph = self._graphs.get(name)
         if graph is None:
             if (met := self._met.pop(name, 0)) < self.warmup:
@@ -183,7 +173,8 @@ class GraphedStep:
                     output = self._run(args, kwargs)
                     self._met[name] = min(met + 1, self.warmup - 1)
                 else:  # a failed capture would leave the device's allocator confused
-                    output = self._rehearse(args, kwargs, self._wrapped(modules), device)
+                    run, models = partial(self._run, args, kwargs), self._wrapped(modules)
+                    output = rehearse(run, self._module(), models, device)
                     self._met[name] = self.warmup
                 if len(self._met) > REMEMBERED:
                     self._met.popitem(last=False)
@@ -202,54 +193,9 @@ class GraphedStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step as it is."""
         # Detached, so that nobody keeps nodes of autograd's graph: see _has_lasting_node.
-        return _detached(self.step(*args, **kwargs))
+        return detached(self.step(*args, **kwargs))
 
-    def _rehearse(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        models: Sequence[GradSampleHooksFlashClipping],
-        device: torch.device,
-    ) -> Any:
-        """The step as it is, and an error where a replay would be something else."""
-        params = [p for p in self._module().parameters() if p.requires_grad]
-        weights = [p._version for p in params]
-        held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
-        held = [each for each in held if each[1].layout == torch.strided]
-        counts = [wrapped.clipped_backwards for wrapped in models]
-        randomness = _randomness_of_the_host()
-        with _no_waiting(device):
-            output = self._run(args, kwargs)
-        if randomness != _randomness_of_the_host():
-            _refuse(
-                "draws random numbers on the host (random, numpy.random, torch's CPU generator), "
-                "which every replay would find as they were drawn for the capture. Draw on the "
-                "GPU, or before the step, and pass them as an argument"
-            )
-        if weights != [p._version for p in params]:
-            _refuse("changes parameters. Call the optimizer's step() outside")
-        # How often a model in one pass has added to its gradients; others are not known to count.
-        additions = {
-            id(param): wrapped.clipped_backwards - count
-            for wrapped, count in zip(models, counts, strict=True)
-            if wrapped.mode == "one_pass" and wrapped._session.enabled
-            for param in wrapped.trainable_parameters
-        }
-        # Gradients in one memory, as views of one sum are, count their changes together.
-        most: dict[int, float] = {}
-        for param, grad, _ in held:
-            memory = memory_id(grad.untyped_storage())
-            most[memory] = most.get(memory, 0) + additions.get(id(param), math.inf)
-        for param, grad, version in held:
-            changes = grad._version - version
-            if param.grad is not grad or changes > most[memory_id(grad.untyped_storage())]:
-                _refuse(
-                    "clears gradients, or does more to them than adding, which no replay would do. "
-                    "Call zero_grad() outside"
-                )
-        return output
-
-    # -- what a graph is found by -------------------------------------------------------------
+    # -- the model, and room for graphs ---------------------------------------------------------
 
     def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
@@ -269,40 +215,6 @@ class GraphedStep:
                 "GraphedStep."
             )
         return devices.pop()
-
-    def _circumstances(self, modules: Sequence[nn.Module], device: torch.device) -> Hashable:
-        """What Python decides on the way through the step."""
-        bounds: list[Hashable] = []
-        for wrapped in self._wrapped(modules):
-            bound = wrapped.max_grad_norm
-            bounds += [
-                tuple(bound) if isinstance(bound, Sequence) else bound,
-                wrapped.clipping,
-                wrapped.loss_reduction,
-                wrapped._session.enabled,
-                wrapped._session.backend,
-            ]
-        return (
-            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            *_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            *bounds,
-            *map(id, modules),
-            *[_settings(module) for module in modules],
-            *[
-                (id(param), param.requires_grad, _place(param), *(hooks_of_parameter(param) or ()))
-                for module in modules
-                for param in module._parameters.values()
-                if param is not None
-            ],
-            *[
-                _place(buffer)
-                for module in modules
-                for buffer in module._buffers.values()
-                if buffer is not None
-            ],
-        )
 
     def _module(self) -> nn.Module:
         """What holds the parameters: Opacus' hooks (``wrap_model=False``) are no module."""
@@ -342,22 +254,22 @@ class GraphedStep:
         before = [param.grad for param in params]
         with ExitStack() as stack:
             for wrapped in self._wrapped(modules):
-                captured = stack.enter_context(wrapped.captures())
+                captured = stack.enter_context(captures(wrapped))
                 graph.of_modules.append((wrapped, captured))
             graph.sources = stack.enter_context(sources_kept())
             try:
                 for param in params:
                     param.grad = None
                 output = self._record(graph, lambda: self.step(*args, **kwargs), device)
-                graph.output = _detached(output)
+                graph.output = detached(output)
                 if [x._version for x in inputs] != versions:
-                    _refuse(
+                    refuse(
                         "changes one of its arguments in place, and a replay works on copies of "
                         "them. Return the new value"
                     )
                 graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
                 if any([grad.layout != torch.strided for _, grad in graph.grads]):
-                    _refuse("gives sparse gradients, whose size no graph can change")
+                    refuse("gives sparse gradients, whose size no graph can change")
             finally:
                 for param, grad in zip(params, before, strict=True):
                     param.grad = grad
@@ -395,7 +307,7 @@ class GraphedStep:
             raise
         except Exception as error:
             torch.cuda.set_stream(outside)  # PyTorch leaves the capturing one where capture fails
-            _refuse(
+            refuse(
                 f"could not be captured as a CUDA graph ({error}). Take what waits for the device "
                 "or changes from call to call out of it (activation checkpointing: "
                 "preserve_rng_state=False)",
@@ -414,7 +326,7 @@ class GraphedStep:
                 fixed.copy_(given, non_blocking=True)
             graph.replay()
             for wrapped, captured in graph.of_modules:
-                wrapped.take_over(captured)
+                take_over(wrapped, captured)
             for param, grad in graph.grads:
                 if param.grad is not None:
                     param.grad.add_(grad)
@@ -424,7 +336,9 @@ class GraphedStep:
                 param.grad = lent
                 self._lent.append((param, lent))
             for wrapped, captured in graph.of_modules:
-                wrapped.note_sums([param for params, *_ in captured.norms[:1] for param in params])
+                wrapped.running_step.note_sums(
+                    [param for params, *_ in captured.norms[:1] for param in params]
+                )
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
 
     def _taken_back(self) -> bool:
@@ -439,7 +353,7 @@ class GraphedStep:
                     setattr(param, holder, copy)
                     if holder == "grad":
                         for wrapped in self._of_graphs():
-                            wrapped.note_moved(param, lent)
+                            wrapped.running_step.note_moved(param, lent)
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())
 
@@ -447,27 +361,6 @@ class GraphedStep:
         """The wrapped models that graphs leave something on."""
         found = [wrapped for graph in self._graphs.values() for wrapped, _ in graph.of_modules]
         return list({id(wrapped): wrapped for wrapped in found}.values())
-
-
-def _check_arguments(leaves: Sequence[Any]) -> None:
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise TypeError(
-                f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
-                "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as "
-                "it knows nothing else by its contents. Pass dict(batch) where a tokenizer made "
-                "the batch."
-            )
-
-
-def _are_odd(leaves: Sequence[Any]) -> bool:
-    """Whether there are tensors that no copy can stand in for: gradients flow back to them, or
-    they are no plain memory; or hold nothing: a batch without samples does not reach the model."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return any(
-        x.requires_grad or type(x) is not Tensor or x.layout != torch.strided or not x.numel()
-        for x in tensors
-    )
 
 
 def _has_lasting_node(param: nn.Parameter) -> bool:
@@ -480,81 +373,5 @@ def _has_lasting_node(param: nn.Parameter) -> bool:
     return param.requires_grad and has_lasting_node(param)
 
 
-def _detached(output: Any) -> Any:
-    """Results without their history: tensors and ``None``, as a replay renews nothing else."""
-    for leaf in pytree.tree_leaves(output):
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"GraphedStep: found {type(leaf).__name__} in the step's results; expected tensors "
-                "or None, in lists, tuples and dicts: anything else would be the captured step's "
-                "in every replay. Return the loss as a tensor, or nothing."
-            )
-    return pytree.tree_map_only(Tensor, Tensor.detach, output)
-
-
-def _layout(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
-
-
-def _place(tensor: Tensor) -> Hashable:
-    """Which memory a tensor of the model is, and how it is read."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
-    and its hooks, by the numbers that PyTorch gives them."""
-    hooks = tuple(chain.from_iterable(hooks_of_module(module)))
-    if isinstance(module, GradSampleHooksFlashClipping):
-        return hooks  # it counts backward passes; what it decides by is told one by one
-    return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]
-
-
-def _precision() -> list[str]:
-    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings where it has them:
-    once these are used, it refuses to tell the older."""
-    matmuls, cudnn = matmul_settings(), torch.backends.cudnn
-    if not matmuls:
-        return [torch.get_float32_matmul_precision(), str(cudnn.allow_tf32)]
-    convolutions = getattr(cudnn, "conv", None)
-    return [str(getattr(place, "fp32_precision", None)) for place in (*matmuls, convolutions)]
-
-
-def _randomness_of_the_host() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
-    return random.getstate(), torch.get_rng_state().tolist(), of_numpy
-
-
 def _listed(devices: set[torch.device]) -> str:
     return " and ".join(sorted(map(str, devices)))
-
-
-@contextmanager
-def _no_waiting(device: torch.device) -> Iterator[None]:
-    """Refuse what waits for the device, which a capture could not hold."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        _refuse(
-            f"waits for the device ({error}), which no CUDA graph can. Take item(), print() of "
-            "values, nonzero() and copies to the CPU out of it",
-            error,
-        )
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _refuse(what: str, cause: Exception | None = None) -> NoReturn:
-    raise FlashClippingError(
-        f"GraphedStep: the step {what}, or call it without GraphedStep."
-    ) from cause

@@ -82,18 +82,18 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             ValueError: another optimizer follows the model.
         """
         self.check_alone(module, self.original_optimizer)
-        before = module.follower
+        before = module.running_step.follower
         if before is not None and before is not self:
             before._replaced = True
             self._drawn = before._drawn
         module.max_grad_norm = self._bound_now()
-        module.follower = self
+        module.running_step.follower = self
         self._module = module
 
     @staticmethod
     def check_alone(module: Any, optimizer: Any) -> None:
         """Raise ``ValueError`` if a model is followed by anything but what wraps ``optimizer``."""
-        other = module.follower
+        other = module.running_step.follower
         plain = getattr(optimizer, "original_optimizer", optimizer)
         if other is not None and other.original_optimizer is not plain:
             raise ValueError(
@@ -242,7 +242,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 p.summed_grad = p.summed_grad.add_(p.grad)
             p.grad = None
         if record is not None:
-            self._module.forget_record()
+            self._module.running_step.forget()
             self._record, self._iterations = record, max(1, record.backwards)
 
     def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
@@ -262,12 +262,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                     "the wrapped model's output before optimizer.step()."
                 )
             return None
-        record: StepRecord = self._module.pending_record(params)
+        record: StepRecord = self._module.running_step.pending_record(params)
         for p in self._all_params():
             # The wrapped optimizer steps on whatever has a gradient.
             if not p.requires_grad and p.grad is not None:
+                name = self._module.running_step.name_of(p)
                 raise ValueError(
-                    f"{self._module.name_of(p)}: this parameter is frozen but has a gradient, "
+                    f"{name}: this parameter is frozen but has a gradient, "
                     "which would be released without noise. Freeze parameters before backward(), "
                     "or clear gradients (optimizer.zero_grad()) after."
                 )
@@ -365,7 +366,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if not self._is_last_step_skipped:
             self.discard_step()
         if self._module is not None:
-            self._module.note_cleared(self._all_params())
+            self._module.running_step.note_cleared(self._all_params())
 
     # -- adaptive clipping ----------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             # The noise will be for the engine's bound, so clipping must be by the same.
             module.max_grad_norm = kwargs["max_grad_norm"]
             module.clipping = self._module_options["clipping"]
-            module.counts_unclipped = False  # until an adaptive criterion is made
+            module.running_step.counts_unclipped = False  # until an adaptive criterion is made
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
         return cls(module, **kwargs, **self._module_options)

@@ -28,16 +28,18 @@ class Structure:
 
     def _look(self) -> None:
         self._modules = [*self.root.modules()]
-        self._children = self._children_now()
-        self._params = self._params_now()
+        self._parts = self._parts_now()
 
-    # Flat, over what is known: walking the tree of modules takes milliseconds in every step.
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [child for m in self._modules if m._modules for child in m._modules.values()]
-
-    def _params_now(self) -> list[nn.Parameter | None]:
-        return [p for m in self._modules if m._parameters for p in m._parameters.values()]
+    def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
+        """Children and parameters of all modules that are known."""
+        # Flat: walking the tree of modules takes milliseconds in every step.
+        return [
+            part
+            for module in self._modules
+            for parts in (module._modules, module._parameters)
+            if parts
+            for part in parts.values()
+        ]
 
     def check(self) -> None:
         """Refuse trainable parameters that have come since the model was wrapped.
@@ -45,8 +47,9 @@ class Structure:
         Raises:
             FlashClippingError: one is in a module that has no tap.
         """
+        before, now = self._parts, self._parts_now()
         # Lists of tensors cannot be compared by ==, and modules need not be.
-        if _same(self._children, self._children_now()) and _same(self._params, self._params_now()):
+        if len(before) == len(now) and all(map(operator.is_, before, now)):
             return
         for path, module in self.root.named_modules():
             if module in self._served:
@@ -62,7 +65,3 @@ class Structure:
                         "What is no part of the model goes elsewhere than onto the wrapper."
                     )
         self._look()
-
-
-def _same(before: list, now: list) -> bool:  # type: ignore[type-arg]
-    return len(before) == len(now) and all(map(operator.is_, before, now))

@@ -230,7 +230,7 @@ def test_batches_of_many_sizes_share_graphs() -> None:
 
 
 def region_of(module: GradSampleModuleFlashClipping) -> Region:
-    region = module._root_forward.instance_forward
+    region = module._taps.of_root.instance_forward
     assert isinstance(region, Region)
     return region
 

@@ -388,9 +388,9 @@ def test_replays_count_the_samples_within_the_bound() -> None:
     """What adaptive clipping moves its bound by, at the end of the step."""
     graphed, eager = warmed()
     for training in (graphed, eager):
-        training.model.counts_unclipped = True
+        training.model.running_step.counts_unclipped = True
     for x in batches(3):
         assert_same_tensors(graphed.results(x), eager.results(x))
-        found, expected = (t.model._record.unclipped for t in (graphed, eager))
+        found, expected = (t.model.running_step.record.unclipped for t in (graphed, eager))
         assert found == expected
     assert graphed.step.replays >= 3

@@ -68,7 +68,7 @@ def test_copies_of_a_wrapped_model_have_no_optimizer(copied: Callable[[Any], Any
     private.step()
     private.backward()
     twin = copied(private.wrapper)
-    assert twin.backward_count == 0 and twin.follower is None
+    assert twin.backward_count == 0 and twin.running_step.follower is None
     x, y = (part[:4] for part in data().tensors)
     for module in (private.wrapper, twin):
         module.zero_grad(set_to_none=True)

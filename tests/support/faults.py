@@ -156,7 +156,7 @@ def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> bool:
     for param in trainer.plain.parameters():
         param._norm_sample = None  # published for Opacus' users, and replaced in a step
     trainer.module.per_sample_gradient_norms = None
-    trainer.module._upper_bounds = None
+    trainer.module.upper_bounds = None
     # After any failed backward, private or not, autograd's own queue holds what it did not get to
     # until the next backward, of whatever.
     torch.ones(1, requires_grad=True).sum().backward()

@@ -1,0 +1,79 @@
+"""Opacus, which is imported by those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat.lookup import refuse
+
+
+def _check_unused(summed: Any) -> None:
+    if hasattr(summed, "_processed"):
+        raise ValueError(
+            "A gradient was used in an optimizer's step already. Call optimizer.zero_grad() after "
+            "every step."
+        )
+
+
+def _mark_used(summed: Any) -> None:
+    summed._processed = True
+
+
+def _draw(std: float, reference: Tensor, generator: Any = None, secure_mode: bool = False) -> Any:
+    if secure_mode:
+        refuse("opacus.optimizers.optimizer._generate_noise in secure mode", "Opacus")
+    if std == 0:
+        return torch.zeros_like(reference)
+    return torch.normal(
+        0.0,
+        std,
+        reference.shape,
+        generator=generator,
+        device=reference.device,
+        dtype=reference.dtype,
+    )
+
+
+def functions_of_optimizer() -> tuple[Any, Any, Any]:
+    """Of Opacus: refuses sums that a step has used, marks them, draws noise. Without: the same
+    here, and an error in secure mode."""
+    from opacus.optimizers import optimizer
+
+    return (
+        getattr(optimizer, "_check_processed_flag", _check_unused),
+        getattr(optimizer, "_mark_as_processed", _mark_used),
+        getattr(optimizer, "_generate_noise", _draw),
+    )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
+    for name in ("_step_skip_queue", "_is_last_step_skipped"):
+        if not hasattr(optimizer, name):
+            refuse(f"opacus.optimizers.DPOptimizer.{name}", "Opacus")
+
+
+def check_engine(engine: type) -> None:
+    """Methods of Opacus' engine that are overridden. Without: an error."""
+    for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
+        if not hasattr(engine, f"_prepare{name}"):
+            refuse(f"opacus.PrivacyEngine._prepare{name}", "Opacus")
+
+
+@contextmanager
+def without_validator(kind: type[nn.Module]) -> Iterator[None]:
+    """Opacus' validation without its verdict on one type. Without: with it."""
+    from opacus.validators import ModuleValidator
+
+    validators = getattr(ModuleValidator, "VALIDATORS", {})
+    verdict = validators.pop(kind, None)
+    try:
+        yield
+    finally:
+        if verdict is not None:
+            validators[kind] = verdict

@@ -1,0 +1,89 @@
+"""Tensors: their memory, their subclasses, the operators that see them, containers of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flash_clipping._compat.lookup import find, load, needed, refuse
+
+#: What tells one storage from another. Without: its memory's address.
+memory_id: Callable[[torch.UntypedStorage], int] = (
+    attrgetter("_cdata")
+    if hasattr(torch.UntypedStorage, "_cdata")
+    else torch.UntypedStorage.data_ptr
+)
+
+
+def _count_of_references() -> Callable[[int], int]:
+    count = find(torch, "_C._storage_Use_Count")
+    if count is None or not hasattr(torch.UntypedStorage, "_cdata"):
+        return lambda _: sys.maxsize
+    return count  # type: ignore[no-any-return]
+
+
+#: References to a storage, which is given by its ``memory_id``. Without: many, so that no
+#: graph is replayed.
+references_to: Callable[[int], int] = _count_of_references()
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    try:
+        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+#: Whether two tensors share a storage. Without: whether these begin at one address.
+is_alias_of: Callable[[Tensor, Tensor], bool] = find(torch, "_C._is_alias_of") or _same_memory
+
+
+#: Keeps a storage's id from being used again, not its memory. Without: its memory as well.
+weak_storage: Callable[[torch.UntypedStorage], Any] = find(
+    load("torch.multiprocessing.reductions"), "StorageWeakRef"
+) or (lambda storage: storage)
+
+#: Context: torch functions see subclasses as plain tensors. Without: an error.
+plain_functions: Callable[[], Any] = needed("_C.DisableTorchFunctionSubclass")
+
+
+def _as_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
+    with plain_functions():
+        return data.detach().as_subclass(cls).requires_grad_(requires_grad)
+
+
+#: A tensor of a subclass, of the same memory. Without: by way of ``as_subclass``.
+make_subclass: Callable[[Any, Tensor, bool], Any] = (
+    find(torch, "Tensor._make_subclass") or _as_subclass
+)
+
+
+class _NoPytree:
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(f"torch.utils._pytree.{name}")
+
+
+#: Tensors in nested arguments: a module. Without: an error.
+pytree: Any = load("torch.utils._pytree") or _NoPytree()
+
+
+class _NoDispatchMode:
+    def __init__(self, *_: Any) -> None:
+        refuse("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+#: Base class of what sees every operator that runs. Without: an error.
+DispatchMode: Any = (
+    find(load("torch.utils._python_dispatch"), "TorchDispatchMode") or _NoDispatchMode
+)
+
+
+def arguments_of(operator: Any) -> Sequence[str]:
+    """Names of an operator's arguments. Without: none; what is found by them stays as it is."""
+    schema = getattr(operator, "_schema", None)
+    return () if schema is None else [argument.name for argument in schema.arguments]

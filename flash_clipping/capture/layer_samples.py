@@ -1,0 +1,94 @@
+"""Which inputs of a layer with a rule hold a row for each sample."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from flash_clipping.capture.bare import BareParameter, to_samples
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.rules.registry import Rule
+
+
+def samples_in(
+    source: FactorSource,
+    layer: nn.Module,
+    rule: Rule,
+    call: ForwardCall,
+    axis: int,
+    args: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """The same inputs with a row for each sample; ``None`` where they are all constants."""
+    session, path = source.session, source.path
+    call.begin_call(path)
+    rows = rule.rows(layer, *args)
+    if rows is not None:  # the rule knows which rows belong together
+        found, standing_for, sets_batch = rows
+        if sets_batch and standing_for.untyped_storage().data_ptr() in call.input_storages:
+            _set_batch(call, found, standing_for, args[0])
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        samples = session.reads_samples(
+            path,
+            standing_for,
+            0,
+            sure=call.batch_size is None
+            or any(x.requires_grad and not isinstance(x, BareParameter) for x in tensors),
+            rows=found,
+            also=tensors,
+        )
+        return args if samples else None
+    inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+    kinds: dict[int, bool] = {}
+    for x in inputs:
+        if id(x) in kinds:
+            continue
+        if isinstance(x, BareParameter):
+            kinds[id(x)] = x.row is not None and session.reads_samples(
+                path, x.value.detach(), axis, sure=False
+            )
+        else:
+            sure = x.requires_grad or call.batch_size is None
+            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
+    if inputs and not any(kinds.values()):
+        return None
+    if not all(kinds.values()):
+        constant = next(x for x in inputs if not kinds[id(x)])
+        raise FlashClippingError(
+            f"{path}: one of its inputs, of shape {tuple(constant.shape)}, is the same for all "
+            "samples, and another one is not. Expand it over the batch, "
+            "x.expand(batch_size, ...)."
+        )
+    if not any(isinstance(x, BareParameter) for x in args):
+        return args
+    return tuple(
+        to_samples(x, call.batch_size or 1, path) if isinstance(x, BareParameter) else x
+        for x in args
+    )
+
+
+def _set_batch(call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
+    """The model was called with the ids of all bags end to end: its bags are the samples."""
+    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
+        call.batch_sizes = (found,)
+        if call.witness is not None:
+            call.witness.offsets = offsets
+
+
+def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:
+    """Say why no rule can take this input of a layer whose parameters are where ``param`` is."""
+    if not isinstance(x, Tensor):
+        raise FlashClippingError(
+            f"{path}: expected a tensor as first input, found {type(x).__name__}."
+        )
+    if x.device != param.device:
+        raise FlashClippingError(
+            f"{path}: its parameters are on {param.device}, but its input is on "
+            f"{x.device}. Move the model or the batch: module.to({str(x.device)!r})."
+        )
+    raise FlashClippingError(
+        f"{path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
+        "expected [batch, ...]. Add the axis with unsqueeze(0)."
+    )

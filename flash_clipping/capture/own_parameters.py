@@ -1,0 +1,108 @@
+"""The parameters that a tapped layer's own forward reads."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from flash_clipping.capture.bare import BareParameter
+from flash_clipping.errors import FlashClippingError
+
+#: Names and parameters that are a layer's own and trainable.
+Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
+
+#: Modules that hold parameters for their parent and are never called.
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def owners(module: nn.Module) -> list[nn.Module]:
+    """The module and the containers below it whose parameters its forward uses."""
+    found = [module]
+    for child in module.children():
+        if isinstance(child, PARAMETER_CONTAINERS):
+            found += owners(child)
+    return found
+
+
+def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module's own forward uses directly."""
+    return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
+
+
+class OwnParameters:
+    """What of a layer's parameters is trainable, looked up anew where something has changed.
+
+    Args:
+        layer: the layer.
+        owners: it, and the containers below it whose parameters its forward uses.
+        path: its name in the model, for messages.
+        has_rule: it is served by a rule, which knows parameters only.
+
+    Attributes:
+        computed: whether the layer computed with other tensors than its parameters, when these were
+            last looked up.
+    """
+
+    def __init__(self, layer: nn.Module, owners: list[nn.Module], path: str, has_rule: bool):
+        self.layer = layer
+        self.owners = owners
+        self.path = path
+        self.has_rule = has_rule
+        self.computed = False
+        self._trainable: Trainable = [], []
+        self._attributes = -1  # how many the layer had when its parameters were last looked up
+
+    def trainable(self) -> Trainable:
+        """The parameters that are the layer's own and trainable now, and their names."""
+        # The same lists again where they hold: what calls keep would make Python look for garbage
+        # in every step.
+        (names, params), count = self._trainable, 0
+        if len(vars(self.layer)) != self._attributes or self.layer._buffers:
+            return self._look_up()  # is there a tensor where a parameter was?
+        for owner in self.owners:
+            for name, param in owner._parameters.items():
+                if param is not None and param.requires_grad:
+                    if count == len(params) or params[count] is not param or names[count] != name:
+                        return self._look_up()
+                    count += 1
+        return self._trainable if count == len(params) else self._look_up()
+
+    def _look_up(self) -> Trainable:
+        found = [
+            (name, param)
+            for owner in self.owners
+            for name, param in owner._parameters.items()
+            if param is not None and param.requires_grad
+        ]
+        if self.has_rule:
+            self._attributes = len(vars(self.layer))
+            self.computed = self._computes_weights(found)
+        names, params = self._trainable
+        if [name for name, _ in found] != names or any(
+            new is not old for (_, new), old in zip(found, params, strict=True)
+        ):
+            self._trainable = [name for name, _ in found], [param for _, param in found]
+        return self._trainable
+
+    def _computes_weights(self, found: list[tuple[str, nn.Parameter]]) -> bool:
+        """Whether the layer reads tensors that are none of its own parameters: a weight that
+        another module computes and assigns. A rule would not see that tensor's gradient; the
+        layer's own forward uses it as what it is."""
+        for name, param in found:
+            if not (param.is_leaf or isinstance(param, BareParameter)):
+                raise FlashClippingError(
+                    f"{self.path}: its {name} is a tensor that was computed from something else "
+                    "(torch.func.functional_call, for example), not a parameter, so it has no "
+                    "per-sample gradient here. Compute it inside the forward of one module that "
+                    "owns what it is computed from (nn.utils.parametrize does), or freeze that."
+                )
+        attributes, buffers = vars(self.layer), self.layer._buffers
+        return (
+            any(isinstance(param, BareParameter) for _, param in found)
+            or any(isinstance(value, Tensor) for value in attributes.values())
+            or "weight" in attributes
+            or "bias" in attributes
+            or any(x is not None and x.requires_grad for x in buffers.values())
+            or any(isinstance(x, BareParameter) for x in buffers.values())
+        )

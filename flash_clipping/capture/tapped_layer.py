@@ -1,0 +1,145 @@
+"""A layer with a rule as one function of autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+
+from flash_clipping._compat import apply_of, is_alias_of
+from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.own_parameters import Trainable
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor
+from flash_clipping.finish.session import Readers
+from flash_clipping.rules.registry import Needs, Rule, own
+
+
+class RuledTap(Protocol):
+    """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
+
+    layer: Any
+    path: str
+    session: ClippingSession
+    rule: Rule | None
+
+    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
+
+    def record(
+        self,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
+        recomputed: bool,
+        readers: Readers | None = None,
+    ) -> None: ...
+
+
+class TappedLayer(torch.autograd.Function):
+    """A layer with a rule. Its trainable parameters are inputs: its output requires grad, and any
+    backward that autograd can be asked for records the layers that it should reach.
+
+    What its backward has to know is kept on the context itself, as an object for it would be one
+    more for every layer that Python's garbage collector counts: the tap, its trainable parameters
+    and their names as of forward, the call of the root that it belongs to (``call``, if any) and
+    the place of its input among that call's readers, whether this is checkpointing's second forward
+    (``recomputed``), and saved values that are no tensors, in their places (``others``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tap: RuledTap,
+        trainable: Trainable,
+        call: ForwardCall | None,
+        place: int,
+        recomputed: bool,
+        *inputs_and_params: Any,
+    ) -> Any:
+        assert tap.rule is not None
+        inputs = inputs_and_params[: -len(trainable[1])]
+        output, saved = tap.rule.forward(tap.layer, *inputs)
+        if not isinstance(output, Tensor):
+            output = tuple(_fresh(part, inputs) if part._is_view() else part for part in output)
+        elif output._is_view():
+            output = _fresh(output, inputs)
+        # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
+        ctx.others = None
+        for value in saved:
+            if not isinstance(value, Tensor):
+                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
+                saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
+                break
+        ctx.save_for_backward(*saved)
+        ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
+        ctx.call, ctx.place = call, place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        tap: RuledTap = ctx.tap
+        names, params = ctx.trainable
+        rule = tap.rule
+        assert rule is not None
+        if is_grad_enabled():
+            raise FlashClippingError(
+                f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
+                "flash clipping does not have. Call backward() without create_graph, or take "
+                "such gradients on the unwrapped model."
+            )
+        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
+        saved = ctx.saved_tensors
+        if ctx.others is not None:
+            saved = tuple(
+                other if tensor is None else tensor
+                for tensor, other in zip(saved, ctx.others, strict=True)
+            )
+        session = tap.session
+        needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
+        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
+        try:
+            factors = [by_name[name] for name in names]
+        except KeyError as missing:
+            raise FlashClippingError(
+                f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
+                f"{missing.args[0]}; return one for every name in needs.params."
+            ) from None
+        if not isinstance(grads, tuple):
+            grads = (grads,)
+        for i, wanted in enumerate(needs.inputs):
+            if wanted and (i >= len(grads) or grads[i] is None):
+                raise FlashClippingError(
+                    f"{tap.path}: its rule {type(rule).__name__} returned no gradient for input "
+                    f"{i}, which requires one; whatever computes that input would learn nothing. "
+                    "Return a tuple with a gradient for every input that needs.inputs asks for."
+                )
+        rest = len(needs.inputs) - len(grads)
+        if session.enabled:
+            readers = None if ctx.call is None else (ctx.call, ctx.place)
+            tap.record(params, factors, ctx.recomputed, readers)
+            return (*_NONE, *grads, *(None,) * (rest + len(params)))
+        # An ordinary backward: ordinary gradients.
+        ordinary = [
+            factor.clipped_sum(None, session.backend).view_as(param)
+            for param, factor in zip(params, factors, strict=True)
+        ]
+        return (*_NONE, *grads, *(None,) * rest, *ordinary)
+
+
+#: Gradients of what a tapped layer is told besides its inputs and parameters.
+_NONE = (None,) * 5
+
+
+# torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
+# (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
+apply_tapped_layer = apply_of(TappedLayer)
+
+
+def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+    """An output that is a view, so that it may be changed in place, as an in-place ReLU does."""
+    for x in inputs:
+        if isinstance(x, Tensor) and is_alias_of(x, output):
+            return output.clone()
+    return own(output)

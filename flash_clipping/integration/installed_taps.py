@@ -1,0 +1,101 @@
+"""The taps of a wrapped model: which it gets, and how they come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from flash_clipping.capture.no_samples import EmptyBatchForward
+from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
+from flash_clipping.capture.regions import Regions
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import ScopedForward, Tap
+from flash_clipping.capture.two_pass import TwoPassForward
+from flash_clipping.rules import find_rule, find_scope
+
+
+class InstalledTaps:
+    """Stand-ins for the forwards of a model and its layers, from the moment that this is made.
+
+    Args:
+        root: the model.
+        session: what its taps share.
+        mode: ``"one_pass"`` or ``"two_pass"``.
+        force_generic: use the generic rule for every layer.
+        folded_modules: names of modules, as shell patterns, whose rows are parts of samples.
+
+    Attributes:
+        all: every stand-in, in the order in which they were installed.
+        of_root: the one for the root's forward.
+        regions: what is compiled of the model.
+
+    Raises:
+        ValueError: a pattern fits no module, or a layer is tapped already.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        session: ClippingSession,
+        *,
+        mode: str,
+        force_generic: bool,
+        folded_modules: Sequence[str],
+    ):
+        self.all: list[Tap] = list(plan_taps(root, session, force_generic, folded_modules))
+        for tap in self.all:
+            tap.install()
+        self.regions = Regions(root, session, self.all)
+        has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self.all)
+        self.of_root = EmptyBatchForward(root, session, has_bags)
+        self._add(self.of_root)
+        self.find_compiled()
+        if mode == "two_pass":
+            self._add(TwoPassForward(root, session))
+
+    def _add(self, tap: Tap) -> None:
+        self.all.append(tap)
+        tap.install()
+
+    def find_compiled(self) -> None:
+        """Take over what was compiled of the model before, or since."""
+        self.regions.find(self.of_root)
+
+    def remove(self) -> None:
+        """Every forward is again what it was."""
+        self.regions.remove()
+        while self.all:
+            self.all.pop().remove()
+
+
+def plan_taps(
+    root: nn.Module,
+    session: ClippingSession,
+    force_generic: bool = False,
+    folded_modules: Sequence[str] = (),
+) -> Iterator[Tap]:
+    """A tap for every module that owns parameters directly.
+
+    A container of parameters (``nn.ParameterList``) has no forward: it belongs to its parent.
+    """
+    paths = [path for path, _ in root.named_modules()]
+    folded: set[str] = set()
+    for pattern in folded_modules:
+        named = [path for path in paths if fnmatchcase(path, pattern)]
+        if not named:
+            raise ValueError(
+                f"folded_modules: no module is named like {pattern!r}. Names look like "
+                f"{', '.join(repr(path) for path in paths[1:4])}."
+            )
+        folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
+    for path, module in root.named_modules():
+        if isinstance(module, PARAMETER_CONTAINERS):
+            continue
+        if (scope := find_scope(module)) is not None:
+            # Before parameters: Opacus' recurrent layers own aliases of their cells'.
+            yield ScopedForward(module, path, scope, session)
+        elif owned_parameters(module):
+            rule = None if force_generic else find_rule(module)
+            yield Tap(module, path, rule, session, force_generic, path in folded)

@@ -1,0 +1,119 @@
+"""Hooks on parameters: a gradient that autograd brings there went past every tap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.integration.unsupported import refuse_complex
+
+
+class ParameterGuards:
+    """Watches the trainable parameters of a wrapped model, and lets ``p.grad`` hold sums in fp32.
+
+    Args:
+        root: the model.
+        owners: its modules that hold parameters.
+        session: what its taps share.
+        sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
+        handles: hooks are added to these; who removes those ends the watch.
+
+    Attributes:
+        count: how many parameters are watched.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        owners: Sequence[nn.Module],
+        session: ClippingSession,
+        sum_dtype: str,
+        handles: list[Any],
+    ):
+        self.root = root
+        self.owners = owners
+        self.session = session
+        self.sum_dtype = sum_dtype
+        self.handles = handles
+        self.count = 0
+        self._guarded: dict[int, nn.Parameter] = {}
+        #: Parameters whose gradients had to have a dtype before, and which.
+        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+
+    def watch_new(self) -> bool:
+        """Watch parameters that have become trainable since the last look; whether any has.
+
+        Raises:
+            FlashClippingError: one is complex.
+            NotImplementedError: one is in 16 bits, and this PyTorch has no sums in fp32 for it.
+        """
+        guarded = self._guarded
+        new = {
+            id(param): param
+            for owner in self.owners
+            for param in owner._parameters.values()
+            if param is not None and id(param) not in guarded and param.requires_grad
+        }
+        if not new:
+            return False
+        names = {id(param): name for name, param in self.root.named_parameters()}
+        for key, param in new.items():
+            refuse_complex(names[key], param)
+            self._allow_sums(names[key], param)
+            self.handles.append(param.register_hook(_Guard(names[key], key, self.session)))
+            guarded[key] = param  # the last: what was refused is looked at again
+            self.count += 1
+        return True
+
+    def _allow_sums(self, name: str, param: nn.Parameter) -> None:
+        """Let ``param.grad`` hold sums in fp32."""
+        if param.dtype not in (torch.bfloat16, torch.float16) or self.sum_dtype == "parameter":
+            return
+        if not hasattr(param, "grad_dtype"):
+            raise NotImplementedError(
+                f"{name}: is in {param.dtype}, and this PyTorch ({torch.__version__}) allows no "
+                "gradient in another dtype: its clipped sums would be rounded before noise is "
+                "added. Use a PyTorch whose tensors have grad_dtype (2.10 or newer), keep the "
+                "parameters in float32 (with autocast), or pass sum_dtype='parameter', which "
+                "weakens privacy."
+            )
+        self._grad_dtypes.append((param, param.grad_dtype))
+        param.grad_dtype = None  # any
+
+    def remove(self) -> None:
+        """Gradients have to have the dtype again that they had to have before."""
+        self._guarded = {}
+        while self._grad_dtypes:
+            param, dtype = self._grad_dtypes.pop()
+            if param.grad is None or dtype in (None, param.grad.dtype):
+                param.grad_dtype = dtype
+
+
+class _Guard:
+    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
+
+    def __init__(self, name: str, key: int, session: ClippingSession):
+        self.name = name
+        self.key = key
+        self.session = session
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
+            if (tape := self.session.tape) is not None:
+                tape.asked.add(self.key)
+        elif self.session.enabled:
+            raise FlashClippingError(
+                f"{self.name}: this parameter received a gradient from outside the module that "
+                "owns it; it would be added without being clipped. Freeze it "
+                "(requires_grad_(False)) and train adapters (LoRA on the model's linear layers) "
+                "instead; or use it in its own module's forward, which others call; or detach it "
+                "where it is used elsewhere. For a penalty on weights, use the optimizer's "
+                "weight_decay. A weight that a hook computes (torch.nn.utils.weight_norm, "
+                "spectral_norm) needs torch.nn.utils.parametrizations instead; after pruning, "
+                "torch.nn.utils.prune.remove(module, name)."
+            )

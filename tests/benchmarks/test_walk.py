@@ -1,0 +1,54 @@
+"""``walk``: calls are counted, and told in their order."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks import walk
+from flash_clipping.factors import RowSum
+from flash_clipping.ops.certificate import upper_bound
+from tests.benchmarks.conftest import Run
+
+
+def test_the_walk_of_a_linear_layer_is_counted(run: Run) -> None:
+    status, printed = run("walk")
+    assert status == 0, printed
+    lines = printed.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["forward", "backward"]
+    for line in lines:
+        calls, files, changes = map(int, re.findall(r"\d+", line))
+        assert 1 < files <= changes + 1 < calls
+
+
+def test_its_calls_are_listed_in_order(run: Run) -> None:
+    _, printed = run("walk", "--calls")
+    lines = [line.strip() for line in printed.splitlines()]
+    places = [
+        lines.index(line)
+        for line in (
+            "capture/tap.py: Tap.__call__",
+            "rules/linear.py: LinearRule.forward",
+            "rules/linear.py: LinearRule.backward",
+            "finish/tape.py: Tape.finish",
+            "finish/tape.py: Tape.add_clipped_sums",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_calls_of_other_libraries_do_not_count() -> None:
+    import torch
+
+    def work() -> None:
+        torch.nn.functional.relu(torch.ones(2))
+        upper_bound(torch.ones(2), None)
+        upper_bound(torch.ones(2), None)
+        RowSum(torch.ones(2, 1, 3))
+
+    found = walk.recorded(work)
+    assert [(call.file, call.depth) for call in found.calls] == [
+        ("ops/certificate.py", 0),
+        ("ops/certificate.py", 0),
+        ("factors/vector.py", 0),
+    ]
+    assert (found.files, found.changes) == (2, 1)
