@@ -335,6 +335,7 @@ class ClippingSession:
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
         self.evidence.proven.discard(path)
+        self.evidence.constants.discard(path)
         self.evidence.reads.pop(path, None)
         call = self.current_forward
         if call is not None:
