@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ from flash_clipping.capture.no_trace import (
     untouched,
     without_activations,
 )
-from flash_clipping.capture.same_for_all import noting_misuse
+from flash_clipping.capture.same_for_all import note_escaped, noting_misuse
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.wires import (
     ACTIVE,
@@ -219,6 +220,10 @@ class _Layout:
     refused: list[tuple[str, str]]
     #: Those of them that may get wires, once it is proven that they read samples.
     unproven: set[str] = field(default_factory=set)
+    #: Why the region does not run as compiled, but for ``fullgraph``.
+    uncompiled: str = ""
+    #: Whether something in the region is the same for all samples.
+    has_same_for_all: bool = False
     #: What identifies this layout by ``id`` is kept, so that no other object gets that.
     kept: list[Any] = field(default_factory=list)
 
@@ -348,6 +353,7 @@ class Region:
         self.fullgraph = fullgraph
         #: Layers that ran uncompiled once, to be proven.
         self._tried: set[str] = set()
+        self._warned = False
         self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, _Affine] = {}
         self._known: OrderedDict[Hashable, Calls] = OrderedDict()
@@ -417,6 +423,9 @@ class Region:
                 # As eager taps do, take what they read for samples, to be proven after this call.
                 self._tried |= layout.unproven
                 return self.inner(*args, **kwargs)
+            if layout.uncompiled and not self.fullgraph:
+                self._warn_uncompiled(layout.uncompiled)
+                return self.inner(*args, **kwargs)
             return self._run(layout, args, kwargs)
         except FlashClippingError:
             raise
@@ -432,6 +441,16 @@ class Region:
                 self._known.pop(key, None)
                 self._shapes[kind].refute()
 
+    def _warn_uncompiled(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.path}: it runs uncompiled, as {why}. Such values cannot go from one graph "
+                "to the next: expand what the layer reads over the batch, x.expand(batch_size, "
+                "...), or freeze its parameters.",
+                stacklevel=2,
+            )
+
     def _run(self, layout: _Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
         assert self.compiled is not None
@@ -439,10 +458,13 @@ class Region:
         if layout is not None:
             self._check(layout)
         before = ACTIVE.pop(key, None)
-        if layout is not None:
-            ACTIVE[key] = self._make(layout)
         try:
-            return self.compiled(*args, **kwargs)
+            if layout is not None:
+                ACTIVE[key] = self._make(layout)
+            output = self.compiled(*args, **kwargs)
+            if layout is not None and layout.has_same_for_all:
+                note_escaped(output)
+            return output
         finally:
             ACTIVE.pop(key, None)
             if before is not None:
@@ -511,7 +533,7 @@ class Region:
                 as_if_compiling(),
                 noting_misuse() as misuse,
             ):
-                self.inner(*args, **kwargs)
+                note_escaped(self.inner(*args, **kwargs))
             calls = [session.seen.get(id(tap), []) for tap in self.taps]
             if misuse:
                 calls = [[_refused(seen, misuse[0]) for seen in of_tap] for of_tap in calls]
@@ -561,6 +583,8 @@ class Region:
                 layout.by_tap.append(())
                 continue
             why = _without_wires(tap, calls)
+            if why is not None and any(s is not None and s.kind == "same for all" for s in calls):
+                layout.uncompiled = f"{tap.path}: {why}"
             if why is not None:
                 layout.by_tap.append(None)
                 if calls:
@@ -571,6 +595,7 @@ class Region:
             of_tap: list[tuple[Kind, tuple[int | None, ...]]] = []
             for seen in calls:
                 assert seen is not None
+                layout.has_same_for_all |= seen.kind in ("own", "same for all")
                 if seen.kind == "own":
                     for name, param in zip(names, params, strict=True):
                         place = layout.add_wire(OwnWiring.meta(param, seen), param.device)
@@ -609,6 +634,8 @@ def _without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
             return "it uses its parameters itself, and rows are not samples there"
         if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):
             return None
+        if tap.path in tap.session.evidence.reads:
+            return "its own parameters meet what has no row for each sample"
         return _UNPROVEN
     if tap.wiring is None:
         return f"its rule {type(tap.rule).__name__} cannot be traced"
@@ -629,7 +656,7 @@ def _refused(seen: Seen | None, why: str) -> Seen | None:
     """A call that may have no wires, as what is the same for all samples meets others."""
     if seen is None or seen.kind in ("samples", "unused"):
         return seen
-    return seen._replace(why=f"{why}, which is not served in compiled graphs")
+    return seen._replace(why=f"it computes what is the same for all samples, and {why}")
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.bare import BareParameter
 from flash_clipping.capture.bare.operation import name_of
+from flash_clipping.capture.bare.stand_in import circumstances
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.errors import FlashClippingError
 
 
@@ -66,6 +68,8 @@ class _Learning(threading.local):
     found: list[str] | None = None
     #: The modules, by path, whose parameters functions were called with.
     used: set[str] = set()  # noqa: RUF012 (one for each thread as soon as it learns)
+    #: What a checkpoint changes, as it was outside of any.
+    outside: Any = None
 
 
 _learning = _Learning()
@@ -74,18 +78,23 @@ _learning = _Learning()
 @contextmanager
 def noting_misuse() -> Iterator[list[str]]:
     """While the body runs, functions that are not served run as they would have; they are noted."""
-    before = _learning.found, _learning.used
+    before = _learning.found, _learning.used, _learning.outside
     found: list[str] = []
-    _learning.found, _learning.used = found, set()
+    _learning.found, _learning.used, _learning.outside = found, set(), circumstances()
     try:
         yield found
     finally:
-        _learning.found, _learning.used = before
+        _learning.found, _learning.used, _learning.outside = before
 
 
 def was_used(path: str) -> bool:
     """Whether a function was called with what comes from the module at ``path``."""
     return path in _learning.used
+
+
+def is_checkpointed() -> bool:
+    """Whether an activation checkpoint inside of the region runs."""
+    return bool(_learning.outside != circumstances())
 
 
 def without_same(
@@ -94,7 +103,7 @@ def without_same(
     """The arguments of a layer that takes samples only, as they would have been."""
     leaves = [*_leaves(args), *_leaves(kwargs.values())]
     if any(isinstance(x, SameForAll) for x in leaves) and _learning.found is not None:
-        _learning.found.append(f"{path} reads what is the same for all samples, in a way")
+        _learning.found.append(f"{path} is called with what is computed from constants alone")
     return _plain(args), {key: _plain(value) for key, value in kwargs.items()}
 
 
@@ -162,26 +171,38 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     if name in _ATTRIBUTES:
         return _attribute(_ATTRIBUTES[name], args[0])
     if not is_dynamo_compiling():
-        _note_use(args, kwargs)
+        note_use(args, kwargs)
     serve = _SERVED.get(name)
-    if serve is not None and "out" not in kwargs and _apart() and not _has_stand_in(args):
+    if serve is not None and _is_known_call(args, kwargs) and _apart():
         served, result = serve(func, args, kwargs)
         if served:
             return result
     return _refuse(func, name, args, kwargs)
 
 
-def _has_stand_in(args: tuple[Any, ...]) -> bool:
-    """Whether it meets what is computed from parameters outside of the region."""
-    if is_dynamo_compiling():
-        return False  # layers that run by themselves break the graph
-    return any(isinstance(x, BareParameter) for x in _leaves(args))
+def _is_known_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all tensors are where the functions below look for them, and none of them is computed
+    from parameters outside of the region."""
+    if len(args) == 0 or any([isinstance(x, Tensor | tuple | list) for x in kwargs.values()]):
+        return False
+    # Inside of a trace there is none: layers that run by themselves break the graph.
+    return is_dynamo_compiling() or not any(isinstance(x, BareParameter) for x in _leaves(args))
 
 
-def _note_use(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def note_use(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Something is computed with these."""
     for x in [*_leaves(args), *_leaves(kwargs.values())]:
         if isinstance(x, SameForAll) and _learning.found is not None:
             _learning.used.add(_path_of(x))
+
+
+def note_escaped(output: Any) -> None:
+    """What a region returns leaves it: outside, a row for each sample is nothing that is known."""
+    for x in tensors_in(output):
+        if isinstance(x, SameForAll):
+            if _learning.found is None:
+                _raise(_path_of(x), "return")
+            _learning.found.append(f"the region returns what {_path_of(x)} computes")
 
 
 def _refuse(
@@ -192,8 +213,7 @@ def _refuse(
     if is_dynamo_compiling() or _learning.found is None:
         _raise(path, name)
     _learning.found.append(
-        f"{path or 'a layer'} computes what is the same for all samples, and "
-        f"{name} is called with it"
+        f"{name} is called with what {path or 'a layer'} computes from constants or parameters"
     )
     named = {key: _plain(value) for key, value in kwargs.items()}
     return func(*_plain(args), **named)
@@ -255,7 +275,7 @@ def _is_floating_point(
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-    return True, _plain(args[0]).detach()
+    return _like(args[0], memory_of(args[0]).detach())
 
 
 # -- functions of one of them ----------------------------------------------------------------------
@@ -267,11 +287,19 @@ def _like(z: Tensor, d: Tensor) -> tuple[bool, Any]:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+    """A function that computes every element of its first argument by itself."""
     z, rest = args[0], args[1:]
+    if not isinstance(z, SameForAll) or any([isinstance(x, Tensor) for x in rest]):
+        return False, None
+    return _like(z, func(memory_of(z), *rest, **kwargs))
+
+
+def _to(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Of a tensor that is an argument, only the dtype and the device are used."""
+    z, rest = args[0], _plain(args[1:])
     if isinstance(z, SameForAll):
-        return _like(z, func(memory_of(z), *_plain(rest), **kwargs))
-    # x.to(z), x.type_as(z): what z is made of.
-    return True, func(z, *_plain(rest), **kwargs)
+        return _like(z, func(memory_of(z), *rest, **kwargs))
+    return True, func(z, *rest, **kwargs)
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
@@ -437,11 +465,12 @@ def _together(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sames: Sequence[Tensor]
 ) -> tuple[bool, Any]:
     path = _path_of(sames[0])
-    if all([isinstance(x, SameRows) and x.dim() == sames[0].dim() for x in sames]):
-        found = [memory_of(x) if isinstance(x, SameForAll) else x for x in args]
-        return True, _of(SameRows, func(*found, **kwargs), path)
     axes = max([len(_seen_shape(x)) for x in sames])
-    found = []
+    if any([isinstance(x, SameRows) and len(_seen_shape(x)) == axes for x in sames]):
+        rows = [_aligned(x, axes) if isinstance(x, SameForAll) else x for x in args]
+        if all([row is not None for row in rows]):
+            return True, _of(SameRows, func(*rows, **kwargs), path)
+    found: list[Any] = []
     for x in args:
         if isinstance(x, SameForAll):
             d = rows_of(x)
@@ -481,6 +510,8 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[b
 
 
 _SERVED: dict[str, Callable[..., tuple[bool, Any]]] = {
+    "to": _to,
+    "type_as": _to,
     "size": _size,
     "dim": _dim,
     "is_floating_point": _is_floating_point,
@@ -502,8 +533,9 @@ _SERVED: dict[str, Callable[..., tuple[bool, Any]]] = {
     "concatenate": _cat,
     **dict.fromkeys(
         (
-            *("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
-            *("neg", "__neg__", "exp", "sigmoid", "tanh", "sin", "cos", "relu", "abs", "square"),
+            *("float", "double", "half", "bfloat16", "contiguous", "clone", "neg", "__neg__"),
+            *("exp", "log", "sqrt", "rsqrt", "square", "abs", "sin", "cos", "clamp"),
+            *("sigmoid", "tanh", "relu", "gelu", "silu", "softplus"),
         ),
         _elementwise,
     ),

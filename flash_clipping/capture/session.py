@@ -92,6 +92,8 @@ class ClippingSession:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: While a layer runs uncompiled in the midst of a compiled region.
+        self.by_itself = False
         #: While a compiled region learns what its layers see
         #: (:mod:`flash_clipping.capture.wires`): what each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
@@ -255,7 +257,7 @@ class ClippingSession:
         if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
             tape.put_back()
         self._tape = None
-        self.bypassed = False
+        self.bypassed = self.by_itself = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
             module._parameters[name] = param

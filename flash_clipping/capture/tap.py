@@ -30,7 +30,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.wires import noted_call, traced_call, wiring_of
+from flash_clipping.capture.wires import ACTIVE, by_itself, noted_call, traced_call, wiring_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import (
     Needs,
@@ -150,6 +150,8 @@ class Tap(FactorSource):
             return self.original(*args, **kwargs)
         if is_dynamo_compiling():
             return traced_call(self, args, kwargs)
+        if ACTIVE and not session.by_itself:
+            return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         trainable, rule = self.trainable(), self.rule
         params = trainable[1]
         if rule is None or self._computed or not params:

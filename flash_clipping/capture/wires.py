@@ -44,7 +44,9 @@ from flash_clipping._compat import (
 from flash_clipping.capture.same_for_all import (
     SameForAll,
     SameRows,
+    is_checkpointed,
     memory_of,
+    note_use,
     rows_of,
     same_for_all,
     was_used,
@@ -710,7 +712,7 @@ def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                         if output is not None:
                             return output
                     _note_misfit()
-    return _by_itself(tap, args, kwargs)
+    return by_itself(tap, args, kwargs)
 
 
 def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -786,8 +788,14 @@ def _on_own_parameters(
 
 
 @never_compiled
-def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tap(*args, **kwargs)
+def by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The layer as it is uncompiled, with all that it calls."""
+    session = tap.session
+    before, session.by_itself = session.by_itself, True
+    try:
+        return tap(*args, **kwargs)
+    finally:
+        session.by_itself = before
 
 
 # -- what runs before ------------------------------------------------------------------------------
@@ -821,6 +829,7 @@ def noted_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if calls is None:
         return tap.original(*args, **kwargs)
     of_tap = calls.setdefault(id(tap), [])
+    note_use(args, kwargs)
     call = tap.session.current_forward
     batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
     if tap.rule is None and batch_size is not None and kind in ("own", "unused"):
@@ -875,5 +884,8 @@ def _noted_own(
         for owner, name, param in found:
             owner._parameters[name] = param
     kind: Kind = "own" if was_used(tap.path) else "unused"
-    of_tap[place] = Seen((batch_size,), dtype, (batch_size,), dtype, kind)
+    why = ""
+    if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
+        why = "it uses its parameters itself, inside of an activation checkpoint"
+    of_tap[place] = Seen((batch_size,), dtype, (batch_size,), dtype, kind, why)
     return output
