@@ -61,6 +61,8 @@ SERVED: dict[str, Function] = {
     "rows beside itself": lambda z, x: x + z.expand_as(x) * z + z.expand_as(x) * z.expand_as(x),
     "no dropout": lambda z, x: x + F.dropout(z, 0.3, training=False),
     "detached": lambda z, x: x + z * z.detach(),
+    "the first of its rows": lambda z, x: x + z.expand_as(x)[:1],
+    "rows of another number": lambda z, x: x + z * z.expand(7, -1, -1).shape[0],
     "told by its shape": lambda z, x: x + z * (len(z.shape) + z.size(-1) + z.dim() + z.ndim),
 }
 
@@ -73,6 +75,10 @@ MISUSED: dict[str, Function] = {
     "product": lambda z, x: x @ z[0].mT,
     "dropout": lambda z, x: x + F.dropout(z, 0.3),
     "a parameter": lambda z, x: x + z * nn.Parameter(torch.ones(3, dtype=x.dtype)),
+    "rows of a parameter": lambda z, x: x + z * nn.Parameter(x.new_ones(len(x), 1, 3)),
+    "a constant": lambda z, x: x + z * x.new_ones(1, x.shape[1], 3),
+    "by name": lambda z, x: x.add(other=z),
+    "limits of samples": lambda z, x: x + z.clamp(x.detach()),
     "limits": lambda z, x: x + torch.clamp(torch.zeros(3).double(), max=z),
     "chosen by number": lambda z, x: x + z[:, torch.arange(x.shape[1])],
     "written into": lambda z, x: (x * 1.0).index_put_((torch.tensor([0]),), z[0]),
@@ -228,6 +234,15 @@ def test_misuse_is_refused_with_a_name_before_it_is_compiled(name: str, compiler
         FlashClippingError, match=r"embed \(Embedding\): it computes what is the sa"
     ):
         squares(module, float64s(4, 5, 4))
+
+
+def test_a_constant_with_as_many_rows_as_samples_is_none(compiler: Any) -> None:
+    """By its shape alone, it could be the samples."""
+    use: Function = lambda z, x: x + z[0, 0] * x.new_ones(x.shape[1], 3)  # noqa: E731
+    module = compiler(Using(use).double())
+    with pytest.raises(FlashClippingError, match=r"embed \(Embedding\): no rehearsal has shown"):
+        for _ in range(2):
+            squares(module, float64s(5, 5, 4)).backward()
 
 
 def test_misuse_between_two_graphs(compiler: Any) -> None:
