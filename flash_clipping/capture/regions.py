@@ -34,6 +34,7 @@ from flash_clipping._compat import (
     checkpoints_replaced,
     compiles,
     is_compiled,
+    is_compilers_error,
     pytree,
 )
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
@@ -414,7 +415,7 @@ class Region:
         key = kind, tuple(sizes)
         known = self._find(key, kind, sizes)
         told = known is not None
-        traces.misfits = False
+        traces.misfits, traces.inside = False, []
         if known is None:
             known = self._learn(key, kind, sizes, args, kwargs)
         try:
@@ -429,10 +430,19 @@ class Region:
             return self._run(layout, args, kwargs)
         except FlashClippingError:
             raise
-        except Exception:
-            if not (traces.misfits and told):
+        except Exception as error:
+            if traces.inside:
+                raise FlashClippingError(
+                    f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator with a "
+                    "body of its own (torch.cond, while_loop, scan, a nested compile region), "
+                    "which may run it any number of times: there is nothing to record it with. "
+                    "Call the layer outside of the operator, leave this part uncompiled, or "
+                    "freeze the layer's parameters."
+                ) from error
+            # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
+            if not (traces.misfits and told and self.fullgraph and is_compilers_error(error)):
                 raise
-            # What followed from other shapes was wrong; nothing has run yet.
+            # What followed from other shapes was wrong.
             traces.misfits = False
             known = self._learn(key, kind, sizes, args, kwargs)
             return self._run(self._layout(key, known), args, kwargs)

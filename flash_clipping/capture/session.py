@@ -22,7 +22,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import at_end_of_backward, graph_task
+from flash_clipping._compat import (
+    at_end_of_backward,
+    graph_task,
+    is_autograd_compiled,
+    is_fake,
+)
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.plan import Plans
@@ -307,6 +312,12 @@ class ClippingSession:
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
             return sure
+        if is_fake(x):
+            raise FlashClippingError(
+                f"{path}: called inside an operator that traces its body (torch.cond, while_loop, "
+                "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
+                "of the operator, use plain Python for it, or freeze the layer's parameters."
+            )
         read = call.next_read(path)
         folded = path in self.folded
         if call.witness is not None:
@@ -393,6 +404,7 @@ class ClippingSession:
 
         ``call`` is the call of the root whose output it has reached.
         """
+        refuse_compiled_autograd()
         if call is not None:
             self.check_thread(call)
         tape = self.tape
@@ -474,6 +486,22 @@ class ClippingSession:
             "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
             "clipping coefficient 0 and add nothing to the sum. This is said once.",
             stacklevel=2,
+        )
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old.
+
+    Raises:
+        FlashClippingError: compiled autograd is on.
+    """
+    if is_autograd_compiled():
+        raise FlashClippingError(
+            "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
+            "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
+            "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
+            "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
+            "outside of torch.compile."
         )
 
 

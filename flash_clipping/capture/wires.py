@@ -636,6 +636,8 @@ class _Traces(threading.local):
     """Whether a layer was traced, in this thread, with wires that do not fit it."""
 
     misfits = False
+    #: Layers that were traced in the body of an operator that runs any number of times.
+    inside: list[str] = []  # noqa: RUF012 (every region begins one of its own)
 
 
 traces = _Traces()
@@ -680,6 +682,14 @@ def _claim(number: int, calls: int) -> int:
 
 
 @constant_in_traces
+def _note_operator(path: str) -> bool:
+    """A layer is traced that has no wires: in the body of an operator it cannot run by itself."""
+    if not is_traced_once():
+        traces.inside.append(path)
+    return True
+
+
+@constant_in_traces
 def _note_misfit() -> bool:
     """The wires of a layer that is traced do not have the shapes that it needs."""
     traces.misfits = True
@@ -712,6 +722,7 @@ def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                         if output is not None:
                             return output
                     _note_misfit()
+    _note_operator(tap.path)
     return by_itself(tap, args, kwargs)
 
 
