@@ -176,7 +176,6 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        refuse_compiled_autograd()
         call: _Call = ctx.call()
         grads = call.grads
         tape = call.root.session.tape

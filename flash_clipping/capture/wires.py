@@ -8,10 +8,11 @@ wires are made and received outside (:mod:`flash_clipping.capture.regions`).
 
 What is wired: ``nn.Linear`` and ``transformers``' ``Conv1D``, ``nn.Embedding``, ``nn.LayerNorm``,
 ``nn.RMSNorm``, ``nn.GroupNorm``, ``nn.InstanceNorm1d/2d/3d`` and ``nn.Conv1d/2d/3d``, called with
-one tensor, once or several times in a region, where a rehearsal has shown that they read samples.
-Any other layer with trainable parameters (bare parameters, the generic rule, ``nn.EmbeddingBag``,
-``nn.MultiheadAttention``, recurrent layers, rules of users) runs by itself, between two graphs;
-with ``fullgraph=True`` it is an error that names it.
+one tensor, once or several times in a region, where a rehearsal has shown that they read samples;
+what is the same for all samples, and parameters that modules use themselves, as
+:mod:`flash_clipping.capture.same_for_all` has it. Any other layer with trainable parameters (the
+generic rule, ``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent layers, rules of users) runs
+by itself, between two graphs; with ``fullgraph=True`` it is an error that names it.
 
 While a layer is traced, its wires are compared with what it reads and returns, so that a wrong
 shape is a guard that fails, not a wrong norm.
