@@ -64,6 +64,27 @@ tracing_context: Callable[[], Any] = find(load("torch._guards"), "TracingContext
 )
 
 
+@constant_in_traces
+def is_autograd_compiled() -> bool:
+    """Whether backward passes are compiled (compiled autograd) now. Without: not noticed before
+    norms are missing."""
+    found = sys.modules.get("torch._dynamo.compiled_autograd")  # who has not imported it has not
+    names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
+    return found is not None and any(bool(getattr(found, name, False)) for name in names)
+
+
+def is_fake(x: Any) -> bool:
+    """Whether a tensor only stands for one, while a graph is traced. Without: no."""
+    found = find(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor")
+    return found is not None and isinstance(x, found)
+
+
+def is_compilers_error(error: BaseException) -> bool:
+    """Whether Dynamo raised this while it traced. Without: no."""
+    found = find(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException")
+    return found is not None and isinstance(error, found)
+
+
 def _is_of_compiler(thing: Any, kind: str) -> bool:
     compiler = sys.modules.get("torch._dynamo")  # who has not imported it has compiled nothing
     found = find(compiler, f"eval_frame.{kind}")

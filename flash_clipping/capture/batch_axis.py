@@ -213,9 +213,14 @@ def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:
             if place == len(calls[call]):  # what comes after a gap is not known
                 calls[call].append(answer)
         evidence.proven.discard(path)
+        evidence.constants.discard(path)
         evidence.reads[path] = calls
-        if all(answers.values()) and other is not None and path not in uncertain:
+        if other is None or path in uncertain:
+            continue
+        if all(answers.values()):
             evidence.proven.add(path)
+        elif all(answer is (place > 0) for (_, _, place), answer in answers.items()):
+            evidence.constants.add(path)
 
 
 def _refusal(findings: list[_Finding], session: ClippingSession) -> str:

@@ -55,11 +55,14 @@ class Evidence:
 
     Attributes:
         proven: layers all of whose reads are samples.
+        constants: layers that read what is the same for all samples, and whose outputs meet samples
+            only.
         reads: for the others, read by read, in every call of the layer.
     """
 
     def __init__(self) -> None:
         self.proven: set[str] = set()
+        self.constants: set[str] = set()
         self.reads: dict[str, list[list[bool]]] = {}
 
     def known(self, read: Read, any_call: bool) -> bool | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from flash_clipping._compat import (
     checkpoints_replaced,
     compiles,
     is_compiled,
+    is_compilers_error,
     pytree,
 )
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
@@ -43,8 +45,21 @@ from flash_clipping.capture.no_trace import (
     untouched,
     without_activations,
 )
+from flash_clipping.capture.same_for_all import note_escaped, noting_misuse
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.wires import ACTIVE, Calls, Seen, Wires, begin_trace, traces
+from flash_clipping.capture.wires import (
+    ACTIVE,
+    Calls,
+    Kind,
+    Meta,
+    OwnWiring,
+    Seen,
+    WiredCall,
+    Wiring,
+    begin_trace,
+    kind_of,
+    traces,
+)
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, Outer
 from flash_clipping.finish.session import Readers
@@ -141,7 +156,7 @@ def _form(calls: Calls) -> Hashable:
     """All about these calls but sizes."""
     return tuple(
         tuple(
-            None if s is None else (len(s.x_shape), s.x_dtype, len(s.y_shape), s.y_dtype)
+            None if s is None else (len(s.x_shape), len(s.y_shape), s.x_dtype, s.y_dtype, *s[4:])
             for s in of_tap
         )
         for of_tap in calls
@@ -153,7 +168,7 @@ def _with_sizes(calls: Calls, sizes: Iterator[int]) -> Calls:
         if seen is None:
             return None
         x_shape = tuple(next(sizes) for _ in seen.x_shape)
-        return Seen(x_shape, seen.x_dtype, tuple(next(sizes) for _ in seen.y_shape), seen.y_dtype)
+        return seen._replace(x_shape=x_shape, y_shape=tuple(next(sizes) for _ in seen.y_shape))
 
     return [[changed(seen) for seen in of_tap] for of_tap in calls]
 
@@ -186,6 +201,7 @@ class _Slot(NamedTuple):
     """One call of a wired layer: which of all wires are its own."""
 
     tap: Tap
+    wiring: Wiring | OwnWiring
     names: list[str]
     params: list[nn.Parameter]
     places: tuple[int | None, ...]
@@ -197,15 +213,26 @@ class _Layout:
 
     metas: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]
     slots: list[_Slot]
-    #: By number of a tap: the places of the wires of its calls, or as in :data:`ACTIVE`.
-    by_tap: list[tuple[tuple[int | None, ...], ...] | None]
+    #: By number of a tap: of its calls, what they are and the places of their wires, or as in
+    #: :data:`ACTIVE`.
+    by_tap: list[tuple[tuple[Kind, tuple[int | None, ...]], ...] | None]
     params: list[nn.Parameter]
     #: Layers that have no wires, and why.
     refused: list[tuple[str, str]]
     #: Those of them that may get wires, once it is proven that they read samples.
     unproven: set[str] = field(default_factory=set)
+    #: Why the region does not run as compiled, but for ``fullgraph``.
+    uncompiled: str = ""
+    #: Whether something in the region is the same for all samples.
+    has_same_for_all: bool = False
     #: What identifies this layout by ``id`` is kept, so that no other object gets that.
     kept: list[Any] = field(default_factory=list)
+
+    def add_wire(self, meta: Meta, device: torch.device) -> int:
+        """Returns: its place."""
+        shape, dtype = meta
+        self.metas.append((shape, (0,) * len(shape), dtype, device))
+        return len(self.metas) - 1
 
 
 class _Wires(torch.autograd.Function):
@@ -259,8 +286,7 @@ class _Handed:
                     "arrived. Call the layer with a tensor that requires grad, or compile the "
                     "model without it."
                 )
-            assert slot.tap.wiring is not None
-            by_name = slot.tap.wiring.factors(slot.tap.layer, of_slot)
+            by_name = slot.wiring.factors(slot.tap.layer, of_slot)
             found.append((slot, [by_name[name] for name in slot.names]))
         if not self.session.enabled:
             return self._ordinary(found)
@@ -328,6 +354,7 @@ class Region:
         self.fullgraph = fullgraph
         #: Layers that ran uncompiled once, to be proven.
         self._tried: set[str] = set()
+        self._warned = False
         self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, _Affine] = {}
         self._known: OrderedDict[Hashable, Calls] = OrderedDict()
@@ -382,10 +409,13 @@ class Region:
         if (call is None or call.ended) and not in_backward():
             return self.inner(*args, **kwargs)  # where taps refuse it
         kind, sizes = _kind_and_sizes(args, kwargs)
+        # What is the same for all samples gets a row for each, as many as the model has now.
+        kind = kind, tuple([kind_of(tap) for tap in self.taps])
+        sizes.append(0 if call is None else call.batch_size or 0)
         key = kind, tuple(sizes)
         known = self._find(key, kind, sizes)
         told = known is not None
-        traces.misfits = False
+        traces.misfits, traces.inside = False, []
         if known is None:
             known = self._learn(key, kind, sizes, args, kwargs)
         try:
@@ -394,13 +424,25 @@ class Region:
                 # As eager taps do, take what they read for samples, to be proven after this call.
                 self._tried |= layout.unproven
                 return self.inner(*args, **kwargs)
+            if layout.uncompiled and not self.fullgraph:
+                self._warn_uncompiled(layout.uncompiled)
+                return self.inner(*args, **kwargs)
             return self._run(layout, args, kwargs)
         except FlashClippingError:
             raise
-        except Exception:
-            if not (traces.misfits and told):
+        except Exception as error:
+            if traces.inside:
+                raise FlashClippingError(
+                    f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator with a "
+                    "body of its own (torch.cond, while_loop, scan, a nested compile region), "
+                    "which may run it any number of times: there is nothing to record it with. "
+                    "Call the layer outside of the operator, leave this part uncompiled, or "
+                    "freeze the layer's parameters."
+                ) from error
+            # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
+            if not (traces.misfits and told and self.fullgraph and is_compilers_error(error)):
                 raise
-            # What followed from other shapes was wrong; nothing has run yet.
+            # What followed from other shapes was wrong.
             traces.misfits = False
             known = self._learn(key, kind, sizes, args, kwargs)
             return self._run(self._layout(key, known), args, kwargs)
@@ -409,6 +451,16 @@ class Region:
                 self._known.pop(key, None)
                 self._shapes[kind].refute()
 
+    def _warn_uncompiled(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.path}: it runs uncompiled, as {why}. Such values cannot go from one graph "
+                "to the next: expand what the layer reads over the batch, x.expand(batch_size, "
+                "...), or freeze its parameters.",
+                stacklevel=2,
+            )
+
     def _run(self, layout: _Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
         assert self.compiled is not None
@@ -416,16 +468,19 @@ class Region:
         if layout is not None:
             self._check(layout)
         before = ACTIVE.pop(key, None)
-        if layout is not None:
-            ACTIVE[key] = self._make(layout)
         try:
-            return self.compiled(*args, **kwargs)
+            if layout is not None:
+                ACTIVE[key] = self._make(layout)
+            output = self.compiled(*args, **kwargs)
+            if layout is not None and layout.has_same_for_all:
+                note_escaped(output)
+            return output
         finally:
             ACTIVE.pop(key, None)
             if before is not None:
                 ACTIVE[key] = before
 
-    def _make(self, layout: _Layout) -> list[tuple[Wires, ...] | None]:
+    def _make(self, layout: _Layout) -> list[tuple[WiredCall, ...] | None]:
         """The wires of one call, by number of the tap."""
         session = self.session
         for slot in layout.slots:
@@ -437,7 +492,10 @@ class Region:
                 tap.number = number
             session.numbered = self.taps
         if not layout.metas:
-            return [None if calls is None else () for calls in layout.by_tap]
+            return [
+                None if calls is None else tuple(WiredCall(kind, ()) for kind, _ in calls)
+                for calls in layout.by_tap
+            ]
         call = session.current_forward
         handed = _Handed(self.path, layout, session, call, in_backward())
         wires = _Wires.apply(handed, *layout.params)
@@ -445,8 +503,8 @@ class Region:
             None
             if calls is None
             else tuple(
-                tuple(None if place is None else wires[place] for place in of_call)
-                for of_call in calls
+                WiredCall(kind, tuple(None if place is None else wires[place] for place in places))
+                for kind, places in calls
             )
             for calls in layout.by_tap
         ]
@@ -483,9 +541,12 @@ class Region:
                 checkpoints_replaced(PlainCheckpoint),
                 session.bypass(),
                 as_if_compiling(),
+                noting_misuse() as misuse,
             ):
-                self.inner(*args, **kwargs)
+                note_escaped(self.inner(*args, **kwargs))
             calls = [session.seen.get(id(tap), []) for tap in self.taps]
+            if misuse:
+                calls = [[_refused(seen, misuse[0]) for seen in of_tap] for of_tap in calls]
         finally:
             session.seen = before
         self._shapes.setdefault(kind, _Affine()).add(sizes, calls)
@@ -532,6 +593,8 @@ class Region:
                 layout.by_tap.append(())
                 continue
             why = _without_wires(tap, calls)
+            if why is not None and any(s is not None and s.kind == "same for all" for s in calls):
+                layout.uncompiled = f"{tap.path}: {why}"
             if why is not None:
                 layout.by_tap.append(None)
                 if calls:
@@ -539,20 +602,26 @@ class Region:
                 if calls and why == _UNPROVEN:
                     layout.unproven.add(tap.path)
                 continue
-            assert tap.wiring is not None
-            of_tap: list[tuple[int | None, ...]] = []
-            wanted = tap.wiring.wanted(names)
+            of_tap: list[tuple[Kind, tuple[int | None, ...]]] = []
             for seen in calls:
                 assert seen is not None
-                places: list[int | None] = []
-                metas = tap.wiring.metas(tap.layer, seen)
-                for (shape, dtype), needed in zip(metas, wanted, strict=True):
-                    places.append(len(layout.metas) if needed else None)
-                    if needed:
-                        strides = (0,) * len(shape)
-                        layout.metas.append((shape, strides, dtype, params[0].device))
-                layout.slots.append(_Slot(tap, names, params, tuple(places)))
-                of_tap.append(tuple(places))
+                layout.has_same_for_all |= seen.kind in ("own", "same for all")
+                if seen.kind == "own":
+                    for name, param in zip(names, params, strict=True):
+                        place = layout.add_wire(OwnWiring.meta(param, seen), param.device)
+                        layout.slots.append(_Slot(tap, OwnWiring(name), [name], [param], (place,)))
+                    found = [slot.places[0] for slot in layout.slots[-len(names) :]]
+                elif seen.kind == "unused":
+                    found = []
+                else:
+                    assert tap.wiring is not None
+                    metas, wanted = tap.wiring.metas(tap.layer, seen), tap.wiring.wanted(names)
+                    found = [
+                        layout.add_wire(meta, params[0].device) if needed else None
+                        for meta, needed in zip(metas, wanted, strict=True)
+                    ]
+                    layout.slots.append(_Slot(tap, tap.wiring, names, params, tuple(found)))
+                of_tap.append((seen.kind, tuple(found)))
             layout.by_tap.append(tuple(of_tap) or None)
             unique.update((id(param), param) for param in params)
         layout.params = list(unique.values())
@@ -564,19 +633,40 @@ _UNPROVEN = "no rehearsal has shown that it reads the samples, one row for each"
 
 def _without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
     """Why a layer has no wires."""
-    if tap.wiring is None or tap.rule is None:
-        if tap.rule is None:
-            return "it uses its parameters itself, or by the generic rule"
+    why = next((seen.why for seen in calls if seen is not None and seen.why), None)
+    if why is not None:
+        return why
+    kinds = {None if seen is None else seen.kind for seen in calls}
+    if tap.rule is None:
+        if tap.generic:
+            return "it runs by the generic rule"
+        if tap.folded or tap.session.batch_axis:
+            return "it uses its parameters itself, and rows are not samples there"
+        if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):
+            return None
+        if tap.path in tap.session.evidence.reads:
+            return "its own parameters meet what has no row for each sample"
+        return _UNPROVEN
+    if tap.wiring is None:
         return f"its rule {type(tap.rule).__name__} cannot be traced"
     if tap.generic or tap.computed:
         return "it computes with tensors that are not its own parameters"
     if not tap.wiring.serves(tap.layer):
         return "its settings are not supported there"
+    if kinds == {"same for all"}:
+        return None
     if tap.path not in tap.session.evidence.proven:
         return _UNPROVEN
-    if any(seen is None for seen in calls):
+    if None in kinds:
         return "it was called with something else than one tensor that has a batch axis"
     return None
+
+
+def _refused(seen: Seen | None, why: str) -> Seen | None:
+    """A call that may have no wires, as what is the same for all samples meets others."""
+    if seen is None or seen.kind in ("samples", "unused"):
+        return seen
+    return seen._replace(why=f"it computes what is the same for all samples, and {why}")
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -646,7 +736,7 @@ class Regions:
             return
         region = self._region(module, path, inner, context)
         for tap in region.taps:
-            if tap.wiring is not None:
+            if tap.wiring is not None or tap.rule is None:
                 tap.install(as_method=True)
         setattr(module, name, region)
         self._of_blocks.append((module, name, before, region))

@@ -22,7 +22,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import at_end_of_backward, graph_task
+from flash_clipping._compat import (
+    at_end_of_backward,
+    graph_task,
+    is_autograd_compiled,
+    is_fake,
+)
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.plan import Plans
@@ -92,6 +97,8 @@ class ClippingSession:
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
+        #: While a layer runs uncompiled in the midst of a compiled region.
+        self.by_itself = False
         #: While a compiled region learns what its layers see
         #: (:mod:`flash_clipping.capture.wires`): what each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
@@ -263,7 +270,7 @@ class ClippingSession:
         if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
             tape.put_back()
         self._tape = None
-        self.bypassed = False
+        self.bypassed = self.by_itself = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
             module._parameters[name] = param
@@ -313,6 +320,12 @@ class ClippingSession:
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
             return sure
+        if is_fake(x):
+            raise FlashClippingError(
+                f"{path}: called inside an operator that traces its body (torch.cond, while_loop, "
+                "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
+                "of the operator, use plain Python for it, or freeze the layer's parameters."
+            )
         read = call.next_read(path)
         folded = path in self.folded
         if call.witness is not None:
@@ -343,6 +356,7 @@ class ClippingSession:
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
         self.evidence.proven.discard(path)
+        self.evidence.constants.discard(path)
         self.evidence.reads.pop(path, None)
         call = self.current_forward
         if call is not None:
@@ -397,6 +411,7 @@ class ClippingSession:
 
         ``call`` is the call of the root whose output it has reached.
         """
+        refuse_compiled_autograd()
         if call is not None:
             self.check_thread(call)
         tape = self.tape
@@ -478,6 +493,22 @@ class ClippingSession:
             "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
             "clipping coefficient 0 and add nothing to the sum. This is said once.",
             stacklevel=2,
+        )
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old.
+
+    Raises:
+        FlashClippingError: compiled autograd is on.
+    """
+    if is_autograd_compiled():
+        raise FlashClippingError(
+            "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
+            "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
+            "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
+            "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
+            "outside of torch.compile."
         )
 
 

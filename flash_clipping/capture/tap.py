@@ -32,7 +32,7 @@ from flash_clipping.capture.layer_samples import refuse_input, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
-from flash_clipping.capture.wires import noted_call, traced_call, wiring_of
+from flash_clipping.capture.wires import ACTIVE, by_itself, noted_call, traced_call, wiring_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 
@@ -123,6 +123,8 @@ class Tap(FactorSource):
             return self.original(*args, **kwargs)
         if is_dynamo_compiling():
             return traced_call(self, args, kwargs)
+        if ACTIVE and not session.by_itself:
+            return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule, parameters = self.rule, self.parameters
         trainable = parameters.trainable()
         params = trainable[1]

@@ -23,7 +23,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
-from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.session import ClippingSession, refuse_compiled_autograd
 from flash_clipping.errors import FlashClippingError
 
 
@@ -193,6 +193,7 @@ class _TwoPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
+        refuse_compiled_autograd()
         call: _Call = ctx.call
         if call.seed is None:
             raise FlashClippingError(

@@ -8,10 +8,11 @@ wires are made and received outside (:mod:`flash_clipping.capture.regions`).
 
 What is wired: ``nn.Linear`` and ``transformers``' ``Conv1D``, ``nn.Embedding``, ``nn.LayerNorm``,
 ``nn.RMSNorm``, ``nn.GroupNorm``, ``nn.InstanceNorm1d/2d/3d`` and ``nn.Conv1d/2d/3d``, called with
-one tensor, once or several times in a region, where a rehearsal has shown that they read samples.
-Any other layer with trainable parameters (bare parameters, the generic rule, ``nn.EmbeddingBag``,
-``nn.MultiheadAttention``, recurrent layers, rules of users) runs by itself, between two graphs;
-with ``fullgraph=True`` it is an error that names it.
+one tensor, once or several times in a region, where a rehearsal has shown that they read samples;
+what is the same for all samples, and parameters that modules use themselves, as
+:mod:`flash_clipping.capture.same_for_all` has it. Any other layer with trainable parameters (the
+generic rule, ``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent layers, rules of users) runs
+by itself, between two graphs; with ``fullgraph=True`` it is an error that names it.
 
 While a layer is traced, its wires are compared with what it reads and returns, so that a wrong
 shape is a guard that fails, not a wrong norm.
@@ -27,7 +28,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,17 @@ from flash_clipping._compat import (
     padding_of,
     tracing_context,
     transforms_are_active,
+)
+from flash_clipping.capture.same_for_all import (
+    SameForAll,
+    SameRows,
+    is_checkpointed,
+    memory_of,
+    note_use,
+    rows_of,
+    same_for_all,
+    was_used,
+    without_same,
 )
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import (
@@ -69,21 +81,43 @@ Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 #: The wires of one call of a layer, in the order of its wiring; None for what nobody needs.
 Wires: TypeAlias = Sequence[Tensor | None]
 
+#: What a layer's call reads, or computes with: rows that are samples; what is the same for all
+#: samples; its own parameters, in a forward of its own; or nothing of it is trained.
+Kind: TypeAlias = Literal["samples", "same for all", "own", "unused"]
+
+
+class WiredCall(NamedTuple):
+    """One call of a layer in a region."""
+
+    kind: Kind
+    wires: Wires
+
+
 #: The wires of regions that run now, by the key of their model's session: for each tap of the
 #: region, by its number, those of every call. An empty tuple: the layer has nothing to train. None:
 #: it has no wires. Global, as Dynamo takes tensors that are reached through a module of PyTorch's
 #: to be of one shape for good.
-ACTIVE: dict[int, list[tuple[Wires, ...] | None]] = {}
+ACTIVE: dict[int, list[tuple[WiredCall, ...] | None]] = {}
 
 
 class WiredTap(Protocol):
     """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
 
     layer: Any
+    path: str
     session: ClippingSession
+    rule: Rule | None
     wiring: Wiring | None
+    owners: list[torch.nn.Module]
+    folded: bool
+    generic: bool
     #: Its number in the region that runs, or -1.
     number: int
+
+    @property
+    def computed(self) -> bool: ...
+
+    def trainable(self) -> tuple[list[str], list[torch.nn.Parameter]]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -91,16 +125,26 @@ class WiredTap(Protocol):
 
 
 class Seen(NamedTuple):
-    """Input and output of one call of a layer, with the batch in front."""
+    """Input and output of one call of a layer, with the batch in front.
+
+    What is the same for all samples has the batch in front of its own axes. Of a layer with a
+    forward of its own, there is the batch alone.
+    """
 
     x_shape: tuple[int, ...]
     x_dtype: torch.dtype
     y_shape: tuple[int, ...]
     y_dtype: torch.dtype
+    kind: Kind = "samples"
+    #: Why this call can have no wires.
+    why: str = ""
 
 
 class Wiring(ABC):
     """What one type of layer leaves through its wires."""
+
+    #: Whether it computes along the last axes only, and so takes any number of axes before.
+    any_axes = False
 
     def serves(self, layer: Any) -> bool:
         """Whether layers with these settings are wired."""
@@ -155,6 +199,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class LinearWiring(Wiring):
+    any_axes = True
     transposed = False
 
     def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
@@ -198,6 +243,8 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 class EmbeddingWiring(Wiring):
+    any_axes = True
+
     def serves(self, layer: Any) -> bool:
         return not layer.scale_grad_by_freq and layer.max_norm is None
 
@@ -303,6 +350,7 @@ class _VectorsWiring(Wiring):
 
 
 class LayerNormWiring(_VectorsWiring):
+    any_axes = True
     centred = True
 
     def shape(self, layer: Any) -> tuple[int, ...]:
@@ -508,6 +556,32 @@ class ConvolutionWiring(Wiring):
         return found
 
 
+class _ParameterFunction(torch.autograd.Function):
+    """A parameter for each sample, ``[B, *parameter]``, whose wire gets the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, wire: Tensor) -> Tensor:
+        return param.detach().expand(wire.shape)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
+        return None, G
+
+
+class OwnWiring:
+    """One parameter that a module uses in a forward of its own: its gradients, sample by sample."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @staticmethod
+    def meta(param: Tensor, seen: Seen) -> Meta:
+        return (seen.x_shape[0], *param.shape), param.dtype
+
+    def factors(self, layer: Any, grads: Sequence[Any]) -> Mapping[str, Factor]:
+        return {self.name: Dense(grads[0])}
+
+
 #: Of exactly these: another rule knows better what its layers' gradients are made of.
 _WIRINGS: dict[type[Rule], Wiring] = {
     LinearRule: LinearWiring(),
@@ -563,6 +637,8 @@ class _Traces(threading.local):
     """Whether a layer was traced, in this thread, with wires that do not fit it."""
 
     misfits = False
+    #: Layers that were traced in the body of an operator that runs any number of times.
+    inside: list[str] = []  # noqa: RUF012 (every region begins one of its own)
 
 
 traces = _Traces()
@@ -607,6 +683,14 @@ def _claim(number: int, calls: int) -> int:
 
 
 @constant_in_traces
+def _note_operator(path: str) -> bool:
+    """A layer is traced that has no wires: in the body of an operator it cannot run by itself."""
+    if not is_traced_once():
+        traces.inside.append(path)
+    return True
+
+
+@constant_in_traces
 def _note_misfit() -> bool:
     """The wires of a layer that is traced do not have the shapes that it needs."""
     traces.misfits = True
@@ -624,25 +708,47 @@ def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if calls is not None:
             if len(calls) == 0:
                 return tap.original(*args, **kwargs)
-            x = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
-            if len(args) + len(kwargs) == 1 and isinstance(x, Tensor):
-                call = _claim(tap.number, len(calls))
-                if call >= 0:
-                    output = _wired_call(tap, x, calls[call])
-                    if output is not None:
-                        return output
+            x = _only_tensor(args, kwargs)
+            if x is not None or calls[0].kind in ("own", "unused"):
+                number = _claim(tap.number, len(calls))
+                if number >= 0:
+                    call = calls[number]
+                    if call.kind == "own":
+                        if _parameters_fit(tap, call.wires):
+                            return _on_own_parameters(tap, call.wires, args, kwargs)
+                    elif call.kind == "unused":
+                        return tap.original(*args, **kwargs)
+                    else:
+                        output = _wired_call(tap, x, call)
+                        if output is not None:
+                            return output
                     _note_misfit()
-    return _by_itself(tap, args, kwargs)
+    _note_operator(tap.path)
+    return by_itself(tap, args, kwargs)
 
 
-def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
+def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What a layer is called with, if that is one tensor."""
+    x = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
+    return x if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) else None
+
+
+def _wired_call(tap: WiredTap, x: Any, call: WiredCall) -> Tensor | None:
     """The layer on its wires; None where they do not fit."""
-    wiring, axis = tap.wiring, tap.session.batch_axis
+    wiring, axis, wires = tap.wiring, tap.session.batch_axis, call.wires
     assert wiring is not None
     for name in ("weight", "bias"):
         param = getattr(tap.layer, name, None)
         if param is not None and not isinstance(param, torch.nn.Parameter):
             return None  # computed elsewhere (functional_call): no wire leads there
+    same = call.kind == "same for all"
+    if same:
+        sizes = [wire.shape[0] for wire in wires if wire is not None]
+        x = rows_of(x) if isinstance(x, SameForAll) else x.expand(sizes[0], *x.shape)
+    elif isinstance(x, SameForAll):
+        if not isinstance(x, SameRows):
+            return None
+        x = memory_of(x)
     if axis:
         x = x.transpose(0, axis)
     y = wiring.forward(tap.layer, x, wires)
@@ -651,12 +757,57 @@ def _wired_call(tap: WiredTap, x: Tensor, wires: Wires) -> Tensor | None:
         # Autograd would add up, or round, a gradient that is not like its tensor.
         if wire is not None and (tuple(wire.shape) != shape or wire.dtype != dtype):
             return None
+    if same:
+        return same_for_all(y, tap.path)
     return y.transpose(0, axis) if axis else y
 
 
+def _own_parameters(tap: WiredTap) -> list[tuple[Any, str, Any]]:
+    """Those that a module computes with itself and that are trainable, and where they are."""
+    return [
+        (owner, name, param)
+        for owner in tap.owners
+        for name, param in owner._parameters.items()
+        if param is not None and param.requires_grad
+    ]
+
+
+def _parameters_fit(tap: WiredTap, wires: Wires) -> bool:
+    found = _own_parameters(tap)
+    if len(found) != len(wires):
+        return False
+    for (_, _, param), wire in zip(found, wires, strict=True):
+        if wire is None or not isinstance(param, torch.nn.Parameter):
+            return False  # functional_call has put something else there
+        if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
+            return False
+    return True
+
+
+def _on_own_parameters(
+    tap: WiredTap, wires: Wires, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The module's own forward, with its parameters as what is the same for all samples."""
+    found = _own_parameters(tap)
+    try:
+        for (owner, name, param), wire in zip(found, wires, strict=True):
+            param_B = _ParameterFunction.apply(param, wire)
+            owner._parameters[name] = same_for_all(param_B, tap.path)
+        return tap.original(*args, **kwargs)
+    finally:
+        for owner, name, param in found:
+            owner._parameters[name] = param
+
+
 @never_compiled
-def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tap(*args, **kwargs)
+def by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The layer as it is uncompiled, with all that it calls."""
+    session = tap.session
+    before, session.by_itself = session.by_itself, True
+    try:
+        return tap(*args, **kwargs)
+    finally:
+        session.by_itself = before
 
 
 # -- what runs before ------------------------------------------------------------------------------
@@ -665,16 +816,88 @@ def _by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 Calls: TypeAlias = list[list["Seen | None"]]
 
 
+def kind_of(tap: WiredTap) -> Kind | None:
+    """What rehearsals have shown of what a layer reads; None where they have not, or where it has
+    nothing to train."""
+    session, evidence = tap.session, tap.session.evidence
+    if not tap.trainable()[1]:
+        return None
+    if tap.rule is None:
+        if tap.generic or tap.folded or session.batch_axis:
+            return None
+        if tap.path in evidence.proven:
+            return "own"
+        return "unused" if evidence.proven and tap.path not in evidence.reads else None
+    if tap.path in evidence.proven:
+        return "samples"
+    if tap.path in evidence.constants and not (tap.folded or session.batch_axis):
+        return "same for all"
+    return None
+
+
 def noted_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers see."""
-    output = tap.original(*args, **kwargs)
     calls = tap.session.seen
     if calls is None:
-        return output
+        return tap.original(*args, **kwargs)
+    of_tap = calls.setdefault(id(tap), [])
+    note_use(args, kwargs)
+    call = tap.session.current_forward
+    batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
+    if tap.rule is None and batch_size is not None and kind in ("own", "unused"):
+        return _noted_own(tap, of_tap, batch_size, args, kwargs)
     x, axis = args[0] if args else kwargs.get("input"), tap.session.batch_axis
+    if isinstance(x, SameRows) and kind == "samples":
+        args, kwargs = (memory_of(x),), {}
+        x = args[0]
+    elif isinstance(x, SameForAll) or kind == "same for all":
+        only = _only_tensor(args, kwargs)
+        wiring, serves = tap.wiring, not (tap.generic or tap.computed or tap.folded or axis)
+        serves = serves and wiring is not None and wiring.any_axes and wiring.serves(tap.layer)
+        serves = serves and bool(tap.trainable()[1])
+        if serves and only is not None and batch_size is not None:
+            if isinstance(only, SameForAll):
+                x = rows_of(only)
+            else:
+                x = only.expand(batch_size, *only.shape)
+            y = tap.original(x)
+            shapes = tuple(x.shape), x.dtype, tuple(y.shape), y.dtype
+            of_tap.append(Seen(*shapes, kind="same for all"))
+            return same_for_all(y, tap.path)
+    if tap.trainable()[1]:
+        args, kwargs = without_same(tap.path, args, kwargs)
+        x = args[0] if args else kwargs.get("input")
+    output = tap.original(*args, **kwargs)
     seen = None
     if isinstance(x, Tensor) and isinstance(output, Tensor) and min(x.dim(), output.dim()) > axis:
         before, after = x.transpose(0, axis), output.transpose(0, axis)
         seen = Seen(tuple(before.shape), x.dtype, tuple(after.shape), output.dtype)
-    calls.setdefault(id(tap), []).append(seen)
+    of_tap.append(seen)
+    return output
+
+
+def _noted_own(
+    tap: WiredTap,
+    of_tap: list[Any],
+    batch_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A module's own forward on what is the same for all samples."""
+    found = _own_parameters(tap)
+    dtype, place = found[0][2].dtype, len(of_tap)
+    of_tap.append(None)
+    try:
+        for owner, name, param in found:
+            param_B = param.expand(batch_size, *param.shape)
+            owner._parameters[name] = same_for_all(param_B, tap.path)
+        output = tap.original(*args, **kwargs)
+    finally:
+        for owner, name, param in found:
+            owner._parameters[name] = param
+    kind: Kind = "own" if was_used(tap.path) else "unused"
+    why = ""
+    if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
+        why = "it uses its parameters itself, inside of an activation checkpoint"
+    of_tap[place] = Seen((batch_size,), dtype, (batch_size,), dtype, kind, why)
     return output

@@ -114,6 +114,8 @@ class BareParameter(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(getattr(kind, "inside_regions", False) for kind in types):
+            return NotImplemented  # it refuses what is not inside its region
         with plain_functions():
             return cls.run(func, args, dict(kwargs or {}))
 

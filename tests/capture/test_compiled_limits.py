@@ -1,0 +1,182 @@
+"""Compiled models: what is refused, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.regions import Region
+from flash_clipping.capture.wires import ACTIVE
+from tests.support.autograd import float64s, squares, truth_by_autograd
+from tests.support.oracle import assert_close
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def wrapped(
+    model: nn.Module, fullgraph: bool | None = True, mode: Any = "one_pass"
+) -> GradSampleModuleFlashClipping:
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5, mode=mode)
+    if fullgraph is not None:
+        module.compile(backend="eager", fullgraph=fullgraph)
+    return module
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("compiled", [True, None])
+def test_compiled_autograd_is_refused(compiled: bool | None, mode: str) -> None:
+    """It would leave the norms of the step before."""
+    from torch._dynamo import compiled_autograd
+
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), compiled, mode)
+    squares(module, (torch.randn(3, 4),)).backward()
+    module.zero_grad(set_to_none=True)
+    loss = squares(module, (torch.randn(5, 4),))
+    with (
+        pytest.raises(FlashClippingError, match="compiled autograd is on"),
+        compiled_autograd._enable(lambda graph: graph),
+    ):
+        loss.backward()
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_nothing_is_left_of_wires_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 2)))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    squares(module, (torch.randn(3, 4),)).backward()
+    before = dict(ACTIVE)
+    monkeypatch.setattr(Region, "_make", fail)
+    with pytest.raises(MemoryError):
+        module(torch.randn(3, 4))
+    assert before == ACTIVE == {}
+
+
+def test_a_models_own_exception_is_not_tried_again() -> None:
+    """Shapes were told wrong, so a layer runs by itself; what ran before it has run."""
+
+    class Cut(nn.Module):
+        runs: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs.add_(1)
+            x = self.second(torch.tanh(self.first(x))[:, : min(x.shape[1], 6)])
+            fail()
+            return x
+
+    failures: list[str] = []
+
+    @torch.compiler.disable
+    def fail() -> None:
+        if failures:  # once
+            raise ValueError(failures.pop())
+
+    model = Cut()
+    module = wrapped(model, fullgraph=False)
+    for length in (4, 5):
+        squares(module, (torch.randn(5, length, 4),)).backward()
+        module.zero_grad(set_to_none=True)
+    failures.append("the model's own")
+    before = float(model.runs)
+    with pytest.raises(ValueError, match="the model's own"):
+        module(torch.randn(5, 8, 4))
+    assert float(model.runs) == before + 1
+
+
+def cond(mid: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = torch.cond(x.sum() > 0, lambda x: mid(x), lambda x: mid(x) * 2, (x,))
+    return found
+
+
+def while_loop(mid: nn.Module, x: Tensor) -> Tensor:
+    from torch._higher_order_ops import while_loop
+
+    def step(i: Tensor, x: Tensor) -> Any:
+        return i + 1, torch.tanh(mid(x))
+
+    return while_loop(lambda i, x: i < 2, step, (torch.tensor(0), x))[1]
+
+
+def scan(mid: nn.Module, x: Tensor) -> Tensor:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    return associative_scan(lambda a, b: mid(a) + b, x, 1, combine_mode="generic")
+
+
+class Uses(nn.Module):
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.mid, self.use = nn.Linear(4, 4), nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.mid, torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("fullgraph", [True, None])
+@pytest.mark.parametrize("use", [cond, while_loop, scan])
+def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) -> None:
+    module = wrapped(Uses(use), fullgraph)
+    with pytest.raises(FlashClippingError, match=r"mid \(Linear\): called inside"):
+        squares(module, (torch.randn(3, 5, 4),)).backward()
+
+
+@pytest.mark.parametrize("order", [("block", "layer"), ("layer", "block")])
+def test_numbers_of_another_region_are_none_of_this_one(order: tuple[str, str]) -> None:
+    """A block calls a layer that is not in it, and that has the number of the block's own layer in
+    the region that ran before."""
+
+    class Borrowing(nn.Module):
+        def __init__(self, lent: list[nn.Module]) -> None:
+            super().__init__()
+            self.own, self.lent = nn.Linear(4, 4), lent
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(torch.tanh(self.lent[0](x)))
+
+    class Lending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(4, 4))
+            self.block: Any = Borrowing([self.layer[0]])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in order:
+                x = torch.tanh(getattr(self, name)(x))
+            return x
+
+    torch.manual_seed(0)
+    model = Lending().double()
+    batch = float64s(5, 3, 4)
+    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
+    for name in order:
+        getattr(model, name).compile(backend="eager")
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        squares(module, batch).backward()
+        assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+        for name, norms in truth.param_norms.items():
+            param: Any = model.get_parameter(name)
+            assert_close(param._norm_sample, norms, 1e-9, name)
+        # Its wires would not do, as another layer takes them; but they are not even looked at.
+        numbers = {tap.layer: tap.number for tap in module._taps.all}
+        last = {"layer": model.layer[0], "block": model.block.own}
+        assert [numbers[last[name]] for name in order] == [-1, 0]
