@@ -11,6 +11,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
 from flash_clipping.finish.session import Readers
+from flash_clipping.finish.tape import Tape
 
 
 class FactorSource:
@@ -42,6 +43,16 @@ class FactorSource:
         readers: Readers | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to the tape of the running backward."""
+        self.record_on(self.running_tape(recomputed), params, factors, readers)
+
+    def running_tape(self, recomputed: bool) -> Tape:
+        """The tape of the running backward; a new one if this is the first layer that it reached.
+
+        ``recomputed``: the layer ran in backward itself (activation checkpointing).
+
+        Raises:
+            FlashClippingError: no backward pass of the model's outputs is running.
+        """
         tape = self.session.tape
         if tape is None:
             if recomputed:
@@ -59,6 +70,16 @@ class FactorSource:
                     "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
             tape = self.session.begin_backward()
+        return tape
+
+    def record_on(
+        self,
+        tape: Tape,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
+        readers: Readers | None = None,
+    ) -> None:
+        """Hand factors, one for each of these parameters, to this tape."""
         if self.folded:
             factors = [self._fold(factor) for factor in factors]
         tape.record(self.path, params, factors, readers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -211,7 +211,8 @@ class _Slot(NamedTuple):
 class _Layout:
     """The wires of a region for one combination of shapes and trainable parameters."""
 
-    metas: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]
+    #: What wires are like: one element for all of a dtype, which nothing ever reads.
+    wires: list[Tensor]
     slots: list[_Slot]
     #: By number of a tap: of its calls, what they are and the places of their wires, or as in
     #: :data:`ACTIVE`.
@@ -225,14 +226,18 @@ class _Layout:
     uncompiled: str = ""
     #: Whether something in the region is the same for all samples.
     has_same_for_all: bool = False
+    elements: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
     #: What identifies this layout by ``id`` is kept, so that no other object gets that.
     kept: list[Any] = field(default_factory=list)
 
     def add_wire(self, meta: Meta, device: torch.device) -> int:
         """Returns: its place."""
         shape, dtype = meta
-        self.metas.append((shape, (0,) * len(shape), dtype, device))
-        return len(self.metas) - 1
+        element = self.elements.get((dtype, device))
+        if element is None:
+            element = self.elements[dtype, device] = torch.empty((), dtype=dtype, device=device)
+        self.wires.append(element.expand(shape))
+        return len(self.wires) - 1
 
 
 class _Wires(torch.autograd.Function):
@@ -245,11 +250,9 @@ class _Wires(torch.autograd.Function):
     def forward(ctx: Any, handed: _Handed, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.handed = handed
         ctx.set_materialize_grads(False)
-        return tuple(
-            # One element each. Nothing ever reads it.
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype, device in handed.layout.metas
-        )
+        # Tensors of their own, as each has a history of its own. To detach one takes the host half of
+        # what a new one takes, and there are two or three for every layer.
+        return tuple([wire.detach() for wire in handed.layout.wires])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -277,10 +280,10 @@ class _Handed:
         found: list[tuple[_Slot, list[Factor]]] = []
         for slot in self.layout.slots:
             of_slot = [None if place is None else grads[place] for place in slot.places]
-            arrived = sum(grad is not None for grad in of_slot)
-            if not arrived:
+            missing = [grad is None for grad in of_slot]
+            if all(missing):
                 continue  # the layer was not reached
-            if arrived != sum(place is not None for place in slot.places):
+            if missing != [place is None for place in slot.places]:
                 raise FlashClippingError(
                     f"{slot.tap.path}: in a compiled model, only a part of what its norm needs "
                     "arrived. Call the layer with a tensor that requires grad, or compile the "
@@ -290,27 +293,29 @@ class _Handed:
             found.append((slot, [by_name[name] for name in slot.names]))
         if not self.session.enabled:
             return self._ordinary(found)
-        readers = self._readers(found)
-        for slot, factors in found:
-            first = factors[0]
-            shared = readers.get(first.shares_input_with()) if isinstance(first, Outer) else None
-            if shared is None and self.call is not None:
-                shared = self._place(1)
-            slot.tap.record(slot.params, factors, self.recomputed, shared)
+        if found:
+            tape = found[0][0].tap.running_tape(self.recomputed)
+            of_slots = zip(found, self._readers(found), strict=True)
+            for (slot, factors), readers in of_slots:
+                slot.tap.record_on(tape, slot.params, factors, readers)
         return (None,) * len(self.layout.params)
 
-    def _readers(self, found: Sequence[tuple[_Slot, list[Factor]]]) -> dict[Hashable, Readers]:
-        """How many layers read each input, where the tape will ask."""
-        if self.call is None:
-            return {}
-        firsts = [factors[0] for _, factors in found]
-        inputs = Counter(f.shares_input_with() for f in firsts if isinstance(f, Outer))
-        return {key: self._place(count) for key, count in inputs.items()}
-
-    def _place(self, count: int) -> Readers:
-        assert self.call is not None
-        self.call.readers.append(count)
-        return self.call, len(self.call.readers) - 1
+    def _readers(self, found: Sequence[tuple[_Slot, list[Factor]]]) -> list[Readers | None]:
+        """For every layer, where the tape will look how many layers read its input."""
+        call = self.call
+        if call is None:
+            return [None] * len(found)
+        places: dict[Hashable, int] = {}
+        readers: list[Readers | None] = []
+        for _, (first, *_) in found:
+            place = len(call.readers)
+            if isinstance(first, Outer):
+                place = places.setdefault(first.shares_input_with(), place)
+            if place == len(call.readers):
+                call.readers.append(0)
+            call.readers[place] += 1
+            readers.append((call, place))
+        return readers
 
     def _ordinary(self, found: Sequence[tuple[_Slot, list[Factor]]]) -> list[Tensor | None]:
         """Recording was switched off since forward."""
@@ -483,15 +488,14 @@ class Region:
     def _make(self, layout: _Layout) -> list[tuple[WiredCall, ...] | None]:
         """The wires of one call, by number of the tap."""
         session = self.session
-        for slot in layout.slots:
-            session.count_use(slot.params)
+        session.count_uses([slot.params for slot in layout.slots])
         if session.numbered is not self.taps:
             for tap in session.numbered:  # this region may call what is not in it
                 tap.number = -1
             for number, tap in enumerate(self.taps):
                 tap.number = number
             session.numbered = self.taps
-        if not layout.metas:
+        if not layout.wires:
             return [
                 None if calls is None else tuple(WiredCall(kind, ()) for kind, _ in calls)
                 for calls in layout.by_tap

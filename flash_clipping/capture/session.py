@@ -278,9 +278,13 @@ class ClippingSession:
 
     def count_use(self, params: Sequence[nn.Parameter]) -> None:
         """Note that a tapped layer reads these parameters, unless this is a recomputation."""
+        self.count_uses([params])
+
+    def count_uses(self, of_layers: Sequence[Sequence[nn.Parameter]]) -> None:
+        """The same for several layers."""
         forward = self.current_forward
         if forward is not None and not in_backward():
-            forward.used.append(params)
+            forward.used += of_layers
 
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""
