@@ -327,13 +327,13 @@ def test_what_autograd_was_asked_for_is_known_from_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gradient of something else leaves nothing, and backward leaves sums."""
-    from flash_clipping.finish import tape
+    from flash_clipping.finish import backward_pass
 
     def refuse(_: object) -> bool:
         raise AssertionError("this PyTorch cannot tell")
 
-    monkeypatch.setattr(tape, "TELLS_WHAT_RUNS", False)
-    monkeypatch.setattr(tape, "will_run", refuse)
+    monkeypatch.setattr(backward_pass, "TELLS_WHAT_RUNS", False)
+    monkeypatch.setattr(backward_pass, "will_run", refuse)
     model = flash_clipping.GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(3, 2)))
     x = torch.randn(4, 3, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x)

@@ -1,4 +1,4 @@
-"""What hands factors to the tape of the running backward."""
+"""What hands factors to the running backward pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
-from flash_clipping.finish.tape import Tape
 
 
 class FactorSource:
@@ -42,19 +42,19 @@ class FactorSource:
         recomputed: bool,
         readers: Readers | None = None,
     ) -> None:
-        """Hand factors, one for each of these parameters, to the tape of the running backward."""
-        self.record_on(self.running_tape(recomputed), params, factors, readers)
+        """Hand factors, one for each of these parameters, to the running backward pass."""
+        self.record_on(self.running_backward_pass(recomputed), params, factors, readers)
 
-    def running_tape(self, recomputed: bool) -> Tape:
-        """The tape of the running backward; a new one if this is the first layer that it reached.
+    def running_backward_pass(self, recomputed: bool) -> BackwardPass:
+        """The running backward pass; a new one if this is the first layer that it reached.
 
         ``recomputed``: the layer ran in backward itself (activation checkpointing).
 
         Raises:
             FlashClippingError: no backward pass of the model's outputs is running.
         """
-        tape = self.session.tape
-        if tape is None:
+        backward_pass = self.session.backward_pass
+        if backward_pass is None:
             if recomputed:
                 raise FlashClippingError(
                     f"{self.path}: re-entrant activation checkpointing reached this layer before "
@@ -69,20 +69,20 @@ class FactorSource:
                     "layer was called by itself. Return the tensor, in a tuple, list, dict or "
                     "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
-            tape = self.session.begin_backward()
-        return tape
+            backward_pass = self.session.begin_backward()
+        return backward_pass
 
     def record_on(
         self,
-        tape: Tape,
+        backward_pass: BackwardPass,
         params: Sequence[nn.Parameter],
         factors: Sequence[Factor],
         readers: Readers | None = None,
     ) -> None:
-        """Hand factors, one for each of these parameters, to this tape."""
+        """Hand factors, one for each of these parameters, to this backward pass."""
         if self.folded:
             factors = [self._fold(factor) for factor in factors]
-        tape.record(self.path, params, factors, readers)
+        backward_pass.record(self.path, params, factors, readers)
 
     def _fold(self, factor: Factor) -> Factor:
         """Rows that the user declared to be parts of samples, as samples."""

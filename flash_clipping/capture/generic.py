@@ -43,7 +43,7 @@ class ReadsNoSamples(Exception):
 
 
 class PerSampleView(torch.autograd.Function):
-    """A parameter as one view per sample, ``[B, *parameter]``; their gradients go to the tape."""
+    """A parameter as one view per sample, ``[B, *parameter]``, whose gradients are recorded."""
 
     @staticmethod
     def forward(ctx: Any, tap: GenericTap, param: nn.Parameter, batch_size: int) -> Tensor:

@@ -4,8 +4,8 @@ A *region* is what ``torch.compile`` was asked for: the whole model (``wrapped.c
 ``torch.compile(model)`` and ``model.compile()`` before it was wrapped), or blocks of it
 (``model.block.compile()``). One autograd function outside of the region makes all wires
 (:mod:`flash_clipping.capture.wires`) of one call; its backward gets all gradients at once, makes
-factors of them and hands these to the tape. Eager and compiled models differ in who does that, and
-in nothing else: rehearsals run uncompiled, and only layers that they have proven get wires.
+factors of them and records these. Eager and compiled models differ in who does that, and in nothing
+else: rehearsals run uncompiled, and only layers that they have proven get wires.
 
 The shapes of wires must be known before the region runs. They are learned from an uncompiled run of
 the region that keeps nothing for backward, for the first shapes of its inputs and for every other
@@ -250,8 +250,8 @@ class _Wires(torch.autograd.Function):
     def forward(ctx: Any, handed: _Handed, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.handed = handed
         ctx.set_materialize_grads(False)
-        # Tensors of their own, as each has a history of its own. To detach one takes the host half of
-        # what a new one takes, and there are two or three for every layer.
+        # Each has a history of its own. To detach one takes the host half of what a new one takes,
+        # and there are two or three for every layer.
         return tuple([wire.detach() for wire in handed.layout.wires])
 
     @staticmethod
@@ -270,7 +270,7 @@ class _Handed:
     recomputed: bool
 
     def take(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Hand the factors to the tape; gradients for the parameters only where nobody records."""
+        """Record the factors; gradients for the parameters only where nobody records."""
         if torch.is_grad_enabled():
             raise FlashClippingError(
                 f"{self.region}: backward(create_graph=True) asks for second derivatives, which "
@@ -294,14 +294,14 @@ class _Handed:
         if not self.session.enabled:
             return self._ordinary(found)
         if found:
-            tape = found[0][0].tap.running_tape(self.recomputed)
+            backward_pass = found[0][0].tap.running_backward_pass(self.recomputed)
             of_slots = zip(found, self._readers(found), strict=True)
             for (slot, factors), readers in of_slots:
-                slot.tap.record_on(tape, slot.params, factors, readers)
+                slot.tap.record_on(backward_pass, slot.params, factors, readers)
         return (None,) * len(self.layout.params)
 
     def _readers(self, found: Sequence[tuple[_Slot, list[Factor]]]) -> list[Readers | None]:
-        """For every layer, where the tape will look how many layers read its input."""
+        """For every layer, where it is looked up how many layers read its input."""
         call = self.call
         if call is None:
             return [None] * len(found)

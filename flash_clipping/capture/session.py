@@ -1,4 +1,4 @@
-"""What the taps of one model share: its calls, how to clip, and the tape of a running backward.
+"""What the taps of one model share: its calls, how to clip, and the backward pass that runs.
 
 A :class:`ClippingSession` lives as long as the model is wrapped and holds no tensors. What belongs
 to one call of the root is in a :class:`~flash_clipping.capture.forward_call.ForwardCall`, which
@@ -30,9 +30,9 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import ClipFunction
-from flash_clipping.finish.tape import Tape
 
 #: Sessions are told apart in compiled code by these.
 _keys = itertools.count()
@@ -92,8 +92,8 @@ class ClippingSession:
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.sum_dtype = sum_dtype
-        #: Makes the tape of a backward pass; who watches one puts a class of its own here.
-        self.tape_class: type[Tape] = Tape
+        #: Makes the records of a backward pass; who watches one puts a class of its own here.
+        self.backward_pass_class: type[BackwardPass] = BackwardPass
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -136,7 +136,7 @@ class ClippingSession:
         #: The thread that runs the root's forward, under the one key that is ever used: setting a
         #: default is one step for all threads.
         self._running: dict[str, int] = {}
-        self._tape: weakref.ref[Tape] | None = None
+        self._backward_pass: weakref.ref[BackwardPass] | None = None
         #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
         self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
@@ -148,7 +148,7 @@ class ClippingSession:
             _current_forward=None,
             returning=None,
             _running={},
-            _tape=None,
+            _backward_pass=None,
             _least=None,
             two_passes=None,
             two_pass_in=None,
@@ -184,8 +184,8 @@ class ClippingSession:
         thread = threading.get_ident()
         if self._running.setdefault("forward", thread) != thread:
             _refuse_threads("forward", "forward")
-        tape = self.tape
-        if tape is not None and tape.thread not in (None, thread):
+        backward_pass = self.backward_pass
+        if backward_pass is not None and backward_pass.thread not in (None, thread):
             self.leave_forward()
             _refuse_threads("forward", "backward")
 
@@ -200,7 +200,8 @@ class ClippingSession:
         Raises:
             FlashClippingError: it would be recorded as a part of that.
         """
-        if (tape := self.tape) is not None and tape.thread not in (None, call.thread):
+        running = self.backward_pass
+        if running is not None and running.thread not in (None, call.thread):
             _refuse_threads("backward", "backward")
         if self._running.get("forward", call.thread) != call.thread:
             _refuse_threads("backward", "forward")
@@ -267,9 +268,9 @@ class ClippingSession:
 
     def recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
-        if (tape := self.tape) is not None:  # somebody keeps a failed backward's frames
-            tape.put_back()
-        self._tape = None
+        if (failed := self.backward_pass) is not None:  # somebody keeps its frames
+            failed.put_back()
+        self._backward_pass = None
         self.bypassed = self.by_itself = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
@@ -406,27 +407,27 @@ class ClippingSession:
     # -- backward -----------------------------------------------------------------------------
 
     @property
-    def tape(self) -> Tape | None:
-        """The tape of the backward pass that is running, if it has one already."""
-        return self._tape() if self._tape is not None else None
+    def backward_pass(self) -> BackwardPass | None:
+        """The backward pass that is running, if it has reached a tapped layer."""
+        return self._backward_pass() if self._backward_pass is not None else None
 
-    def begin_backward(self, call: ForwardCall | None = None) -> Tape:
-        """The running backward's tape; made, and set to be finished at its end, if new.
+    def begin_backward(self, call: ForwardCall | None = None) -> BackwardPass:
+        """The running backward pass; made, and set to be finished at its end, if new.
 
         ``call`` is the call of the root whose output it has reached.
         """
         refuse_compiled_autograd()
         if call is not None:
             self.check_thread(call)
-        tape = self.tape
-        if tape is None:
-            tape = self.new_tape()
-            tape.thread = None if call is None else call.thread
+        backward_pass = self.backward_pass
+        if backward_pass is None:
+            backward_pass = self.new_backward_pass()
+            backward_pass.thread = None if call is None else call.thread
             # The engine's callback is the only owner: a failed backward frees the records.
-            at_end_of_backward(tape.finish)
-        return tape
+            at_end_of_backward(backward_pass.finish)
+        return backward_pass
 
-    def new_tape(self) -> Tape:
+    def new_backward_pass(self) -> BackwardPass:
         if (
             self.captured is None
             and torch.cuda.is_initialized()
@@ -438,10 +439,10 @@ class ClippingSession:
                 "with flash_clipping.GraphedStep, which is given the wrapped model (or what holds "
                 "the hooks), or run it outside torch.cuda.graph."
             )
-        tape = self.tape_class(self)
-        tape.stand_in()
-        self._tape = weakref.ref(tape)
-        return tape
+        backward_pass = self.backward_pass_class(self)
+        backward_pass.stand_in()
+        self._backward_pass = weakref.ref(backward_pass)
+        return backward_pass
 
     @contextmanager
     def captures(self) -> Iterator[GraphedResults]:
@@ -455,7 +456,7 @@ class ClippingSession:
             self.plans, self.captured = before, None
 
     def end_backward(self, norms_taken: bool = True) -> None:
-        self._tape = None
+        self._backward_pass = None
         if not norms_taken:
             return
         for forward in self._forwards:

@@ -1,4 +1,4 @@
-"""The tapped layer: an ordinary forward, and a backward that hands its factors to the tape.
+"""The tapped layer: an ordinary forward, and a backward that records its factors.
 
 While a model is wrapped, the ``forward`` of every layer that owns parameters is replaced on the
 instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function``

@@ -127,21 +127,21 @@ class _TwoPasses:
             session.check_thread(call_of_root)  # before anything that would end another's backward
         try:
             if session.enabled:
-                tape = session.new_tape()
-                tape.thread = None if call_of_root is None else call_of_root.thread
-                tape.norms_only = True
+                backward_pass = session.new_backward_pass()
+                backward_pass.thread = None if call_of_root is None else call_of_root.thread
+                backward_pass.norms_only = True
                 with torch.no_grad():
                     for call in self.calls:
                         call.walk(last=False)
-                    tape.put_back()
-                    tape.take_norms()
-                    tape.forget()
-                    tape.norms_only = False
-                    tape.stand_in()
+                    backward_pass.put_back()
+                    backward_pass.take_norms()
+                    backward_pass.forget()
+                    backward_pass.norms_only = False
+                    backward_pass.stand_in()
                     for call in self.calls:
                         call.walk(last=True)
-                    tape.put_back()
-                    tape.add_clipped_sums()
+                    backward_pass.put_back()
+                    backward_pass.add_clipped_sums()
             else:
                 for call in self.calls:
                     call.walk(last=True)
@@ -178,8 +178,8 @@ class _Seed(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         call: _Call = ctx.call()
         grads = call.grads
-        tape = call.root.session.tape
-        if tape is None or not tape.norms_only:
+        backward_pass = call.root.session.backward_pass
+        if backward_pass is None or not backward_pass.norms_only:
             call.grads = []  # nobody needs them again
         return None, *grads
 

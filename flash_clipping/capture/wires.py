@@ -607,7 +607,7 @@ def _detached(x: Tensor | None) -> Tensor | None:
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Any, Any]:
     """Operands as autocast would cast them, so that those that are multiplied are those that are
-    handed out. Parameters are cut off: their gradients are the tape's to leave."""
+    handed out. Parameters are cut off: their gradients are left at the end of the pass."""
     weight, bias, kind = weight.detach(), _detached(bias), x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)

@@ -27,8 +27,8 @@ from flash_clipping.factors import (
     RowSum,
     TiedEmbedding,
 )
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
-from flash_clipping.finish.tape import Tape
 from flash_clipping.integration.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime import cost
@@ -103,7 +103,7 @@ class Flash:
             for chunk in seen.dense.chunk(parts, axis)
         ]
 
-    # -- called by the tape -------------------------------------------------------------------
+    # -- called by the backward pass -----------------------------------------------------------
 
     def recorded(self, path: str, param: nn.Parameter, given: Factor, stored: bool) -> None:
         name = self.names[param]
@@ -156,9 +156,9 @@ class Flash:
 
 @contextmanager
 def _watched(flash: Flash) -> Iterator[None]:
-    """Let the tapes of this model tell ``flash`` what is recorded."""
+    """Let the backward passes of this model tell ``flash`` what is recorded."""
 
-    class WatchedTape(Tape):
+    class WatchedBackwardPass(BackwardPass):
         def record(
             self,
             path: str,
@@ -184,11 +184,11 @@ def _watched(flash: Flash) -> Iterator[None]:
 
     session = flash.module._session
 
-    before, session.tape_class = session.tape_class, WatchedTape
+    before, session.backward_pass_class = session.backward_pass_class, WatchedBackwardPass
     try:
         yield
     finally:
-        session.tape_class = before
+        session.backward_pass_class = before
 
 
 @contextmanager

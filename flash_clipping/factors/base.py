@@ -2,8 +2,8 @@
 
 A per-sample gradient ``[B, *parameter]`` is almost never worth forming: the norm of every sample
 and the clipped sum over samples follow from its factors. Rules return factors where autograd's own
-backward would return the gradient summed over the batch; the tape merges them per parameter, asks
-for norms, and then for clipped sums.
+backward would return the gradient summed over the batch. When the pass ends, those of one parameter
+are merged, asked for norms, and then for clipped sums.
 
 Shape suffix: ``B`` samples.
 """

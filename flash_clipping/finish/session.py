@@ -1,4 +1,4 @@
-"""What a tape asks of the session that its backward pass belongs to.
+"""What a backward pass asks of the session that it belongs to.
 
 One is :class:`~flash_clipping.capture.session.ClippingSession`. What finishes a backward pass knows
 no taps and no modules: only what is stated here.

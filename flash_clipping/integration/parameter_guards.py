@@ -104,8 +104,8 @@ class _Guard:
 
     def __call__(self, grad: Tensor | None) -> None:
         if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
-            if (tape := self.session.tape) is not None:
-                tape.asked.add(self.key)
+            if (backward_pass := self.session.backward_pass) is not None:
+                backward_pass.asked.add(self.key)
         elif self.session.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "

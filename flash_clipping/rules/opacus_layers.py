@@ -2,9 +2,9 @@
 
 ``RNNLinear`` is a linear layer that is used at every time step.
 
-The uses of one weight are laid end to end along ``T`` by the tape. With packed sequences a step
-holds only the first rows of the batch, and the rows may be sorted by length; factors put them back
-where the samples are in the user's batch.
+The uses of one weight are laid end to end along ``T`` when a pass ends. With packed sequences a
+step holds only the first rows of the batch, and the rows may be sorted by length; factors put them
+back where the samples are in the user's batch.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def test_its_calls_are_listed_in_order(run: Run) -> None:
             "capture/tap.py: Tap.__call__",
             "rules/linear.py: LinearRule.forward",
             "rules/linear.py: LinearRule.backward",
-            "finish/tape.py: Tape.finish",
-            "finish/tape.py: Tape.add_clipped_sums",
+            "finish/backward_pass.py: BackwardPass.finish",
+            "finish/backward_pass.py: BackwardPass.add_clipped_sums",
         )
     ]
     assert places == sorted(places)

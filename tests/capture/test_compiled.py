@@ -272,7 +272,7 @@ def test_autocast() -> None:
         assert p.grad is not None and q.grad is not None
         assert_close(p.grad, q.grad, 5e-2)
     # The operands that are multiplied are also those that are measured.
-    assert torch.bfloat16 in {meta[2] for meta in last_layout(module).metas}
+    assert torch.bfloat16 in {wire.dtype for wire in last_layout(module).wires}
 
 
 def last_layout(module: GradSampleModuleFlashClipping) -> Any:

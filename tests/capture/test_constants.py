@@ -94,11 +94,11 @@ def test_positions_are_never_samples(kind: str) -> None:
 def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     """A position embedding is read as ``[1, T]`` and added: its factor is a lookup."""
     from flash_clipping.factors import Lookup
-    from flash_clipping.finish.tape import Tape
+    from flash_clipping.finish.backward_pass import BackwardPass
 
     seen: list[Any] = []
 
-    class Watched(Tape):
+    class Watched(BackwardPass):
         def record(self, path: str, params: Any, factors: Any, readers: Any = None) -> None:
             seen.extend(factors)
             super().record(path, params, factors, readers)
@@ -106,7 +106,7 @@ def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     for kind in ("embedding", "looked_up", "looked_up_T", "looked_up_first", "looked_up_BT"):
         model = AtPositions(kind) if kind == "embedding" else OnConstants(kind)
         flash = GradSampleModuleFlashClipping(model)
-        flash._session.tape_class = Watched
+        flash._session.backward_pass_class = Watched
         squares(flash, (torch.randn(3, 5, 4),)).backward()
         assert sum(isinstance(factor, Lookup) for factor in seen) == 1, kind
         seen.clear()

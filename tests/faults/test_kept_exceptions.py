@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flash_clipping
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.finish.tape import Tape
+from flash_clipping.finish.backward_pass import BackwardPass
 from tests.support.faults import (
     VARIANTS,
     Trainer,
@@ -27,9 +27,9 @@ from tests.support.faults import (
 from tests.support.wrapping import MODES
 
 
-def tapes_alive() -> list[Tape]:
+def passes_alive() -> list[BackwardPass]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is Tape]
+    return [found for found in gc.get_objects() if type(found) is BackwardPass]
 
 
 @pytest.mark.parametrize("variant", ["one_pass", "two_pass", "reentrant"])
@@ -78,7 +78,7 @@ def test_fault_in_a_hook_of_the_user(mode: str, fail: Callable[[Trainer], Any]) 
     handle = fail(trainer)
     with pytest.raises(RuntimeError, match="injected"):
         trainer.step(batch())
-    assert not tapes_alive()
+    assert not passes_alive()
     handle.remove()
     trainer.step(batch())
     assert_same_state(trainer.state(), state_after_one_step(mode=mode), fail.__name__)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import RowSum
-from flash_clipping.finish import tape
+from flash_clipping.finish import backward_pass
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import plan_of
-from flash_clipping.finish.tape import Tape
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
@@ -265,7 +265,7 @@ def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tape, "to_device", interrupted)
+        patch.setattr(backward_pass, "to_device", interrupted)
         check_step(wrapped, draw(3, 4, 1))
     check_step(wrapped, draw(3, 4, 2))
 
@@ -324,11 +324,11 @@ def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
 
 def test_a_call_without_factors_says_nothing() -> None:
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
-    tape = wrapped._session.new_tape()
-    assert isinstance(tape, Tape)
-    tape.record("layer", [], [])
-    tape.take_norms()
-    assert tape.batch_size is None
+    backward_pass = wrapped._session.new_backward_pass()
+    assert isinstance(backward_pass, BackwardPass)
+    backward_pass.record("layer", [], [])
+    backward_pass.take_norms()
+    assert backward_pass.batch_size is None
 
 
 def test_very_wide_vectors_are_summed_apart() -> None:

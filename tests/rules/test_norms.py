@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.factors import Dense
-from flash_clipping.finish.tape import Tape
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
@@ -399,13 +399,14 @@ def test_a_bias_beside_gradients_that_are_stored_does_not_keep_its_rows(
 ) -> None:
     """They would live to the end of backward, beside what was formed in their place."""
     held: list[torch.Size] = []
-    take_norms = Tape.take_norms
+    take_norms = BackwardPass.take_norms
 
-    def watch(tape: Tape) -> None:
-        held.extend(x.shape for f in tape.factors for x in f.operands() if isinstance(x, Tensor))
-        take_norms(tape)
+    def watch(backward_pass: BackwardPass) -> None:
+        operands = [x for factor in backward_pass.factors for x in factor.operands()]
+        held.extend(x.shape for x in operands if isinstance(x, Tensor))
+        take_norms(backward_pass)
 
-    monkeypatch.setattr(Tape, "take_norms", watch)
+    monkeypatch.setattr(BackwardPass, "take_norms", watch)
     wrapped = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(4, 5)), max_grad_norm=1.0)
     wrapped(torch.randn(3, 64, 4)).square().sum().backward()
     assert (3, 5, 4) in held and (3, 5) in held

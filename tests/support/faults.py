@@ -152,7 +152,7 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], whe
 
 
 def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> bool:
-    """No tensor that the failed step made, and no tape; whether that took a garbage collection."""
+    """No tensor that the failed step made, and no pass; whether that took a garbage collection."""
     for param in trainer.plain.parameters():
         param._norm_sample = None  # published for Opacus' users, and replaced in a step
     trainer.module.per_sample_gradient_norms = None
@@ -169,7 +169,7 @@ def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> bool:
     if in_a_cycle:
         gc.collect()
     assert not left(), f"{where}: tensors of the failed step are alive: {left()}"
-    assert trainer.module._session.tape is None, where
+    assert trainer.module._session.backward_pass is None, where
     return in_a_cycle
 
 

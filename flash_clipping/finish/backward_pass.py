@@ -1,7 +1,7 @@
-"""One backward pass's records: factors -> norms -> coefficients -> clipped gradients.
+"""One backward pass: factors -> norms -> coefficients -> clipped gradients.
 
-A :class:`Tape` lives as long as the backward pass that fills it: autograd's engine owns it through
-the callback that will finish it, so a backward that fails takes its records with it.
+A :class:`BackwardPass` lives as long as autograd's own: the engine owns it through the callback
+that will finish it, so a pass that fails takes its records with it.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -47,8 +47,8 @@ STORED_AT_ONCE = 1 << 26
 Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
 
 
-class Tape:
-    """The records of one backward pass.
+class BackwardPass:
+    """What one backward pass has recorded, and how it ends.
 
     Parameters go by their ``id`` (``key``): hashing one costs more than the rest of recording it.
     """
