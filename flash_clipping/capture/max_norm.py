@@ -49,6 +49,17 @@ class NoRenormalisation(TorchFunctionMode):
         FlashClippingError: one is called; the weight is as it was.
     """
 
+    def __enter__(self) -> NoRenormalisation:
+        self._grad_mode = torch.is_grad_enabled()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        super().__exit__(kind, *exception)
+        if kind is not None:
+            # ``torch.no_grad`` ends through this mode: an interrupt here must not leave it on.
+            torch.set_grad_enabled(self._grad_mode)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.embedding, F.embedding_bag):
