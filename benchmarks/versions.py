@@ -122,7 +122,8 @@ def try_version(
 def outcome(python: str, arguments: Sequence[str], timeout: int) -> str:
     """The numbers in pytest's last line."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, **settings}
     try:
         ran = subprocess.run(
             command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from opacus.accountants.analysis import rdp
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated: kernels then run on the CPU.
@@ -17,10 +16,18 @@ if not torch.cuda.is_available():
 # The models are tiny: handing work to threads takes longer than doing it, and workers share cores.
 torch.set_num_threads(1)
 
-# Accountants try the same noise, for the same rates, in many tests and twice in each: seconds every
-# time, of a function of three numbers.
-if hasattr(rdp, "_compute_log_a"):
-    rdp._compute_log_a = functools.cache(rdp._compute_log_a)
+
+def _remember_accounts() -> None:
+    """Accountants try the same noise, for the same rates, in many tests and twice in each: seconds
+    every time, of a function of three numbers."""
+    # Not above: with some versions Opacus imports Triton.
+    from opacus.accountants.analysis import rdp
+
+    if hasattr(rdp, "_compute_log_a"):
+        rdp._compute_log_a = functools.cache(rdp._compute_log_a)
+
+
+_remember_accounts()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
