@@ -81,13 +81,12 @@ for dtype in (torch.bfloat16, torch.float32):
     (kind,) = clipped_sum_triton.by_kind(pairs)
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
-    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
-    if tma and clipped_sum_triton.has_gluon() and dtype == torch.bfloat16:
-        clipped_sum_triton.launch_clipped_sums(work, kind, coef, clipped_sum_triton.RING)
+    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef)
     portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
-    clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
-    work = clipped_sum_triton.Products([(A[..., 1:], G[..., 1:])])
-    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
+    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef, portable)
+    pairs = [(A[..., 1:], G[..., 1:])]
+    work = clipped_sum_triton.Products(pairs)
+    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef)
 print(" ".join(sorted(compiled)))
 """
 
@@ -129,7 +128,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
     from flash_clipping.ops.runtime.launches import has_gluon
 
     hopper = (
-        {"_clipped_sums_ring_kernel", "_gram_ring_kernel"}
+        {"_clipped_sum_ring_kernel", "_gram_ring_kernel"}
         if target[1] == "90" and has_gluon()
         else set()
     )
