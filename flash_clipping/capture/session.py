@@ -100,7 +100,7 @@ class ClippingSession:
         #: While a layer runs uncompiled in the midst of a compiled region.
         self.by_itself = False
         #: While a compiled region learns what its layers see
-        #: (:mod:`flash_clipping.capture.wires`): what each tap, by ``id``, has seen.
+        #: (:mod:`flash_clipping.capture.compiled`): what each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()

@@ -24,6 +24,13 @@ from flash_clipping.capture.bare import (
     bare_parameters,
     refuse_bypassed,
 )
+from flash_clipping.capture.compiled.tracing import (
+    ACTIVE,
+    by_itself,
+    noted_call,
+    traced_call,
+    wiring_of,
+)
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
@@ -32,7 +39,6 @@ from flash_clipping.capture.layer_samples import refuse_input, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
-from flash_clipping.capture.wires import ACTIVE, by_itself, noted_call, traced_call, wiring_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
 

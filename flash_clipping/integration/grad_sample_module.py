@@ -20,9 +20,9 @@ from opacus.grad_sample import (
 from torch import Tensor, nn
 
 from flash_clipping.capture.batch_axis import may_tell_more, rehearse
+from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
-from flash_clipping.capture.regions import compiler_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.finish.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
@@ -207,7 +207,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.
 
         What clipping needs leaves the compiled graphs as outputs
-        (:mod:`flash_clipping.capture.wires` tells what layers that serves), so that
+        (:mod:`flash_clipping.capture.compiled` tells what layers that serves), so that
         ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
         those of the model that is not compiled.
         """

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
-from flash_clipping.capture.regions import Regions
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import ScopedForward, Tap
 from flash_clipping.capture.two_pass import TwoPassForward

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.capture.regions import Region, _Affine
-from flash_clipping.capture.wires import Seen
+from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.shapes import Affine
+from flash_clipping.capture.compiled.wiring import Seen
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, floats, ids, squared_loss
@@ -813,7 +814,7 @@ def test_affine_shapes() -> None:
     def calls(B: int, T: int) -> Any:
         return [[Seen((B, T, 4), torch.float32, (B, 2 * T + 1), torch.float32)]]
 
-    shapes = _Affine()
+    shapes = Affine()
     assert shapes.find([4, 6]) is None
     shapes.add([4, 6], calls(4, 6))
     assert shapes.find([4, 6]) == calls(4, 6)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.regions import Region
-from flash_clipping.capture.wires import ACTIVE
+from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.tracing import ACTIVE
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.oracle import assert_close
 

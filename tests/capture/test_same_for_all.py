@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.same_for_all import SameForAll, same_for_all
+from flash_clipping.capture.compiled.same_for_all import SameForAll, same_for_all
 from tests.support.autograd import (
     Loss,
     float64s,

@@ -1,0 +1,25 @@
+"""Compiled models: how layers inside a graph leave what clipping needs.
+
+From the inside out:
+
+* ``wiring``: what a layer hands out, as gradients of *wires*; ``linear``, ``normalization``,
+  ``convolution`` and ``own_parameters`` for each kind of layer.
+* ``same_for_all``: values that are the same for all samples.
+* ``tracing``: what runs while Dynamo traces, and notes what layers see before.
+* ``shapes``: how shapes of wires follow from those of inputs.
+* ``layout``: the wires of one call of a region, made and received.
+* ``region``: one compiled part of the model. ``regions``: all of them, found and put back.
+
+Inside a compiled region nothing can be recorded on the side. So every tapped layer takes, besides
+its input, wires: tensors of one element, expanded to the shapes of what clipping needs. The layer's
+backward returns the input, the output gradient or per-sample vectors as the gradients of these.
+Forward and backward are then pure functions, which Dynamo and AOTAutograd trace whole.
+
+What is wired: ``nn.Linear`` and ``transformers``' ``Conv1D``, ``nn.Embedding``, ``nn.LayerNorm``,
+``nn.RMSNorm``, ``nn.GroupNorm``, ``nn.InstanceNorm1d/2d/3d`` and ``nn.Conv1d/2d/3d``, called with
+one tensor, once or several times in a region, where a rehearsal has shown that they read samples;
+what is the same for all samples; and parameters that modules use themselves. Any other layer with
+trainable parameters (the generic rule, ``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent
+layers, rules of users) runs by itself, between two graphs; with ``fullgraph=True`` it is an error
+that names it.
+"""
