@@ -806,7 +806,7 @@ def test_wires_of_a_wrong_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         ]
 
     monkeypatch.setattr(Region, "_learn", wrong)
-    with pytest.raises(Exception, match="wires"):
+    with pytest.raises(Exception, match="by_itself"):
         case.loss(module, batch)
 
 
