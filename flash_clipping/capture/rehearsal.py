@@ -212,13 +212,15 @@ class Rehearsals:
         it runs on one size only, as many, with one sample twice in the place of another.
 
         An input may have as many rows as there are samples by chance: positions, a mask that all
-        samples share. A model that runs on another size with that input as it is says so.
+        samples share. That takes another axis of that size, and a model that runs on another number
+        of samples with that input as it is. Without such an axis the rows are the samples', and
+        what would be left as it is could carry some of them into all others.
         """
         size = whole.size
         less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
         orders = [less, more] if size > 2 else [more, less]
         chosen = [sources]
-        if len(sources) > 1 and whole.offsets is None:
+        if len(sources) > 1 and whole.offsets is None and self.has_other_axis(size, sources):
             most = max(x.dim() for x in sources)
             chosen.append([x for x in sources if x.dim() > 1])
             chosen.append([x for x in sources if x.dim() == most])
@@ -233,6 +235,14 @@ class Rehearsals:
                 yield Variant(order, self.other_bags(whole, order), of)
             else:
                 yield Variant(order, functools.partial(self.reordered, size, order), of)
+
+    def has_other_axis(self, size: int, sources: list[Tensor]) -> bool:
+        """Whether one of these has as many entries along another axis as there are samples."""
+        return any(
+            size in (*x.shape[:axis], *x.shape[axis + 1 :])
+            for x in sources
+            if (axis := self.axis_of(x, size)) is not None
+        )
 
     def reordered(self, size: int, order: list[int], x: Tensor) -> Tensor:
         axis = self.axis_of(x, size) or 0

@@ -381,3 +381,10 @@ def test_models_of_hugging_face(make: Any, shapes: list[tuple[int, ...]], compil
     for shape in shapes:
         batch = float64s(*shape) if len(shape) == 4 else id_batch(*shape, vocabulary=17)
         check(module, plain, batch, logits_loss, tolerance)
+
+
+def test_an_elementwise_function_that_meets_another_tensor_is_refused() -> None:
+    """Bounds would be broadcast against the hidden axis of samples."""
+    for bound in (torch.zeros(3), torch.zeros(3, 2), torch.zeros(2)):
+        with pytest.raises(FlashClippingError, match="clamp is called"):
+            same_for_all(torch.ones(3, 2), "layer").clamp(bound)

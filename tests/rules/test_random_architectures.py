@@ -331,6 +331,21 @@ class OneBatchSize(nn.Module):
         return self.mix(0.5 * x) + self.state
 
 
+class MeanOfOthers(OneBatchSize):
+    """Adds the mean of another input over the batch, which has a row for each sample as well."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.mix(x + (y * self.state[:, 0, :3]).mean())
+
+
+def test_an_input_with_a_row_for_each_sample_is_not_taken_for_a_constant() -> None:
+    """Though the model runs on fewer rows of the other input alone."""
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(MeanOfOthers().double(), loss_reduction="sum")
+    with pytest.raises(FlashClippingError, match="mix"):
+        flash(torch.randn(5, 4).double(), torch.randn(5, 3).double())
+
+
 @pytest.mark.parametrize("kind", ["mask", "state"])
 def test_model_that_cannot_run_on_fewer_samples(kind: str) -> None:
     """Proving the rows must not break a model that PyTorch runs."""

@@ -90,7 +90,7 @@ class Products(Table):
         for (A, G), first in zip(pairs, firsts, strict=True):
             B, T, _ = A.shape
             for x in (G, A):
-                row = self.row_of(x)
+                row = self.describe(x)
                 self.in_rows = self.in_rows and (B == 1 or row[1] == T * row[2])
                 self.numbers.extend(row)
             self.numbers.extend((0, first))

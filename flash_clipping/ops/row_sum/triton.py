@@ -112,11 +112,11 @@ class _Sums(Table):
         *starts, _ = itertools.accumulate(self.sizes, initial=0)
         firsts, self.count = firsts_of(self.blocks)
         for x, x_hat, *places in zip(rows, normalized, self.sizes, starts, firsts, strict=True):
-            self.numbers.extend(self.row_of(x)[:3])
+            self.numbers.extend(self.describe(x)[:3])
             if x_hat is None:
                 self.numbers.extend((0,) * 5)
             else:
-                self.numbers.extend(self.row_of(x_hat.x_BTn)[:3])
+                self.numbers.extend(self.describe(x_hat.x_BTn)[:3])
                 for statistic in x_hat[1:]:
                     read = statistic.float().contiguous()
                     self.hold(statistic, read)

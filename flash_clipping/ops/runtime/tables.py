@@ -35,9 +35,9 @@ class Table:
         self.copied = False
         self.aligned = True
 
-    def row_of(self, x_BTf: Tensor) -> tuple[int, int, int, int]:
-        """What a row says of an operand: address, strides of samples and positions, and width. Its
-        features must lie together; where they do not, these are a copy's."""
+    def describe(self, x_BTf: Tensor) -> tuple[int, int, int, int]:
+        """What goes into a row for an operand: address, strides of samples and positions, and
+        width. Its features must lie together; where they do not, these are a copy's."""
         read, row, aligned = operand_row(x_BTf)
         self.hold(x_BTf, read)
         self.aligned = self.aligned and aligned
