@@ -23,10 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_clipping.ops.clipped_sum import table
+from flash_clipping.ops.runtime.tiles import operand
+
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 
-BLOCK = gl.constexpr(128)
-"""Side of a tile of the result."""
+BLOCK = gl.constexpr(table.BLOCK)
+COLUMNS = gl.constexpr(table.COLUMNS)
 BLOCK_T = gl.constexpr(64)
 """Positions of a step."""
 HALF = gl.constexpr(64)
@@ -47,29 +50,52 @@ def _place(tile, tiles_p, tiles_d):
 
 
 @gluon.jit
-def _load(A_ptr, G_ptr, A_stride, G_stride, grid, ring, DTYPE: gl.constexpr):
+def _layer(table_ptr, layer, layers, count):
+    """A layer's row of the table, its first tile, and the first of the next layer."""
+    row = table_ptr + layer * COLUMNS
+    first = gl.load(row + COLUMNS - 1).to(gl.int32)
+    end = count
+    if layer + 1 < layers:
+        end = gl.load(row + 2 * COLUMNS - 1).to(gl.int32)
+    return row, first, end
+
+
+@gluon.jit
+def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
     """One warp: the operands of every step of every tile of this program."""
-    rows, T, d, p, tiles_p, tiles_d = grid
+    layers, count, rows, T = grid
     A_tiles, G_tiles, full, empty = ring
-    A = tma.make_tensor_descriptor(
-        A_ptr, [rows, d], [A_stride, 1], [BLOCK_T, BLOCK], A_tiles.type.layout
-    )
-    G = tma.make_tensor_descriptor(
-        G_ptr, [rows, p], [G_stride, 1], [BLOCK_T, HALF], G_tiles.type.layout
-    )
     size: gl.constexpr = 2 * BLOCK_T * BLOCK * (DTYPE.primitive_bitwidth // 8)
     step = 0
-    for tile in range(gl.program_id(0), tiles_p * tiles_d, gl.num_programs(0)):
-        p0, d0 = _place(tile, tiles_p, tiles_d)
-        for row in range(0, rows, BLOCK_T):
-            stage = step % STAGES
-            loaded = full.index(stage)
-            mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-            mbarrier.expect(loaded, size)
-            _load_async(G, [row, p0], loaded, G_tiles.index(2 * stage))
-            _load_async(G, [row, p0 + HALF], loaded, G_tiles.index(2 * stage + 1))
-            _load_async(A, [row, d0], loaded, A_tiles.index(stage))
-            step += 1
+    item = gl.program_id(0)
+    for layer in range(layers):
+        row, first, end = _layer(table_ptr, layer, layers, count)
+        if item < end:
+            G_ptr, _, G_stride, p = operand(row, DTYPE, True)
+            A_ptr, _, A_stride, d = operand(row + 4, DTYPE, True)
+            # The descriptors are made where those of the layer before were: no load may still read
+            # them.
+            for at in range(gl.maximum(step - STAGES, 0), step):
+                mbarrier.wait(full.index(at % STAGES), at // STAGES & 1)
+            A = tma.make_tensor_descriptor(
+                A_ptr, [rows, d], [A_stride, 1], [BLOCK_T, BLOCK], A_tiles.type.layout
+            )
+            G = tma.make_tensor_descriptor(
+                G_ptr, [rows, p], [G_stride, 1], [BLOCK_T, HALF], G_tiles.type.layout
+            )
+            tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK)
+            while item < end:
+                p0, d0 = _place(item - first, tiles_p, tiles_d)
+                for start in range(0, rows, BLOCK_T):
+                    stage = step % STAGES
+                    loaded = full.index(stage)
+                    mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                    mbarrier.expect(loaded, size)
+                    _load_async(G, [start, p0], loaded, G_tiles.index(2 * stage))
+                    _load_async(G, [start, p0 + HALF], loaded, G_tiles.index(2 * stage + 1))
+                    _load_async(A, [start, d0], loaded, A_tiles.index(stage))
+                    step += 1
+                item += gl.num_programs(0)
 
 
 @gluon.jit
@@ -90,60 +116,61 @@ def _release(step, ring):
 
 
 @gluon.jit
-def _multiply(coef_ptr, out_ptr, grid, ring, WHICH: gl.constexpr):
+def _multiply(table_ptr, coef_ptr, grid, ring, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
-    rows, T, d, p, tiles_p, tiles_d = grid
+    layers, count, rows, T = grid
     steps = T // BLOCK_T
     step = 0
-    for tile in range(gl.program_id(0), tiles_p * tiles_d, gl.num_programs(0)):
-        p0, d0 = _place(tile, tiles_p, tiles_d)
-        total = gl.zeros([HALF, BLOCK], gl.float32, MMA)
-        before = gl.zeros([HALF, BLOCK], gl.float32, MMA)
-        before_coef = gl.to_tensor(0.0)
-        for b in range(rows // T):
-            coef = gl.load(coef_ptr + b)
-            end = step + steps
-            while step < end:
-                product = _step(step, gl.zeros_like(before), ring, WHICH, False)
-                # The tensor cores are at work; now what they did before. Of a dropped sample
-                # nothing, whatever its product is.
-                if before_coef != 0:
-                    total += before_coef * before
-                before_coef = coef
-                last = gl.minimum(step + PROMOTE, end) - 1
-                while step < last:
+    item = gl.program_id(0)
+    for layer in range(layers):
+        row, first, end = _layer(table_ptr, layer, layers, count)
+        while item < end:
+            p = gl.load(row + 3).to(gl.int32)
+            d = gl.load(row + 7).to(gl.int32)
+            p0, d0 = _place(item - first, gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK))
+            total = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+            before = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+            before_coef = gl.to_tensor(0.0)
+            for b in range(rows // T):
+                coef = gl.load(coef_ptr + b)
+                last_step = step + steps
+                while step < last_step:
+                    product = _step(step, gl.zeros_like(before), ring, WHICH, False)
+                    # The tensor cores are at work; now what they did before. Of a dropped sample
+                    # nothing, whatever its product is.
+                    if before_coef != 0:
+                        total += before_coef * before
+                    before_coef = coef
+                    last = gl.minimum(step + PROMOTE, last_step) - 1
+                    while step < last:
+                        step += 1
+                        product = _step(step, product, ring, WHICH, True)
+                        _release(step - 1, ring)
+                    before = warpgroup_mma_wait(0, deps=[product])
+                    _release(step, ring)
                     step += 1
-                    product = _step(step, product, ring, WHICH, True)
-                    _release(step - 1, ring)
-                before = warpgroup_mma_wait(0, deps=[product])
-                _release(step, ring)
-                step += 1
-        if before_coef != 0:
-            total += before_coef * before
-        row = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-        column = d0 + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
-        place = out_ptr + row[:, None].to(gl.int64) * d + column[None, :]
-        gl.store(place, total, mask=(row < p)[:, None] & (column < d)[None, :])
+            if before_coef != 0:
+                total += before_coef * before
+            out_ptr = gl.load(row + 8).to(gl.pointer_type(gl.float32))
+            at_row = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, MMA))
+            column = d0 + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
+            place = out_ptr + at_row[:, None].to(gl.int64) * d + column[None, :]
+            gl.store(place, total, mask=(at_row < p)[:, None] & (column < d)[None, :])
+            item += gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "T", "tiles_p", "tiles_d"])
-def _clipped_sum_ring_kernel(
-    A_ptr,
-    G_ptr,
+@gluon.jit(do_not_specialize=["layers", "count", "B", "T"])
+def _clipped_sums_ring_kernel(
+    table_ptr,
     coef_ptr,
-    out_ptr,
-    rows,
+    layers,
+    count,
+    B,
     T,
-    d,
-    p,
-    A_stride,
-    G_stride,
-    tiles_p,
-    tiles_d,
     DTYPE: gl.constexpr,
 ):
-    """``Σ_b coef_b G_bᵀ A_b`` of operands ``[rows, features]`` of one 16-bit ``DTYPE``. Samples of
-    T rows, a multiple of ``BLOCK_T``, lie one after the other. Launched with ``num_warps=4``."""
+    """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE``. Samples of T
+    rows, a multiple of ``BLOCK_T``, lie one after the other. Launched with ``num_warps=4``."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_T, BLOCK], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_T, HALF], layout)
@@ -154,12 +181,12 @@ def _clipped_sum_ring_kernel(
         mbarrier.init(empty.index(stage), 2)
     fence_async_shared()
     ring = (A_tiles, G_tiles, full, empty)
-    grid = (rows, T, d, p, tiles_p, tiles_d)
+    grid = (layers, count, B * T, T)
     gl.warp_specialize(
         [
-            (_multiply, (coef_ptr, out_ptr, grid, ring, 0)),
-            (_multiply, (coef_ptr, out_ptr, grid, ring, 1)),
-            (_load, (A_ptr, G_ptr, A_stride, G_stride, grid, ring, DTYPE)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, 0)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, 1)),
+            (_load, (table_ptr, grid, ring, DTYPE)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads
         [240, 24],

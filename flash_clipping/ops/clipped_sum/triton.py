@@ -104,7 +104,7 @@ class Config:
 
 
 RING = Config(num_stages=6)
-"""That of :mod:`flash_clipping.ops.clipped_sum.hopper`, which takes one layer in a launch."""
+"""That of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
 
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
@@ -113,9 +113,9 @@ FEWEST = 16
 @functools.cache
 def _hopper_kernel() -> Any:
     # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.clipped_sum.hopper import _clipped_sum_ring_kernel
+    from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
-    return _clipped_sum_ring_kernel
+    return _clipped_sums_ring_kernel
 
 
 def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
@@ -123,9 +123,8 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     tma = work.aligned and not kind.small and tiles.has_tma(device)
     if kind.A_dtype == torch.float32:
         return Config(32, promote=2, num_stages=3, tma=tma)
-    # It reads the operands themselves, not copies that were made for the table.
-    in_steps = work.in_rows and kind.T % 64 == 0 and not work.copied
-    if tma and tiles.is_hopper(device) and has_gluon() and in_steps:
+    whole_steps = work.in_rows and kind.T % 64 == 0
+    if tma and tiles.is_hopper(device) and has_gluon() and whole_steps:
         return RING
     return Config(num_stages=4 if tma else 3, tma=tma)
 
@@ -148,83 +147,54 @@ def clipped_sums_many(
                 of_kind["table"] = work
         else:
             work.read(alike)
-        sums.update(zip(members, launch_clipped_sums(work, kind, alike, coef_B), strict=True))
+        sums.update(zip(members, launch_clipped_sums(work, kind, coef_B), strict=True))
     return [sums[i] for i in range(len(pairs))]
 
 
 def launch_clipped_sums(
-    work: Products,
-    kind: Kind,
-    pairs: Sequence[Pair],
-    coef_B: Tensor,
-    config: Config | None = None,
+    work: Products, kind: Kind, coef_B: Tensor, config: Config | None = None
 ) -> list[Tensor]:
-    """Products of one kind, one launch for all or one for each; ``config`` is open to benchmarks.
+    """One launch for products of one kind; ``config`` is open to benchmarks.
 
     Returns:
         ``[p, d]`` of every pair, in fp32.
     """
     device = coef_B.device
     config = config or config_for(work, kind, device)
-    if config is RING:
-        return [_launch_on_hopper(pair, coef_B) for pair in pairs]
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.write_to(results)
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
+    arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
     # The tiles of small layers take no longer than a program takes to start.
     programs = work.count if kind.small else min(work.count, tiles.sm_count(device))
-    launch(
-        _clipped_sums_kernel,
-        programs,
-        work.on(device),
-        coef_B.contiguous(),
-        layers,
-        work.count,
-        kind.B,
-        kind.T,
-        DTYPE=tiles.TL_DTYPE[kind.A_dtype],
-        ALIGNED=work.aligned,
-        TMA=config.tma,
-        LAYERS=most,
-        COLUMNS=COLUMNS,
-        BLOCK=BLOCK,
-        BLOCK_T=config.block_t,
-        PROMOTE=config.promote,
-        GROUP=8,
-        PRECISION=tiles.dot_precision(kind.A_dtype),
-        workspace=config.tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    if config is RING:
+        launch(
+            _hopper_kernel(),
+            programs,
+            *arguments,
+            DTYPE=tiles.TL_DTYPE[kind.A_dtype],
+            workspace=True,
+            num_warps=4,
+        )
+    else:
+        launch(
+            _clipped_sums_kernel,
+            programs,
+            *arguments,
+            DTYPE=tiles.TL_DTYPE[kind.A_dtype],
+            ALIGNED=work.aligned,
+            TMA=config.tma,
+            LAYERS=most,
+            COLUMNS=COLUMNS,
+            BLOCK=BLOCK,
+            BLOCK_T=config.block_t,
+            PROMOTE=config.promote,
+            GROUP=8,
+            PRECISION=tiles.dot_precision(kind.A_dtype),
+            workspace=config.tma,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
     work.held = []
     return results
-
-
-def _launch_on_hopper(pair: Pair, coef_B: Tensor) -> Tensor:
-    """``[p, d]`` in fp32, of 16-bit operands whose samples are whole steps in a row."""
-    A_BTd, G_BTp = pair
-    B, T, d = A_BTd.shape
-    p = G_BTp.shape[2]
-    tiles_p, tiles_d = tiles.cdiv(p, BLOCK), tiles.cdiv(d, BLOCK)
-    out_pd = torch.empty((p, d), dtype=torch.float32, device=A_BTd.device)
-    launch(
-        _hopper_kernel(),
-        min(tiles_p * tiles_d, tiles.sm_count(A_BTd.device)),
-        A_BTd,
-        G_BTp,
-        coef_B.contiguous(),
-        out_pd,
-        B * T,
-        T,
-        d,
-        p,
-        A_BTd.stride(1),
-        G_BTp.stride(1),
-        tiles_p,
-        tiles_d,
-        DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
-        workspace=True,
-        num_warps=4,
-    )
-    return out_pd
