@@ -113,7 +113,10 @@ class Method(ABC):
     @property
     def settling(self) -> int:
         """Steps before the first that is like all others as far as memory goes. The one in which a
-        graph is captured is: it allocates what replays use."""
+        graph is captured is: it allocates what replays use. A mode of ``torch.compile`` that
+        captures graphs does it in its second step."""
+        if self.setting.compile not in (None, "default"):
+            return 2
         return 1 if self._graphed is None else self._graphed.warmup
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
