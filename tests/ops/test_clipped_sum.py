@@ -203,10 +203,14 @@ def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[tor
         (1, 64, [(8, 8)]),
         (4, 128, [(1024, 2048), (8, 8), (520, 264), (2048, 1024), (128, 136), (1032, 3000)]),
         (2, 1088, [(72, 40)] * 40 + [(1024, 1032)] * 3),  # layers that a program has no tile of
+        (5, 197, [(136, 72), (520, 264)]),  # samples that are not whole steps
+        (3, 1, [(64, 128)]),
+        (2, 1057, [(264, 520)]),
     ],
     ids=str,
 )
-def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
+@pytest.mark.parametrize("steps", ["RING", "RING_32"])
+def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple, steps: str) -> None:
     B, T, widths = shape
     pairs = [
         tuple(torch.randn(B, T, n, device="cuda", dtype=dtype) for n in (d, p)) for d, p in widths
@@ -217,7 +221,7 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
         pytest.skip("needs Hopper and a Triton that is known")
 
     def check() -> list[torch.Tensor]:
-        sums = of_one_kind(pairs, coef, module.RING)
+        sums = of_one_kind(pairs, coef, getattr(module, steps))
         for total, (A, G) in zip(sums, pairs, strict=True):
             kept = coef != 0
             grads = torch.bmm(G[kept].double().mT, A[kept].double())
@@ -227,7 +231,7 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
 
     first = check()
     for _ in range(3):  # the same from run to run
-        again = of_one_kind(pairs, coef, module.RING)
+        again = of_one_kind(pairs, coef, getattr(module, steps))
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     if B > 1:  # a dropped sample, whatever it holds
         coef[1] = 0
@@ -258,8 +262,7 @@ def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
 
 
 def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one for Hopper: there, for 16-bit operands whose samples are whole steps in a row, and
-    products that are worth it."""
+    """The one for Hopper: there, for 16-bit operands that lie on 16 bytes."""
     module = kernels()
     launched: list[str] = []
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: launched.append(kernel))
@@ -279,8 +282,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_for(A, G) == kernel_for(A.half(), G.half()) == "hopper"
     assert kernel_for(A[:1, ::2], G[:1, ::2]) == "hopper"  # strides of rows may be any
     assert kernel_for(A.float(), G.float()) == kernel_for(A, G.float()) == "portable"
-    assert kernel_for(A[:, :100], G[:, :100]) == "portable"  # a step would reach the next sample
-    assert kernel_for(A[:, :64], G[:, :64]) == "portable"  # samples do not follow each other
+    assert kernel_for(A[:, :99], G[:, :99]) == "hopper"  # not whole steps, nor in a row
     assert kernel_for(A[..., 1:], G) == "portable"
     monkeypatch.setattr(module, "has_gluon", lambda: False)
     assert kernel_for(A, G) == "portable"

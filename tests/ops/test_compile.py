@@ -81,12 +81,12 @@ for dtype in (torch.bfloat16, torch.float32):
     (kind,) = clipped_sum_triton.by_kind(pairs)
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
-    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
     portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
-    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef, portable)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
     pairs = [(A[..., 1:], G[..., 1:])]
     work = clipped_sum_triton.Products(pairs)
-    clipped_sum_triton.launch_clipped_sums(work, kind, pairs, coef)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
 print(" ".join(sorted(compiled)))
 """
 

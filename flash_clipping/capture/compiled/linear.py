@@ -38,6 +38,9 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         product, vector = ctx.wired
+        # Keys get theirs transposed. One copy in the graph, which the product needs as well, is in
+        # place of one for every kernel that reads it.
+        G = G.contiguous()
         return (
             G @ weight,
             None,

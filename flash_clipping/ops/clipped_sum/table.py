@@ -79,20 +79,15 @@ class Products(Table):
     Attributes:
         shapes: ``(p, d)`` of every result.
         count: tiles of all results.
-        in_rows: whether the samples of every operand lie one after the other, at one stride.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         super().__init__(COLUMNS)
-        self.in_rows = True
         self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
         firsts, self.count = firsts_of([-(-p // BLOCK) * -(-d // BLOCK) for p, d in self.shapes])
         for (A, G), first in zip(pairs, firsts, strict=True):
-            B, T, _ = A.shape
-            for x in (G, A):
-                row = self.describe(x)
-                self.in_rows = self.in_rows and (B == 1 or row[1] == T * row[2])
-                self.numbers.extend(row)
+            self.numbers.extend(self.describe(G))
+            self.numbers.extend(self.describe(A))
             self.numbers.extend((0, first))
 
     def read(self, pairs: Sequence[Pair]) -> None:

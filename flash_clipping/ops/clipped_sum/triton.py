@@ -103,7 +103,7 @@ class Config:
     tma: bool = True
 
 
-RING = Config(num_stages=6)
+RING, RING_32 = Config(num_stages=6), Config(32, num_stages=12)
 """That of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
 
 FEWEST = 16
@@ -123,9 +123,8 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     tma = work.aligned and not kind.small and tiles.has_tma(device)
     if kind.A_dtype == torch.float32:
         return Config(32, promote=2, num_stages=3, tma=tma)
-    whole_steps = work.in_rows and kind.T % 64 == 0
-    if tma and tiles.is_hopper(device) and has_gluon() and whole_steps:
-        return RING
+    if tma and tiles.is_hopper(device) and has_gluon():
+        return RING if -(-kind.T // 64) * 64 == -(-kind.T // 32) * 32 else RING_32
     return Config(num_stages=4 if tma else 3, tma=tma)
 
 
@@ -168,12 +167,13 @@ def launch_clipped_sums(
     arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
     # The tiles of small layers take no longer than a program takes to start.
     programs = work.count if kind.small else min(work.count, tiles.sm_count(device))
-    if config is RING:
+    if config in (RING, RING_32):
         launch(
             _hopper_kernel(),
             programs,
             *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype],
+            BLOCK_T=config.block_t,
             workspace=True,
             num_warps=4,
         )
