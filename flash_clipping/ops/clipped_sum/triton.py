@@ -104,7 +104,7 @@ class Config:
 
 
 RING, RING_32 = Config(num_stages=6), Config(32, num_stages=12)
-"""That of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
+"""Those of :mod:`flash_clipping.ops.clipped_sum.hopper`: steps of 64 positions, and of 32."""
 
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
@@ -120,11 +120,13 @@ def _hopper_kernel() -> Any:
 
 def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
-    tma = work.aligned and not kind.small and tiles.has_tma(device)
+    tma = work.aligned and tiles.has_tma(device)
+    if tma and kind.A_dtype != torch.float32 and tiles.is_hopper(device) and has_gluon():
+        fewer = -(-kind.T // 32) % 2 == 1  # positions past a sample's last, in steps of 32
+        return RING_32 if fewer else RING
+    tma = tma and not kind.small  # a descriptor takes as long to make as such a tile
     if kind.A_dtype == torch.float32:
         return Config(32, promote=2, num_stages=3, tma=tma)
-    if tma and tiles.is_hopper(device) and has_gluon():
-        return RING if -(-kind.T // 64) * 64 == -(-kind.T // 32) * 32 else RING_32
     return Config(num_stages=4 if tma else 3, tma=tma)
 
 
@@ -165,9 +167,11 @@ def launch_clipped_sums(
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
     arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
+    in_ring = config in (RING, RING_32)
     # The tiles of small layers take no longer than a program takes to start.
-    programs = work.count if kind.small else min(work.count, tiles.sm_count(device))
-    if config in (RING, RING_32):
+    each = kind.small and not in_ring
+    programs = work.count if each else min(work.count, tiles.sm_count(device))
+    if in_ring:
         launch(
             _hopper_kernel(),
             programs,
