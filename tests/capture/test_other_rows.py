@@ -147,3 +147,20 @@ def test_part_of_a_model_is_refused(after_a_call: bool) -> None:
     mean_squares(flash(torch.randn(5, 5, 4))).backward()
     assert len(flash.get_norm_sample()) == 5
     del kept
+
+
+class Rolled(nn.Module):
+    """Rows that have the same sum and size, in the place of other samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.layer_norm(x, x.shape[-1:]).roll(1, 0))
+
+
+def test_rows_of_one_sum_and_size() -> None:
+    flash = GradSampleModuleFlashClipping(Rolled())
+    with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
+        flash(torch.randn(4, 8))
