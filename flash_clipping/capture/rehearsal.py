@@ -20,7 +20,7 @@ from flash_clipping.capture.no_trace import (
     untouched,
     without_activations,
 )
-from flash_clipping.capture.row_values import are_alike, digest_of, is_low
+from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, are_alike, digest_of, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Taint
 from flash_clipping.errors import FlashClippingError
@@ -229,12 +229,27 @@ class Rehearsals:
         if size > 1:
             tried.append((more[:size], sources))
         for order, of in tried:
-            if not order:
-                continue
-            if whole.offsets is not None:
-                yield Variant(order, self.other_bags(whole, order), of)
-            else:
-                yield Variant(order, functools.partial(self.reordered, size, order), of)
+            if order:
+                yield self.variant(whole, order, of)
+
+    def variant(self, whole: Run, order: list[int], sources: list[Tensor]) -> Variant:
+        """The batch of these samples, in this order."""
+        if whole.offsets is not None:
+            return Variant(order, self.other_bags(whole, order), sources)
+        return Variant(order, functools.partial(self.reordered, whole.size, order), sources)
+
+    def run_variant(self, variant: Variant) -> Run | None:
+        """It as a run; ``None`` if the model does not run on it, or not as on so many samples."""
+        try:
+            run = self.run(variant.change, variant.sources)
+        except torch.OutOfMemoryError:
+            raise
+        except MODELS_OWN:
+            return None
+        if run.size != len(variant.order):
+            return None
+        run.order = variant.order
+        return run
 
     def has_other_axis(self, size: int, sources: list[Tensor]) -> bool:
         """Whether one of these has as many entries along another axis as there are samples."""
@@ -287,17 +302,17 @@ class Rehearsals:
         """The batch as it is, and another one if the model runs on any."""
         whole, sources = self.whole()
         for variant in self.variants(whole, sources):
-            try:
-                other = self.run(variant.change, variant.sources)
-                if len(variant.sources) != len(sources):
-                    whole = self.run(None, variant.sources)
-            except torch.OutOfMemoryError:
-                raise
-            except MODELS_OWN:
+            other = self.run_variant(variant)
+            if other is None:
                 continue
-            if other.size == len(variant.order):
-                other.order = variant.order
-                return whole, other, variant.sources
+            if len(variant.sources) != len(sources):
+                try:
+                    whole = self.run(None, variant.sources)
+                except torch.OutOfMemoryError:
+                    raise
+                except MODELS_OWN:
+                    continue
+            return whole, other, variant.sources
         return whole, None, sources
 
     def first_size(self) -> int:
@@ -310,9 +325,9 @@ def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, PackedSequence)
 
 
-def same_rows(a: Note, b: Note, other: Run) -> bool:
+def same_rows(a: Note, b: Note, other: Run, different: float | None = None) -> bool:
     """Whether the samples of ``other`` have the same values in both, as far as their dtype can
-    tell."""
+    tell, or but for this relative difference."""
     if a.digest is None or b.digest is None or not len(b.digest):
         return True
     first, second = a.digest, b.digest
@@ -322,4 +337,6 @@ def same_rows(a: Note, b: Note, other: Run) -> bool:
         first = first[of_parts]
     if len(first) != len(second):
         return False
-    return are_alike(first, second, low=a.low or b.low)
+    if different is None:
+        different = DIFFERENT_LOW if a.low or b.low else DIFFERENT
+    return are_alike(first, second, different)

@@ -169,3 +169,44 @@ def test_rehearsal_is_only_for_training() -> None:
     assert len(runs) == 1
     flash(*float64s(3, 5, 4))
     assert len(runs) == 1 + 3
+
+
+class OtherKernels(nn.Module):
+    """In 16 bits: values differ by a tenth between batches of different sizes."""
+
+    def __init__(self, also: str = "") -> None:
+        super().__init__()
+        self.also, self.last = also, nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            places = torch.arange(x[0].numel()).view(x.shape[1:])
+            x = x * (1 + 0.06 * torch.cos(places * len(x)).to(x.dtype))
+            if self.also == "mean":
+                x = x + 0.1 * x.mean(0)
+            if self.also == "count":
+                x = x / len(x)
+            if self.also == "order":
+                x = x.roll(1, 0)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 16])
+def test_other_kernels_for_other_batch_sizes(samples: int) -> None:
+    flash = GradSampleModuleFlashClipping(OtherKernels().bfloat16())
+    flash(torch.randn(samples, 5, 64).bfloat16()).float().square().sum().backward()
+    assert len(flash.get_norm_sample()) == samples
+
+
+@pytest.mark.parametrize("also", ["mean", "count", "order"])
+@pytest.mark.parametrize("samples", [2, 3, 16])
+def test_what_hides_behind_other_kernels(samples: int, also: str) -> None:
+    flash = GradSampleModuleFlashClipping(OtherKernels(also).bfloat16())
+    with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
+        flash(torch.randn(samples, 5, 64).bfloat16())
+
+
+def test_other_kernels_are_no_excuse_in_fp32() -> None:
+    flash = GradSampleModuleFlashClipping(OtherKernels())
+    with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
+        flash(torch.randn(4, 5, 64))
