@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, GraphedStep
 from tests.capture.test_compiled import Transformer, lm_loss, with_adapters
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
@@ -156,3 +156,31 @@ def test_the_engine(mode: str) -> None:
             if len(ids):
                 losses.append(loss.item())
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("make", [Transformer, with_adapters], ids=["tied", "adapters"])
+def test_a_graph_of_a_compiled_model(make: Callable[[], nn.Module]) -> None:
+    """All of the step is one launch: compiled kernels, and the end of the backward pass."""
+    torch.manual_seed(0)
+    model = make().cuda()
+    plain = copy.deepcopy(model)
+    module = wrapped(model, "default")
+
+    def forward_backward(ids: torch.Tensor) -> torch.Tensor:
+        losses = lm_loss(module, (ids,))
+        losses.mean().backward()
+        return losses
+
+    step = GraphedStep(forward_backward, module)
+    for _ in range(6):
+        ids = tokens(6)
+        plain.load_state_dict(model.state_dict())
+        truth = per_sample_truth(plain, (ids,), lm_loss)
+        module.zero_grad(set_to_none=True)
+        step(ids)
+        check(module, truth)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.5 * param.grad
+    assert step.replays >= 2
