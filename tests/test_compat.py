@@ -61,6 +61,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "DROPOUTS": (["_DropoutNd"], "same"),
     "padding_of": (["_reversed_padding_repeated_twice"], "same"),
     "lacks_batch_axis": (["_check_input_dim", "_get_no_batch_dim"], "same"),
+    "gate_of_experts": (["_apply_gate"], "same"),
     "rms_norm": (["_fused_rms_norm"], "same"),
     "runs_in_ddp": (["_active_ddp_module"], "same"),
     "is_replica": (["_is_replica"], "same"),

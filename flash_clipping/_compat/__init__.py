@@ -41,6 +41,7 @@ from flash_clipping._compat.lookup import (
 from flash_clipping._compat.modules import (
     BATCH_NORMS,
     DROPOUTS,
+    gate_of_experts,
     hooks_of_module,
     hooks_of_parameter,
     lacks_batch_axis,
@@ -99,6 +100,7 @@ __all__ = [
     "constant_in_traces",
     "early_start",
     "functions_of_optimizer",
+    "gate_of_experts",
     "gluon",
     "graph_task",
     "has_lasting_node",

@@ -97,3 +97,10 @@ def _fused_rms_norm() -> Any:
 #: Output and reciprocal root mean square of RMSNorm. Without (before PyTorch 2.9): the output, and
 #: ``None``, which the rule then computes.
 rms_norm: Callable[..., tuple[Tensor, Tensor | None]] = _fused_rms_norm()
+
+
+def gate_of_experts(layer: Any) -> Any:
+    """What ``transformers``' experts compute between gate and up projections and the down
+    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
+    generic one."""
+    return getattr(layer, "_apply_gate", None)

@@ -93,4 +93,4 @@ class FactorSource:
                 f"multiple of the batch ({samples}) that the model was called with. Every sample "
                 "must be folded into the same number of rows, which lie together."
             )
-        return factor.fold(samples)
+        return factor if factor.batch_size == samples else factor.fold(samples)

@@ -76,7 +76,8 @@ class Tap(FactorSource):
         folded: bool = False,
     ):
         name = f"{path or 'the model'} ({type(layer).__name__})"
-        super().__init__(name, session, owners(layer), folded)
+        self._rule_folds = rule is not None and rule.folds
+        super().__init__(name, session, owners(layer), folded or self._rule_folds)
         self.layer = layer
         self.rule = rule
         self.parameters = OwnParameters(layer, self.owners, self.path, rule is not None)
@@ -140,7 +141,7 @@ class Tap(FactorSource):
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not is_grad_enabled():
-            if rule.allows_children and self._is_checkpointed():
+            if rule.allows_children and not rule.folds and self._is_checkpointed():
                 # Its own forward need not call its children, and their uses must be counted.
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
@@ -165,7 +166,7 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.parameters.computed else self.rule
         if not params:
-            if rule is not None and rule.allows_children:
+            if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
@@ -329,13 +330,31 @@ class Tap(FactorSource):
             refuse_input(self.path, x, params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
+        if self._rule_folds:
+            args = self._by_sample(args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
         output = apply_tapped_layer(self, trainable, call, place, recomputed, *args, *params)
+        if self._rule_folds:
+            return output.flatten(0, 1)
         if not axis:
             return output
         if isinstance(output, Tensor):
             return output.transpose(0, axis)
         return tuple(part.transpose(0, axis) for part in output)
+
+    def _by_sample(
+        self, args: tuple[Any, ...], axis: int, call: ForwardCall | None
+    ) -> tuple[Any, ...]:
+        """Inputs ``[B·T, ...]`` as ``[B, T, ...]``."""
+        samples = self.session.samples() if call is None else call.batch_size
+        rows = args[0].shape[0]
+        if axis or not samples or rows % samples:
+            raise UnsupportedLayer(
+                f"found {rows} rows for a batch of {samples} along axis {axis}; expected as many "
+                "rows for every sample, which lie together: give the model [batch, ...] inputs, "
+                "all of one length, or freeze this layer's parameters."
+            )
+        return tuple(x.unflatten(0, (samples, -1)) if isinstance(x, Tensor) else x for x in args)
 
 
 class ScopedForward(Tap):

@@ -90,6 +90,12 @@ def plan_taps(
                 f"{', '.join(repr(path) for path in paths[1:4])}."
             )
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
+    rules = {path: find_rule(module) for path, module in root.named_modules()}
+    for path, rule in rules.items():
+        if rule is not None and rule.folds:
+            # What stands beside experts (a router, shared experts) reads tokens as they do.
+            beside = path.rpartition(".")[0]
+            folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}
     for path, module in root.named_modules():
         if isinstance(module, PARAMETER_CONTAINERS):
             continue
@@ -97,5 +103,5 @@ def plan_taps(
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
             yield ScopedForward(module, path, scope, session)
         elif owned_parameters(module):
-            rule = None if force_generic else find_rule(module)
+            rule = None if force_generic else rules[path]
             yield Tap(module, path, rule, session, force_generic, path in folded)

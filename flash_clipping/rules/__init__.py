@@ -4,6 +4,7 @@ from flash_clipping.rules import (  # noqa: F401
     attention,
     convolution,
     embedding,
+    experts,
     linear,
     normalization,
     opacus_layers,

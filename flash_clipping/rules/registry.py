@@ -52,6 +52,10 @@ class Rule(ABC):
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
+    #: Whether the layer reads tokens ``[B·T, ...]``, and the rule ``[B, T, ...]``: rows of a sample
+    #: lie together, and are put together before the rule sees them.
+    folds: bool = False
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -97,6 +101,7 @@ class Rule(ABC):
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
+_FAMILIES: list[tuple[Callable[[nn.Module], bool], Rule]] = []
 _R = TypeVar("_R", bound=type[Rule])
 
 
@@ -134,6 +139,17 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[_R], _R]:
     return decorate
 
 
+def register_family(belongs: Callable[[nn.Module], bool]) -> Callable[[_R], _R]:
+    """Class decorator: use this :class:`Rule` for layers of which ``belongs`` says so, whatever
+    their types are called. Rules that were registered for a type come first."""
+
+    def decorate(rule_type: _R) -> _R:
+        _FAMILIES.append((belongs, rule_type()))
+        return rule_type
+
+    return decorate
+
+
 def find_rule(layer: nn.Module) -> Rule | None:
     """The rule for this layer, or ``None`` when only the generic rule can serve it.
 
@@ -150,7 +166,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)
             return rule if same and (rule.allows_children or not has_children) else None
-    return None
+    return next((rule for belongs, rule in _FAMILIES if belongs(layer)), None)
 
 
 def _computes_parameters(kind: type[nn.Module], ancestor: type[nn.Module]) -> bool:

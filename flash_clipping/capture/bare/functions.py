@@ -209,8 +209,8 @@ def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool)
     if tap.reads_constants or isinstance(tensor, nn.Parameter):
         return False
     sure = _is_certain(tensor)
-    if tensor.dim() == 0 or (tap.folded and not sure):
-        return sure  # rows of a folded module are not the batch's: see MixedOperation.row_by_row
+    if tensor.dim() == 0:
+        return sure
     return session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
 
 

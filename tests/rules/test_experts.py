@@ -1,0 +1,307 @@
+"""Mixtures of experts of transformers, as they are: norms and clipped sums against autograd."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("transformers")
+
+from transformers.integrations.moe import use_experts_implementation
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.factors import SegmentedOuter
+from tests.support.autograd import Loss, check_by_autograd, squares, truth_by_autograd
+from tests.support.mixtures import FAMILIES, language_loss, mixture, tokens
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
+
+# Normalizations and softmax of these models are in fp32, and round otherwise in other batches.
+ROUNDED = 5e-7
+
+
+def check(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss, tolerance: float) -> None:
+    check_by_autograd(model, batch, loss, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family: str) -> None:
+    model = mixture(family)
+    for module in model.modules():  # which the model does not change
+        for name in list(module._buffers):
+            buffer = module._buffers.pop(name)
+            setattr(module, name, buffer)
+    check(model, tokens(), language_loss, ROUNDED)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_implementations(family: str, implementation: str) -> None:
+    model = mixture(family)
+    batch = tokens()
+    truth = truth_by_autograd(copy.deepcopy(model), batch, language_loss)
+    model.float()
+    model.set_experts_implementation(implementation)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    language_loss(flash, batch).backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-5, "norms")
+    for name, grad in truth.clipped(1.0).items():
+        assert_close(model.get_parameter(name).grad, grad, 1e-4, name)
+
+
+@pytest.mark.parametrize("trained", ["experts", "mlp.gate.", "self_attn"])
+def test_parts_of_a_model(trained: str) -> None:
+    model = mixture("Qwen2Moe")
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name)
+    assert any(param.requires_grad for param in model.parameters())
+    check(model, tokens(), language_loss, ROUNDED)
+
+
+# -- one block by itself, in float64 all through ---------------------------------------------------
+
+
+class Config:
+    _experts_implementation = "eager"
+
+
+class Plain(nn.Module):
+    """As transformers describes such a class: gate and up side by side, no biases."""
+
+    def __init__(self, config: Config, width: int = 6, between: int = 5, experts: int = 4):
+        super().__init__()
+        self.num_experts = experts
+        torch.manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * between, width))
+        self.down_proj = nn.Parameter(torch.randn(experts, width, between))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for e in range(self.num_experts):
+            token, place = torch.where(chosen == e)
+            gate, up = (hidden[token] @ self.gate_up_proj[e].mT).chunk(2, -1)
+            rows = (self.act_fn(gate) * up) @ self.down_proj[e].mT
+            out = out.index_add(0, token, rows * weights[token, place, None])
+        return out
+
+
+Experts = use_experts_implementation(type("Experts", (Plain,), {"forward": Plain.forward}))
+
+
+class WithBiases(Plain):
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.gate_up_proj = nn.Parameter(self.gate_up_proj.detach().mT.contiguous())
+        self.down_proj = nn.Parameter(self.down_proj.detach().mT.contiguous())
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 10))
+        self.down_proj_bias = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for e in range(self.num_experts):
+            token, place = torch.where(chosen == e)
+            both = hidden[token] @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
+            gate, up = both.chunk(2, -1)
+            rows = (self.act_fn(gate) * up) @ self.down_proj[e] + self.down_proj_bias[e]
+            out = out.index_add(0, token, rows * weights[token, place, None])
+        return out
+
+
+ExpertsWithBiases = use_experts_implementation(is_transposed=True, has_bias=True)(WithBiases)
+
+
+class WithoutGate(Plain):
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.up_proj = nn.Parameter(self.gate_up_proj.detach()[:, :5].clone())
+        del self.gate_up_proj
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for e in range(self.num_experts):
+            token, place = torch.where(chosen == e)
+            rows = self.act_fn(hidden[token] @ self.up_proj[e].mT) @ self.down_proj[e].mT
+            out = out.index_add(0, token, rows * weights[token, place, None])
+        return out
+
+
+ExpertsWithoutGate = use_experts_implementation(has_gate=False)(WithoutGate)
+
+
+class Block(nn.Module):
+    """A router and its experts; ``route`` chooses in place of the router's own choice."""
+
+    def __init__(self, experts: Any = Experts, route: Any = None, k: int = 2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.router = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.experts, self.route, self.k = experts(Config()), route, k
+        self.checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointing:
+            return checkpoint(self.body, x, use_reentrant=False)
+        return self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        tokens = hidden.flatten(0, 1)
+        weights, chosen = self.router(hidden).flatten(0, 1).softmax(-1).topk(self.k, -1)
+        if self.route is not None:
+            chosen = self.route(x.flatten(0, 1))
+        return hidden + self.experts(tokens, chosen, weights).view_as(x)
+
+
+def block(*args: Any, **kwargs: Any) -> nn.Module:
+    return Block(*args, **kwargs).double()
+
+
+def inputs(B: int, T: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return (torch.randn(B, T, 6, dtype=torch.float64),)
+
+
+@pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases, ExpertsWithoutGate])
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (1, 9), (2, 1), (4, 3), (3, 40)])
+def test_blocks(experts: Any, B: int, T: int) -> None:
+    check(block(experts), inputs(B, T), squares, 1e-9)
+
+
+def to_one(x: Tensor) -> Tensor:
+    return torch.stack([torch.full((len(x),), 2), torch.full((len(x),), 3)], 1)
+
+
+def to_one_by_sign(x: Tensor) -> Tensor:
+    return torch.stack([(x[:, 0] > 0).long(), torch.full((len(x),), 3)], 1)
+
+
+def some_to_none(x: Tensor) -> Tensor:
+    return torch.stack([torch.where(x[:, 0] > 0, 4, 0), torch.full((len(x),), 1)], 1)
+
+
+def twice_the_same(x: Tensor) -> Tensor:
+    return torch.stack([(x[:, 0] > 0).long()] * 2, 1)
+
+
+@pytest.mark.parametrize("route", [to_one, to_one_by_sign, some_to_none, twice_the_same])
+@pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases])
+def test_routes(route: Any, experts: Any) -> None:
+    """Experts without rows, with all, with none of a sample; choices of no expert; one twice."""
+    check(block(experts, route), inputs(4, 5), squares, 1e-9)
+
+
+def test_every_choice_and_one() -> None:
+    check(block(k=4), inputs(3, 5), squares, 1e-9)
+    check(block(k=1), inputs(3, 5), squares, 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointing_and_modes(mode: str) -> None:
+    model = block()
+    model.checkpointing = True
+    check_by_autograd(model, inputs(3, 5), squares, mode=mode)
+
+
+@pytest.mark.parametrize("names", [["down_proj"], ["gate_up_proj"], ["router"], ["before"]])
+def test_some_parameters(names: list[str]) -> None:
+    model = block()
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in names))
+    check(model, inputs(3, 5), squares, 1e-9)
+
+
+def test_experts_that_are_used_twice() -> None:
+    class Twice(Block):
+        def body(self, x: Tensor) -> Tensor:
+            return super().body(torch.tanh(super().body(x)))
+
+    check(Twice().double(), inputs(3, 5), squares, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
+    """In low precision against float64 on what the backward met: no more than rounding of sums."""
+    torch.manual_seed(0)
+    met: list[SegmentedOuter] = []
+    norms = SegmentedOuter.sqnorms
+
+    def noted(self: SegmentedOuter, backend: str) -> Tensor:
+        met.append(self)
+        return norms(self, backend)
+
+    model = Block().to(dtype)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentedOuter, "sqnorms", noted)
+        squares(flash, tuple(x.to(dtype) for x in inputs(4, 9))).backward()
+    assert len(met) == 2
+    for factor in met:
+        wide = SegmentedOuter(factor.A_Nd.double(), factor.G_Np.double(), factor.segments)
+        expected = wide.dense().flatten(1).square().sum(1)
+        assert_close(factor.sqnorms("auto"), expected, 1e-5, "norms")
+
+
+def test_removing_a_sample_routes_anew() -> None:
+    """Routing is of each token alone: the sum changes by at most the bound."""
+    torch.manual_seed(0)
+    model = block()
+    (x,) = inputs(5, 4)
+    x[2] *= 1e4
+    sums = []
+    for batch in (x, torch.cat([x[:2], x[3:]])):
+        flash = GradSampleModuleFlashClipping(
+            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
+        )
+        (squares(flash, (batch,)) * len(batch)).backward()
+        sums.append(torch.cat([p.grad.flatten() for p in flash.parameters()]))
+    assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_sample_that_is_not_finite() -> None:
+    model = block()
+    (x,) = inputs(4, 5)
+    kept = torch.tensor([0, 1, 3])
+    sums = []
+    for rows in (x[kept], x):
+        flash = GradSampleModuleFlashClipping(
+            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
+        )
+        (squares(flash, (rows,)) * len(rows)).backward()
+        sums.append([p.grad for p in flash.parameters()])
+        x[2, 1, 3] = float("inf")
+    for without, beside in zip(*sums, strict=True):
+        assert_close(beside, without, 1e-9)
+
+
+def test_what_computes_something_else() -> None:
+    """Its attributes say that transformers could run it, but it is not what that would compute."""
+
+    class Scaled(Plain):
+        def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            return 1.1 * super().forward(hidden, chosen, weights)
+
+    flash = GradSampleModuleFlashClipping(block(use_experts_implementation(Scaled)))
+    with pytest.raises(FlashClippingError, match=r"experts \(Scaled\).* compute something else"):
+        flash(*inputs(3, 5))
+
+
+def test_mixed_lengths_are_refused() -> None:
+    """Tokens without padding: not as many for every sample."""
+
+    class Unpadded(Block):
+        def body(self, x: Tensor) -> Tensor:
+            hidden = self.before(x)
+            tokens = hidden.flatten(0, 1)[1:]
+            weights, chosen = self.router(hidden).flatten(0, 1)[1:].softmax(-1).topk(2, -1)
+            return hidden + self.experts(tokens, chosen, weights).sum()
+
+    flash = GradSampleModuleFlashClipping(Unpadded().double())
+    with pytest.raises(FlashClippingError, match="experts"):
+        flash(*inputs(3, 5))
