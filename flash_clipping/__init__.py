@@ -1,5 +1,6 @@
 """Differentially private training at the speed of training without it, as an Opacus plugin."""
 
+from flash_clipping.capture.declared_rows import samples
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
 from flash_clipping.finish.clipping import clipping_coefficients
@@ -39,4 +40,5 @@ __all__ = [
     "is_triton_available",
     "register_flash_norm_samplers",
     "register_rule",
+    "samples",
 ]

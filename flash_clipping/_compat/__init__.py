@@ -64,6 +64,7 @@ from flash_clipping._compat.parallel import (
 from flash_clipping._compat.tensors import (
     DispatchMode,
     arguments_of,
+    assert_async,
     is_alias_of,
     make_subclass,
     memory_id,
@@ -89,6 +90,7 @@ __all__ = [
     "apply_of",
     "arguments_of",
     "as_if_compiling",
+    "assert_async",
     "at_end_of_backward",
     "awaits_gradient",
     "call_of",

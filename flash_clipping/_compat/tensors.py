@@ -87,3 +87,12 @@ def arguments_of(operator: Any) -> Sequence[str]:
     """Names of an operator's arguments. Without: none; what is found by them stays as it is."""
     schema = getattr(operator, "_schema", None)
     return () if schema is None else [argument.name for argument in schema.arguments]
+
+
+def _assert_now(condition: Tensor, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+#: Fails on the device, later, if this is not so. Without: waits for the device.
+assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
@@ -41,8 +42,16 @@ class FactorSource:
         factors: Sequence[Factor],
         recomputed: bool,
         readers: Readers | None = None,
+        rows: DeclaredRows | None = None,
     ) -> None:
-        """Hand factors, one for each of these parameters, to the running backward pass."""
+        """Hand factors, one for each of these parameters, to the running backward pass.
+
+        ``rows``: they are of rows, which belong to these samples."""
+        if rows is not None:
+            backward_pass = self.running_backward_pass(recomputed)
+            of_samples = [rows.of_samples(factor) for factor in factors]
+            backward_pass.record(self.path, params, of_samples)
+            return
         self.record_on(self.running_backward_pass(recomputed), params, factors, readers)
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:

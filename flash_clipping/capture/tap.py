@@ -31,6 +31,7 @@ from flash_clipping.capture.compiled.tracing import (
     traced_call,
     wiring_of,
 )
+from flash_clipping.capture.declared_rows import declared_rows
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
@@ -170,6 +171,12 @@ class Tap(FactorSource):
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
+        if declared_rows() is not None and is_grad_enabled():
+            raise FlashClippingError(
+                f"{self.path}: called inside flash_clipping.samples(...), but it has parameters "
+                "and no rule, so its rows cannot be told apart. Call it outside, write a rule for "
+                "it (flash_clipping.register_rule), or freeze its parameters."
+            )
         if not self.generic:
             if is_grad_enabled():
                 return self._bare_forward(args, kwargs)
@@ -312,7 +319,17 @@ class Tap(FactorSource):
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
         x = args[0]
-        if (
+        rows = declared_rows()
+        if rows is not None:
+            if not isinstance(x, Tensor) or x.device != params[0].device:
+                refuse_input(self.path, x, params[0])
+            if self.folded or any(isinstance(other, BareParameter) for other in args):
+                raise UnsupportedLayer(
+                    "it is called inside flash_clipping.samples(...), which is for layers that "
+                    "read the declared rows; it is folded, or reads parameters. Call it outside."
+                )
+            rows.check(self.path, args, axis, None if call is None else call.batch_size)
+        elif (
             self.path not in session.evidence.proven
             or self._rule_has_rows
             or isinstance(x, BareParameter)
@@ -333,7 +350,7 @@ class Tap(FactorSource):
         if self._rule_folds:
             args = self._by_sample(args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        output = apply_tapped_layer(self, trainable, call, place, recomputed, *args, *params)
+        output = apply_tapped_layer(self, trainable, call, place, recomputed, rows, *args, *params)
         if self._rule_folds:
             return output.flatten(0, 1)
         if not axis:

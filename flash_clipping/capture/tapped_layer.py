@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from flash_clipping._compat import apply_of, is_alias_of
+from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
@@ -34,6 +35,7 @@ class RuledTap(Protocol):
         factors: Sequence[Factor],
         recomputed: bool,
         readers: Readers | None = None,
+        rows: DeclaredRows | None = None,
     ) -> None: ...
 
 
@@ -45,7 +47,8 @@ class TappedLayer(torch.autograd.Function):
     more for every layer that Python's garbage collector counts: the tap, its trainable parameters
     and their names as of forward, the call of the root that it belongs to (``call``, if any) and
     the place of its input among that call's readers, whether this is checkpointing's second forward
-    (``recomputed``), and saved values that are no tensors, in their places (``others``).
+    (``recomputed``), which samples its rows are of where that was declared (``rows``), and saved
+    values that are no tensors, in their places (``others``).
     """
 
     @staticmethod
@@ -56,6 +59,7 @@ class TappedLayer(torch.autograd.Function):
         call: ForwardCall | None,
         place: int,
         recomputed: bool,
+        rows: DeclaredRows | None,
         *inputs_and_params: Any,
     ) -> Any:
         assert tap.rule is not None
@@ -74,7 +78,7 @@ class TappedLayer(torch.autograd.Function):
                 break
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
-        ctx.call, ctx.place = call, place
+        ctx.call, ctx.place, ctx.rows = call, place, rows
         return output
 
     @staticmethod
@@ -118,7 +122,7 @@ class TappedLayer(torch.autograd.Function):
         rest = len(needs.inputs) - len(grads)
         if session.enabled:
             readers = None if ctx.call is None else (ctx.call, ctx.place)
-            tap.record(params, factors, ctx.recomputed, readers)
+            tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
             return (*_NONE, *grads, *(None,) * (rest + len(params)))
         # An ordinary backward: ordinary gradients.
         ordinary = [
@@ -129,7 +133,7 @@ class TappedLayer(torch.autograd.Function):
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.
-_NONE = (None,) * 5
+_NONE = (None,) * 6
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above

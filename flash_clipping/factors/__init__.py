@@ -5,7 +5,7 @@ from flash_clipping.factors.convolution import Convolution
 from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Stacked, merge
-from flash_clipping.factors.segmented import SegmentedOuter
+from flash_clipping.factors.segmented import SegmentedOuter, in_segments
 from flash_clipping.factors.vector import RowSum, VectorStack
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "TiedEmbedding",
     "VectorStack",
     "accumulation_dtype",
+    "in_segments",
     "merge",
 ]

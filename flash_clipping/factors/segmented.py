@@ -5,18 +5,21 @@ N rows, E groups (one matrix each), B samples, d input features, p output featur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Factor
+from flash_clipping.factors.base import Dense, Factor
+from flash_clipping.factors.embedding import Lookup
+from flash_clipping.factors.linear import Outer
 from flash_clipping.ops.segments import (
     Segments,
     grouped_sums,
     segment_grads,
     segment_sqnorms,
+    segment_sums,
 )
 
 
@@ -25,10 +28,11 @@ class SegmentedOuter(Factor):
 
     Args:
         A_Nd, G_Np: inputs and output gradients of all rows, sorted as ``segments`` says.
+        stacked: whether the parameter is ``[E, p, d]``, or one matrix ``[p, d]`` (E is 1).
     """
 
-    def __init__(self, A_Nd: Tensor, G_Np: Tensor, segments: Segments):
-        self.A_Nd, self.G_Np, self.segments = A_Nd, G_Np, segments
+    def __init__(self, A_Nd: Tensor, G_Np: Tensor, segments: Segments, stacked: bool = True):
+        self.A_Nd, self.G_Np, self.segments, self.stacked = A_Nd, G_Np, segments, stacked
         self._norms: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -36,7 +40,8 @@ class SegmentedOuter(Factor):
         return self.segments.samples
 
     def operands(self) -> tuple[Any, ...]:
-        return self.A_Nd, self.G_Np, self.segments.samples, self.segments.groups
+        segments = self.segments
+        return self.A_Nd, self.G_Np, segments.samples, segments.groups, self.stacked
 
     def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
         if self._norms is None:
@@ -53,10 +58,13 @@ class SegmentedOuter(Factor):
         return self._measured(backend)[1]
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return grouped_sums(self.A_Nd, self.G_Np, self.segments, coef_B)
+        sums = grouped_sums(self.A_Nd, self.G_Np, self.segments, coef_B)
+        return sums if self.stacked else sums[0]
 
     def dense(self) -> Tensor:
         grads = segment_grads(self.A_Nd, self.G_Np, self.segments)
+        if not self.stacked:
+            return grads
         return grads.unflatten(0, (self.segments.groups, self.segments.samples)).transpose(0, 1)
 
     @classmethod
@@ -65,5 +73,41 @@ class SegmentedOuter(Factor):
         for factor in factors[1:]:
             segments, order_N = joined.segments.both(factor.segments)
             A_Nd = torch.cat([joined.A_Nd, factor.A_Nd])[order_N]
-            joined = cls(A_Nd, torch.cat([joined.G_Np, factor.G_Np])[order_N], segments)
+            G_Np = torch.cat([joined.G_Np, factor.G_Np])[order_N]
+            joined = cls(A_Nd, G_Np, segments, joined.stacked)
         return joined
+
+
+def in_segments(factor: Factor, segments_of: Callable[[int], Segments]) -> Factor:
+    """A factor of rows, as that of the samples which these rows belong to.
+
+    Args:
+        factor: its "samples" are M rows, each of T positions.
+        segments_of: the map of ``M·T`` rows to samples, by T.
+    """
+    if isinstance(factor, Outer):
+        segments = segments_of(factor.A_BTd.shape[1])
+        order_N = segments.order_N
+        A_Nd, G_Np = (x.flatten(0, 1)[order_N] for x in (factor.A_BTd, factor.G_BTp))
+        return SegmentedOuter(A_Nd, G_Np, segments, stacked=False)
+    segments = segments_of(1)
+    if isinstance(factor, Lookup):
+        return _lookup(factor, segments)
+    grads = factor.dense()[segments.order_N]
+    sums_Bn = segment_sums(grads.flatten(1) if grads.dim() > 1 else grads[:, None], segments)
+    return Dense(sums_Bn.view(segments.samples, *grads.shape[1:]))
+
+
+def _lookup(factor: Lookup, segments: Segments) -> Factor:
+    """Rows of every sample end to end, and behind them positions without a gradient: as many for
+    each as the longest has. How many these are is read on the host."""
+    starts = segments.starts
+    longest = int(starts.diff().max()) if segments.samples else 0
+    place_BL = starts[:-1, None] + torch.arange(longest, device=starts.device)
+    inside_BL = place_BL < starts[1:, None]
+    rows_BL = segments.order_N[place_BL.clamp(max=max(0, len(segments) - 1))]
+    ids_BLT = factor.ids_BT[rows_BL].masked_fill(~inside_BL[..., None], 0)
+    G_BLTd = factor.G_BTd[rows_BL].masked_fill(~inside_BL[..., None, None], 0)
+    return Lookup(
+        ids_BLT.flatten(1, 2), G_BLTd.flatten(1, 2), factor.num_embeddings, factor.padding_idx
+    )
