@@ -135,7 +135,7 @@ class ExpertsRule(Rule):
         B, T, k = weight_BTk.shape
         order_N, inside_N1 = segments.order_N, segments.inside_N.unsqueeze(1)
         grad_Nd = grad_output.reshape(B * T, -1)[order_N // k].masked_fill(~inside_N1, 0)
-        weight_N1 = weight_BTk.reshape(-1, 1)[order_N].masked_fill(~inside_N1, 0)
+        weight_N1 = weight_BTk.reshape(-1, 1)[order_N]
         with torch.enable_grad():
             up = up_N2f.detach().requires_grad_()
             between_Nf = _gated(layer, up)

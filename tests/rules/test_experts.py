@@ -155,6 +155,7 @@ class Block(nn.Module):
         weights, chosen = self.router(hidden).flatten(0, 1).softmax(-1).topk(self.k, -1)
         if self.route is not None:
             chosen = self.route(x.flatten(0, 1))
+            weights = weights.masked_fill(chosen == 4, float("nan"))  # of no expert: anything
         return hidden + self.experts(tokens, chosen, weights).view_as(x)
 
 
