@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.runtime.shapes import ALIGNMENT
 from flash_clipping.ops.runtime.upload import to_device
 
 
@@ -25,7 +26,7 @@ class Table:
         numbers: all rows, one after the other.
         held: what was copied for it, until the kernel has been launched.
         copied: whether anything was, so that the table serves this step only.
-        aligned: whether descriptors, and loads of 16 bytes, can serve every operand.
+        aligned: whether descriptors can serve every operand.
     """
 
     def __init__(self, columns: int) -> None:
@@ -60,17 +61,23 @@ class Table:
 
 def operand_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
     """An operand whose features lie together (else a copy); its address, strides of samples and
-    positions, and width; and whether a descriptor, or a load of 16 bytes, can serve it: all of that
-    on 16 bytes, and rows apart."""
+    positions, and width; and whether a descriptor can serve it: rows on 16 bytes, and apart. The
+    width may be any (:func:`is_whole`)."""
     stride_b, stride_t, stride_f = x_BTf.stride()
     width = x_BTf.shape[2]
     if stride_f != 1 and width != 1:
         x_BTf = x_BTf.contiguous()
         stride_b, stride_t, _ = x_BTf.stride()
     address = x_BTf.data_ptr()
-    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
-    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
+    bytes_apart = (stride_b | stride_t) * x_BTf.element_size()
+    aligned = (address | bytes_apart) % ALIGNMENT == 0 and stride_t > 0 and width > 0
     return x_BTf, (address, stride_b, stride_t, width), aligned
+
+
+def is_whole(width: int, itemsize: int) -> bool:
+    """Whether a row is a multiple of 16 bytes: what loads and stores by address must know to move
+    so many at a time under a mask. A descriptor need not know."""
+    return width * itemsize % ALIGNMENT == 0
 
 
 def firsts_of(programs: Sequence[int]) -> tuple[list[int], int]:
