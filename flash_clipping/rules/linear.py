@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.runtime.backend import is_autocasting
+from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import (
     Needs,
     Rule,
@@ -46,6 +47,7 @@ class LinearRule(Rule):
         G_BTp = as_BTd(grad_output)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
+            G_BTp = on_16_bytes(G_BTp)
             factors["weight"] = Outer(as_BTd(x), G_BTp)
         if "bias" in needs.params:
             factors["bias"] = bias_factor(G_BTp, needs)
@@ -68,6 +70,7 @@ class TransposedLinearRule(Rule):
         G_BTp = as_BTd(grad_output)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
+            G_BTp = on_16_bytes(G_BTp)
             factors["weight"] = Outer(A_BTd=G_BTp, G_BTp=as_BTd(x))
         if "bias" in needs.params:
             factors["bias"] = bias_factor(G_BTp, needs)

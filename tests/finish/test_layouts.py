@@ -51,6 +51,16 @@ def test_layouts_tell_apart() -> None:
     assert same == layout(x, x.view(2, 3, 4)) != layout(x, x.view(6, 4))
 
 
+def test_room_between_rows_counts() -> None:
+    """The same operand copied to rows on 16 bytes, or not: tables for kernels have the strides."""
+    room = torch.zeros(3 * 5 * 16)
+    for B, T in ((3, 5), (1, 5), (3, 1)):
+        plain = room.as_strided((B, T, 9), (T * 9, 9, 1))
+        apart = [room.as_strided((B, T, 9), (T * row, row, 1)) for row in (12, 16)]
+        layouts = {layout_of_step([0], [RowSum(x)], [], ()) for x in (plain, *apart)}
+        assert len(layouts) == 3
+
+
 def test_strides_along_axes_of_one_element_say_nothing() -> None:
     x = torch.zeros(40)
     one_sample = [x.as_strided((1, 3, 4), (stride, 4, 1)) for stride in (12, 7)]

@@ -59,6 +59,15 @@ every_case = pytest.mark.parametrize("case", _cases())
 every_half_case = pytest.mark.parametrize("case", _cases(itemsizes=(2,)))
 
 
+def in_rows_on_16_bytes(x: Tensor) -> Tensor:
+    """The same numbers in rows on 16 bytes, with NaN in between, which nothing may read."""
+    each = 16 // x.element_size()
+    *outer, width = x.shape
+    room = x.new_full((*outer, -(-width // each) * each), float("nan"))
+    room[..., :width] = x
+    return room[..., :width]
+
+
 def relative_error(result: Tensor, oracle: Tensor) -> float:
     """``‖result - oracle‖ / ‖oracle‖``; NaN, or a wrong shape, never passes."""
     assert result.shape == oracle.shape, (result.shape, oracle.shape)

@@ -1,8 +1,12 @@
-"""A kernel that falls back to its reference would pass every test; here that is a failure."""
+"""What every test of an operation refuses: a kernel that falls back to its reference, and a false
+hint to the compiler, which the interpreter would pass over."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +22,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(strict)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def hints_are_true() -> Iterator[None]:
+    """On a GPU, a number that is no multiple of what ``tl.multiple_of`` says makes masks wrong."""
+    if not (backend.is_interpreting() and backend.is_triton_available()):
+        yield
+        return
+    handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+    set_attr = handle.set_attr
+
+    def checked(self: Any, key: str, value: Any) -> None:
+        if key == "tt.divisibility" and self.data.size == 1:
+            number, (divisor,) = int(self.data.item()), value
+            assert number % divisor == 0, f"{number} passes for a multiple of {divisor}"
+        set_attr(self, key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "set_attr", checked)
+        yield

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
-from tests.ops.cases import Case, every_case, per_sample_gradients, relative_error
+from tests.ops.cases import (
+    Case,
+    every_case,
+    in_rows_on_16_bytes,
+    per_sample_gradients,
+    relative_error,
+)
 
 SHAPES = [
     (3, 17, 24, (40,)),
@@ -206,6 +212,9 @@ def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[tor
         (5, 197, [(136, 72), (520, 264)]),  # samples that are not whole steps
         (3, 1, [(64, 128)]),
         (2, 1057, [(264, 520)]),
+        (3, 128, [(256, 257)]),  # rows on 16 bytes that are no multiple of them
+        (3, 197, [(72, 1001), (1001, 257), (264, 520), (257, 64)]),
+        (2, 64, [(1024, 50257)]),
     ],
     ids=str,
 )
@@ -213,12 +222,14 @@ def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[tor
 def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple, steps: str) -> None:
     B, T, widths = shape
     pairs = [
-        tuple(torch.randn(B, T, n, device="cuda", dtype=dtype) for n in (d, p)) for d, p in widths
+        tuple(in_rows_on_16_bytes(torch.randn(B, T, n, device="cuda", dtype=dtype)) for n in dp)
+        for dp in widths
     ]
     coef = torch.rand(B, device="cuda")
     module = kernels()
     if not (module.tiles.is_hopper(coef.device) and module.has_gluon()):
         pytest.skip("needs Hopper and a Triton that is known")
+    assert module.Products(pairs).aligned
 
     def check() -> list[torch.Tensor]:
         sums = of_one_kind(pairs, coef, getattr(module, steps))
@@ -261,6 +272,63 @@ def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
         assert relative_error(total, oracle) <= case.tolerance
 
 
+@every_case
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    "widths",
+    [[(24, 257)], [(257, 24)], [(5, 3)], [(24, 40), (257, 133), (40, 24)]],
+    ids=str,
+)
+def test_rows_on_16_bytes_of_any_width(case: Case, tma: bool, widths: list) -> None:
+    """Addresses and strides suit descriptors; what lies between rows is none of theirs."""
+    if case.backend != "triton":
+        pytest.skip("is about kernels")
+    module = kernels()
+    pairs = [
+        (
+            in_rows_on_16_bytes(case.randn(3, 40, d, seed=d)),
+            in_rows_on_16_bytes(case.randn(3, 40, p, seed=p + 1)),
+        )
+        for d, p in widths
+    ]
+    coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
+    for A, G in pairs:
+        A[1], G[1] = float("inf"), float("nan")
+    (kind,) = module.by_kind(pairs)
+    kind = kind._replace(small=False)
+    work = module.Products(pairs)
+    assert work.aligned
+    config = module.Config(32, promote=1, num_stages=3, tma=tma)
+    sums = module.launch_clipped_sums(work, kind, coef, config)
+    for total, (A, G) in zip(sums, pairs, strict=True):
+        oracle = oracle_of(A[[0, 2]], G[[0, 2]], coef[[0, 2]])
+        assert relative_error(total, oracle) <= case.tolerance
+
+
+def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hint that is false of one layer is none for the launch; one that is true stays."""
+    module = kernels()
+    told: list[tuple] = []
+
+    def note(kernel: Any, *args: Any, **constants: Any) -> None:
+        told.append(tuple(constants[name] for name in ("ALIGNED", "G_WHOLE", "A_WHOLE")))
+
+    monkeypatch.setattr(module, "launch", note)
+
+    def hints(*widths: tuple[int, int]) -> tuple:
+        pairs = [tuple(in_rows_on_16_bytes(torch.randn(2, 9, n)) for n in dp) for dp in widths]
+        module.clipped_sums_many(pairs, torch.ones(2))
+        return told.pop()
+
+    assert hints((24, 40), (8, 16)) == (True, True, True)
+    assert hints((24, 257)) == hints((24, 40), (24, 257)) == (True, False, True)
+    assert hints((257, 24)) == (True, True, False)
+    assert hints((3, 5)) == (True, False, False)
+    A, G = torch.randn(2, 9, 25)[..., 1:], torch.randn(2, 9, 40)
+    module.clipped_sums_many([(A, G)], torch.ones(2))
+    assert told.pop() == (False, False, False)
+
+
 def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for Hopper: there, for 16-bit operands that lie on 16 bytes."""
     module = kernels()
@@ -282,6 +350,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_for(A[:1, ::2], G[:1, ::2]) == "hopper"  # strides of rows may be any
     assert kernel_for(A.float(), G.float()) == kernel_for(A, G.float()) == "portable"
     assert kernel_for(A[:, :99], G[:, :99]) == "hopper"  # not whole steps, nor in a row
-    assert kernel_for(A[..., 1:], G) == "portable"
+    assert kernel_for(A[..., 1:], G) == kernel_for(A[..., :63].clone(), G) == "portable"
+    assert kernel_for(A[..., :63], G[..., :1]) == "hopper"  # rows lie on 16 bytes
     monkeypatch.setattr(module, "has_gluon", lambda: False)
     assert kernel_for(A, G) == "portable"

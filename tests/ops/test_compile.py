@@ -60,6 +60,10 @@ for dtype in (torch.bfloat16, torch.float32):
     for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
         gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
     gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]])
+    odd = G[..., :257]  # rows on 16 bytes, which are no multiple of them
+    for work in gram_triton.launches_of([(A, [odd])]):
+        gram_triton.launch_gram(work)
+        gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
     outer_triton.outer_sqnorms(A, G, False)
     outer_triton.outer_sqnorms(A, G, True)
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
@@ -83,6 +87,9 @@ for dtype in (torch.bfloat16, torch.float32):
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
     portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
+    work = clipped_sum_triton.Products([(A, odd), (odd, A)])
+    clipped_sum_triton.launch_clipped_sums(work, kind, coef)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
     pairs = [(A[..., 1:], G[..., 1:])]
     work = clipped_sum_triton.Products(pairs)
@@ -128,7 +135,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
     from flash_clipping.ops.runtime.launches import has_gluon
 
     hopper = (
-        {"_clipped_sum_ring_kernel", "_gram_ring_kernel"}
+        {"_clipped_sums_ring_kernel", "_gram_ring_kernel"}
         if target[1] == "90" and has_gluon()
         else set()
     )

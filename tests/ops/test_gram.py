@@ -8,7 +8,13 @@ import torch
 from flash_clipping.ops.certificate import cancellation
 from flash_clipping.ops.gram import gram_blocks, gram_sqnorms
 from flash_clipping.ops.gram import reference as gram_torch
-from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
+from tests.ops.cases import (
+    Case,
+    every_case,
+    in_rows_on_16_bytes,
+    per_sample_gradients,
+    worst_relative_error,
+)
 
 SHAPES = [
     (3, 17, 24, (40,)),  # no multiple of any tile
@@ -128,6 +134,65 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_rows_on_16_bytes_of_any_width(
+    case: Case, tma: bool, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses and strides suit descriptors; what lies between rows is none of theirs."""
+    if case.backend != "triton":
+        pytest.skip("is about kernels")
+    kernels = gram_triton()
+    if not tma:
+        monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
+    if sliced:
+        gram_table = pytest.importorskip("flash_clipping.ops.gram.table")
+        monkeypatch.setattr(gram_table, "SLICE", 64)
+        monkeypatch.setattr(gram_table, "SLICE_IN_INPUTS", 2)
+    groups = [
+        (
+            in_rows_on_16_bytes(case.randn(2, 140, d)),
+            [in_rows_on_16_bytes(case.randn(2, 140, p, seed=p)) for p in ps],
+        )
+        for d, ps in [(24, (257, 40, 3)), (33, (130,)), (64, (96,))]
+    ]
+    assert all(work.kind.aligned for work in kernels.launches_of(groups))
+    found = by_group(groups, backend=case.backend)
+    for (A, Gs), (sq_LB, doubt_LB) in zip(groups, found, strict=True):
+        oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
+        assert worst_relative_error(sq_LB, oracle) <= case.tolerance
+        if not sliced:  # of slices the doubts add up to less
+            oracle = torch.stack([doubt_of(A, G) for G in Gs])
+            assert worst_relative_error(doubt_LB, oracle) <= 2 * case.tolerance
+
+
+def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are descriptors, of none, and layers of all widths share a launch."""
+    kernels = gram_triton()
+    told: list[tuple] = []
+
+    def note(kernel: Any, *args: Any, **constants: Any) -> None:
+        told.append((constants["ALIGNED"], constants["WHOLE"], constants["TMA"]))
+
+    monkeypatch.setattr(kernels, "launch", note)
+
+    def hints(*widths: tuple[int, int]) -> list[tuple]:
+        told.clear()
+        groups = [[in_rows_on_16_bytes(torch.randn(2, 9, n)) for n in dp] for dp in widths]
+        kernels.gram_blocks([(A, [G]) for A, G in groups])
+        return sorted(told)
+
+    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: True)
+    assert hints((24, 40), (24, 257), (257, 24)) == [(True, False, True)]
+    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
+    assert hints((24, 40), (40, 24)) == [(True, True, False)]
+    assert hints((24, 257)) == hints((257, 24)) == [(True, False, False)]
+    assert hints((24, 40), (24, 257)) == [(True, False, False), (True, True, False)]
+    kernels.gram_sqnorms(torch.randn(2, 9, 25)[..., 1:], [torch.randn(2, 9, 40)])
+    assert told.pop() == (False, False, False)
+
+
+@every_case
 def test_groups_of_all_sorts_together(case: Case) -> None:
     groups = [
         (case.randn(2, 9, 64), [case.randn(2, 9, 64)]),
@@ -166,23 +231,29 @@ def gram_triton() -> Any:
         (3, 1000, 2056, (3000,)),  # products that are added up in between
         (1, 1, 16, (16,)),
         (140, 128, 1032, (1032, 40)),  # diagonal tiles only
+        (40, 300, 64, (257,)),  # rows on 16 bytes that are no multiple of them
+        (9, 300, 257, (1001, 8, 257, 1)),
+        (2, 200, 72, (50257, 257)),  # slices, of which one is not whole
     ],
     ids=str,
 )
 def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
     B, T, d, ps = shape
-    A = torch.randn(B, T, d, device="cuda", dtype=dtype)
-    Gs = [torch.randn(B, T, p, device="cuda", dtype=dtype) for p in ps]
+    A, *Gs = [
+        in_rows_on_16_bytes(torch.randn(B, T, n, device="cuda", dtype=dtype)) for n in (d, *ps)
+    ]
     kernels = gram_triton()
     if not (kernels.has_gluon() and kernels.tiles.is_hopper(A.device)):
         pytest.skip("needs Hopper and a Triton that is known")
+    assert all(work.kind.aligned for work in kernels.launches_of([(A, Gs)]))
     sq, doubt = gram_sqnorms(A, Gs, backend="triton")
     again = gram_sqnorms(A, Gs, backend="triton")
     assert torch.equal(sq, again[0]) and torch.equal(doubt, again[1])
     for sq_B, doubt_B, G in zip(sq, doubt, Gs, strict=True):
         gradients = torch.bmm(G.double().mT, A.double())
         assert worst_relative_error(sq_B, gradients.square().sum((1, 2))) <= 1e-5
-        assert worst_relative_error(doubt_B, doubt_of(A, G)) <= 2e-5
+        if G.shape[2] <= 4096:  # of slices the doubts add up to less
+            assert worst_relative_error(doubt_B, doubt_of(A, G)) <= 2e-5
 
 
 @pytest.mark.gpu

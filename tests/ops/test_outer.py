@@ -9,6 +9,7 @@ from tests.ops.cases import (
     Case,
     every_case,
     every_half_case,
+    in_rows_on_16_bytes,
     per_sample_gradients,
     relative_error,
     worst_relative_error,
@@ -92,6 +93,19 @@ def test_strided_inputs(case: Case) -> None:
     sq, _ = outer_sqnorms(A, G, backend=case.backend)
     oracle = per_sample_gradients(A, G).square().sum((1, 2))
     assert worst_relative_error(sq, oracle) <= case.tolerance
+
+
+@every_case
+@pytest.mark.parametrize("widths", [(24, 257), (133, 128), (3, 5)], ids=str)
+@pytest.mark.parametrize("store", [False, True])
+def test_rows_on_16_bytes_of_any_width(case: Case, widths: tuple, store: bool) -> None:
+    A, G = (in_rows_on_16_bytes(case.randn(2, 33, n)) for n in widths)
+    sq, grads = outer_sqnorms(A, G, store=store, backend=case.backend)
+    oracle = per_sample_gradients(A, G)
+    if grads is not None:
+        assert relative_error(grads, oracle) <= case.rounding
+        oracle = grads.double()
+    assert worst_relative_error(sq, oracle.square().sum((1, 2))) <= case.tolerance
 
 
 @every_case

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_clipping.ops.row_sum import row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
-from tests.ops.cases import Case, every_case, relative_error
+from tests.ops.cases import Case, every_case, in_rows_on_16_bytes, relative_error
 
 
 def assert_sums(found: tuple[Tensor, Tensor], oracle: Sequence[Tensor]) -> None:
@@ -112,6 +112,7 @@ def test_strided_and_shifted_tensors(case: Case) -> None:
         wide = case.randn(3, 20, 40, seed=seed)
         rows = [wide[:, :, 3:24], wide.transpose(0, 1)[:3, :3, :21].transpose(0, 1)[:, :3]]
         rows = [rows[0][:, :3], rows[1], case.randn(3, 21, 3, seed=seed + 1).mT]
+        rows.append(in_rows_on_16_bytes(case.randn(3, 3, 257, seed=seed + 2)))
         found = row_sums(rows, backend=case.backend, memo=memo)
         assert_sums(found, [oracle_of(x, None) for x in rows])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_clipping.capture.compiled.wiring import Meta, Seen, Wires, Wiring, operands_of, sum_rows
 from flash_clipping.factors import Dense, Factor, Lookup, Outer, RowSum, accumulation_dtype
+from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import as_BTd
 
 
@@ -72,7 +73,7 @@ class LinearWiring(Wiring):
         x, G, vector_Bp = grads
         if x is None:
             return {"bias": Dense(vector_Bp)}
-        A_BTd, G_BTp = as_BTd(x), as_BTd(G)
+        A_BTd, G_BTp = as_BTd(x), on_16_bytes(as_BTd(G))
         outer = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
         return {"weight": outer, "bias": RowSum(G_BTp)}
 

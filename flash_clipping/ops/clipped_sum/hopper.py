@@ -72,8 +72,8 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         if item < end:
-            G_ptr, G_stride_b, G_stride_t, p = operand(row, DTYPE, True)
-            A_ptr, A_stride_b, A_stride_t, d = operand(row + 4, DTYPE, True)
+            G_ptr, G_stride_b, G_stride_t, p = operand(row, DTYPE, True, False)
+            A_ptr, A_stride_b, A_stride_t, d = operand(row + 4, DTYPE, True, False)
             # The descriptors are made where those of the layer before were: no load may still read
             # them.
             for at in range(gl.maximum(step - STAGES, 0), step):
@@ -182,8 +182,8 @@ def _clipped_sums_ring_kernel(
     DTYPE: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` that lie on
-    16 bytes; ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
+    """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in rows on 16
+    bytes; ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK], layout)

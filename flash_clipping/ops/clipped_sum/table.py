@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.runtime.tables import Table, firsts_of
+from flash_clipping.ops.runtime.tables import Table, firsts_of, is_whole
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """``A_BTd`` and ``G_BTp`` of one layer."""
@@ -79,12 +79,16 @@ class Products(Table):
     Attributes:
         shapes: ``(p, d)`` of every result.
         count: tiles of all results.
+        G_whole, A_whole: whether rows of these operands are multiples of 16 bytes as well, in all
+            pairs.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         super().__init__(COLUMNS)
         self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
         firsts, self.count = firsts_of([-(-p // BLOCK) * -(-d // BLOCK) for p, d in self.shapes])
+        self.G_whole = all([is_whole(G.shape[2], G.element_size()) for _, G in pairs])
+        self.A_whole = all([is_whole(A.shape[2], A.element_size()) for A, _ in pairs])
         for (A, G), first in zip(pairs, firsts, strict=True):
             self.numbers.extend(self.describe(G))
             self.numbers.extend(self.describe(A))

@@ -39,6 +39,8 @@ def _clipped_sums_kernel(
     T,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    G_WHOLE: tl.constexpr,
+    A_WHOLE: tl.constexpr,
     TMA: tl.constexpr,
     LAYERS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -51,8 +53,8 @@ def _clipped_sums_kernel(
     steps = tl.cdiv(T, BLOCK_T)
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         row = table_ptr + row_of(table_ptr, layers, item, COLUMNS, LAYERS) * COLUMNS
-        G_ptr, G_stride_b, G_stride_t, p = operand(row, DTYPE, ALIGNED)
-        A_ptr, A_stride_b, A_stride_t, d = operand(row + 4, DTYPE, ALIGNED)
+        G_ptr, G_stride_b, G_stride_t, p = operand(row, DTYPE, ALIGNED, G_WHOLE)
+        A_ptr, A_stride_b, A_stride_t, d = operand(row + 4, DTYPE, ALIGNED, A_WHOLE)
         out_ptr = tl.multiple_of(tl.load(row + 8).to(tl.pointer_type(tl.float32)), 16)
         if TMA:
             A = tl.make_tensor_descriptor(
@@ -188,6 +190,8 @@ def launch_clipped_sums(
             *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype],
             ALIGNED=work.aligned,
+            G_WHOLE=work.aligned and work.G_whole,
+            A_WHOLE=work.aligned and work.A_whole,
             TMA=config.tma,
             LAYERS=most,
             COLUMNS=COLUMNS,

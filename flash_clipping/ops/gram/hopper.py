@@ -62,7 +62,7 @@ def _item(item, inputs_ptr, B, rows):
 def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr):
     """All features of a tile's rows and columns, as steps from ``step`` on; how many they are."""
     tiles, full, empty = ring
-    X_ptr, stride_t, F = sample_of(row, b, DTYPE, True)
+    X_ptr, stride_t, F = sample_of(row, b, DTYPE, True, False)
     # The descriptor is made where the one of two operands ago was: no load may still read that. Of
     # its steps, those whose stage was loaded anew have ended: a stage is emptied after its load.
     for at in range(gl.maximum(step - STAGES, 0), step - steps_before):
@@ -237,8 +237,8 @@ def _gram_ring_kernel(
     rows,
     DTYPE: gl.constexpr,
 ):
-    """What ``triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that lie on 16
-    bytes and have features; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
+    """What ``triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that have features,
+    in rows on 16 bytes; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, BLOCK_F], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.shapes import Group
-from flash_clipping.ops.runtime.tables import operand_row
+from flash_clipping.ops.runtime.tables import is_whole, operand_row
 
 SLICE = 4096
 SLICE_IN_INPUTS = 8
@@ -36,13 +36,20 @@ def launches_of(groups: Sequence[Group]) -> list[Launch]:
 
 
 class Kind(NamedTuple):
-    """What the groups of one launch have in common."""
+    """What the groups of one launch have in common.
+
+    Attributes:
+        aligned: whether descriptors can serve all operands.
+        whole: whether rows are multiples of 16 bytes as well. Not where there are descriptors:
+            nothing there depends on it, and layers of all widths are to share a launch.
+    """
 
     B: int
     T: int
     A_dtype: torch.dtype
     G_dtype: torch.dtype
     aligned: bool
+    whole: bool
     device: torch.device
 
 
@@ -84,7 +91,13 @@ class Rows:
         self.width = self.input[3] + (max(widths) if self.shared_out else sum(widths))
         self.copied = any(x is not y for x, y in zip(given, self.held, strict=True))
         B, T, _ = A.shape
-        self.kind = Kind(B, T, A.dtype, G_dtype, aligned, A.device)
+        whole = (
+            aligned
+            and not tiles.has_tma(A.device)
+            and is_whole(A.shape[2], A.element_size())
+            and all([is_whole(width, G_dtype.itemsize) for width in widths])
+        )
+        self.kind = Kind(B, T, A.dtype, G_dtype, aligned, whole, A.device)
 
 
 class Launch:

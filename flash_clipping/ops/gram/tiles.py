@@ -32,9 +32,9 @@ shared memory holds; 4 and 5 lose up to 0.05 of cuBLAS' rate at eight of nine sh
 
 
 @triton.jit
-def sample_of(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def sample_of(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """Address of one sample, stride of its rows and their width, from a row of the table."""
-    X_ptr, stride_b, stride_t, F = operand(row, DTYPE, ALIGNED)
+    X_ptr, stride_b, stride_t, F = operand(row, DTYPE, ALIGNED, WHOLE)
     return X_ptr + b * stride_b, stride_t, F
 
 

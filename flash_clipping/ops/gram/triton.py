@@ -104,6 +104,7 @@ def _group_tile(
     G_DTYPE: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     DIAGONAL: tl.constexpr,
     PARTS: tl.constexpr,
     A_PRECISION: tl.constexpr,
@@ -114,7 +115,7 @@ def _group_tile(
     row = inputs_ptr + group * 6
     first = tl.load(row + 4)
     layers = tl.load(row + 5)
-    A_ptr, A_stride, d = sample_of(row, b, A_DTYPE, ALIGNED)
+    A_ptr, A_stride, d = sample_of(row, b, A_DTYPE, ALIGNED, WHOLE)
     AA = _operand_tile(
         A_ptr,
         A_stride,
@@ -135,7 +136,7 @@ def _group_tile(
     else:
         AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
-        G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED)
+        G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED, WHOLE)
         GG = _operand_tile(
             G_ptr,
             G_stride,
@@ -177,6 +178,7 @@ def _gram_kernel(
     G_DTYPE: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
@@ -210,6 +212,7 @@ def _gram_kernel(
                 G_DTYPE,
                 TMA,
                 ALIGNED,
+                WHOLE,
                 True,
                 PARTS,
                 A_PRECISION,
@@ -236,6 +239,7 @@ def _gram_kernel(
                 G_DTYPE,
                 TMA,
                 ALIGNED,
+                WHOLE,
                 False,
                 PARTS,
                 A_PRECISION,
@@ -292,7 +296,7 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     Returns:
         Squared norms and what rounding may hide of them, ``[R, B]`` each, by the table's rows.
     """
-    B, T, A_dtype, G_dtype, aligned, device = work.kind
+    B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
     tma = aligned and tiles.has_tma(device)
     ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
     config = config or config_for(A_dtype, tma, ring and has_gluon())
@@ -327,6 +331,7 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
             G_DTYPE=tiles.TL_DTYPE[G_dtype],
             TMA=config.tma,
             ALIGNED=aligned,
+            WHOLE=whole,
             PARTS=parts,
             A_PRECISION=tiles.dot_precision(A_dtype),
             G_PRECISION=tiles.dot_precision(G_dtype),

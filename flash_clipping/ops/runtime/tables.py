@@ -14,7 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available, resolve
+from flash_clipping.ops.runtime.shapes import ALIGNMENT
 from flash_clipping.ops.runtime.upload import to_device
+
+WORTH_A_COPY = 1 << 22
+"""Elements from which on an operand that no descriptor can address is copied: with fewer, what
+descriptors save is about what the launch of a copy takes the host."""
 
 
 class Table:
@@ -25,7 +31,7 @@ class Table:
         numbers: all rows, one after the other.
         held: what was copied for it, until the kernel has been launched.
         copied: whether anything was, so that the table serves this step only.
-        aligned: whether descriptors, and loads of 16 bytes, can serve every operand.
+        aligned: whether descriptors can serve every operand.
     """
 
     def __init__(self, columns: int) -> None:
@@ -60,17 +66,53 @@ class Table:
 
 def operand_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:
     """An operand whose features lie together (else a copy); its address, strides of samples and
-    positions, and width; and whether a descriptor, or a load of 16 bytes, can serve it: all of that
-    on 16 bytes, and rows apart."""
+    positions, and width; and whether a descriptor can serve it: rows on 16 bytes, and apart. The
+    width may be any (:func:`is_whole`)."""
     stride_b, stride_t, stride_f = x_BTf.stride()
     width = x_BTf.shape[2]
     if stride_f != 1 and width != 1:
         x_BTf = x_BTf.contiguous()
         stride_b, stride_t, _ = x_BTf.stride()
     address = x_BTf.data_ptr()
-    bytes_apart = (stride_b | stride_t | width) * x_BTf.element_size()
-    aligned = (address | bytes_apart) % 16 == 0 and stride_t > 0 and width > 0
+    bytes_apart = (stride_b | stride_t) * x_BTf.element_size()
+    aligned = (address | bytes_apart) % ALIGNMENT == 0 and stride_t > 0 and width > 0
     return x_BTf, (address, stride_b, stride_t, width), aligned
+
+
+def is_whole(width: int, itemsize: int) -> bool:
+    """Whether a row is a multiple of 16 bytes: what loads and stores by address must know to move
+    so many at a time under a mask. A descriptor need not know."""
+    return width * itemsize % ALIGNMENT == 0
+
+
+def on_16_bytes(x_BTf: Tensor) -> Tensor:
+    """The same numbers in rows that descriptors can address, for all kernels that will read them.
+
+    A copy of what is large and lies otherwise (a vocabulary of 50257 in 16 bits), and only where
+    kernels have descriptors: without, rows of such a width are read element by element anyway.
+    What is between its rows is left as it was found. Nothing reads that.
+    """
+    if x_BTf.numel() < WORTH_A_COPY:  # nearly all that come here
+        return x_BTf
+    stride_b, stride_t, _ = x_BTf.stride()
+    lies_well = (stride_b | stride_t) * x_BTf.element_size() % ALIGNMENT == 0
+    if lies_well or not _has_descriptors(x_BTf):
+        return x_BTf
+    B, T, width = x_BTf.shape
+    each = ALIGNMENT // x_BTf.element_size()
+    rows_BTf = x_BTf.new_empty((B, T, -(-width // each) * each))[..., :width]
+    return rows_BTf.copy_(x_BTf)
+
+
+def _has_descriptors(x: Tensor) -> bool:
+    """Whether kernels will read this tensor, and can do it through descriptors."""
+    if not (x.is_cuda or is_interpreting()) or not is_triton_available():
+        return False
+    if resolve("auto", x) != "triton":
+        return False
+    from flash_clipping.ops.runtime.tiles import has_tma  # imports Triton, which may not be there
+
+    return has_tma(x.device)
 
 
 def firsts_of(programs: Sequence[int]) -> tuple[list[int], int]:

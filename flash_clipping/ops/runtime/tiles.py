@@ -121,17 +121,23 @@ def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address, strides of samples and positions, and width, from four columns of a table's row."""
+def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Address, strides of samples and positions, and width, from four columns of a table's row.
+
+    What the compiler must know to move 16 bytes at a time: that address and strides are multiples
+    of that (``ALIGNED``), and the width too (``WHOLE``). It rounds masks to what it was told of the
+    width, so that must be true of every row.
+    """
     X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
     stride_b = tl.load(row + 1)
     stride_t = tl.load(row + 2)
     width = tl.load(row + 3).to(tl.int32)
-    if ALIGNED:  # what the compiler must know to move 16 bytes at a time
-        EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    EACH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    if ALIGNED:
         X_ptr = tl.multiple_of(X_ptr, 16)
         stride_b = tl.multiple_of(stride_b, EACH)
         stride_t = tl.multiple_of(stride_t, EACH)
+    if WHOLE:
         width = tl.multiple_of(width, EACH)
     return X_ptr, stride_b, stride_t, width
 

@@ -1,0 +1,123 @@
+"""Output gradients whose rows no descriptor can address: one copy serves all that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.compiled import linear as compiled_linear
+from flash_clipping.factors import Factor, Outer, RowSum
+from flash_clipping.ops.runtime import backend, tables
+from flash_clipping.rules import linear
+from flash_clipping.rules.registry import Needs, find_rule
+from tests.support.cases import bound_between, check_case, step_case
+from tests.support.models import Case, ids
+from tests.support.oracle import per_sample_truth
+
+tiles = pytest.importorskip("flash_clipping.ops.runtime.tiles")
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (backend.is_interpreting() and tiles.has_tma(torch.device("cpu"))),
+        reason="needs descriptors in the interpreter",
+    ),
+    pytest.mark.filterwarnings(
+        f"error::{backend.__name__}.{backend.TritonFallbackWarning.__name__}"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Kernels on the CPU, and copies of small operands, which are noted: with NaN where nothing may
+    read."""
+    made: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        rows = tables.on_16_bytes(x)
+        if rows is not x:
+            assert rows._base is not None
+            rows._base[..., rows.shape[2] :] = float("nan")
+            made.append(rows)
+        return rows
+
+    monkeypatch.setattr(linear, "on_16_bytes", noted)
+    monkeypatch.setattr(compiled_linear, "on_16_bytes", noted)
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(tables, "WORTH_A_COPY", 1)
+    return made
+
+
+def factors_of(layer: nn.Module, x: Tensor, G: Tensor, *params: str) -> Mapping[str, Factor]:
+    rule = find_rule(layer)
+    assert rule is not None
+    _, saved = rule.forward(layer, x)
+    return rule.backward(layer, saved, G, Needs((True,), frozenset(params), "auto"))[1]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5), (3,)], ids=str)
+def test_weight_and_bias_read_one_copy(shape: tuple, copies: list[Tensor]) -> None:
+    layer = nn.Linear(8, 9).half()
+    x, G = torch.randn(*shape, 8).half(), torch.randn(*shape, 9).half()
+    factors = factors_of(layer, x, G, "weight", "bias")
+    weight, bias = factors["weight"], factors["bias"]
+    assert isinstance(weight, Outer) and isinstance(bias, RowSum) and len(copies) == 1
+    assert weight.G_BTp.data_ptr() == bias.rows_BTn.data_ptr() == copies[0].data_ptr()
+    assert torch.equal(weight.G_BTp, G.reshape(weight.G_BTp.shape))
+    assert weight.G_BTp.stride(1) == 16
+    factors_of(layer, x, G, "bias")  # which is summed at once
+    assert len(copies) == 1
+
+
+def test_a_weight_that_is_stored_transposed(copies: list[Tensor]) -> None:
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(9, 8)
+    x, G = torch.randn(3, 5, 8), torch.randn(3, 5, 9)
+    weight = factors_of(layer, x, G, "weight", "bias")["weight"]
+    assert isinstance(weight, Outer) and len(copies) == 1
+    assert torch.equal(weight.A_BTd, G) and weight.A_BTd.stride(1) == 12
+
+
+class Language(nn.Module):
+    def __init__(self, tied: bool):
+        super().__init__()
+        self.tokens = nn.Embedding(257, 24)
+        self.body = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 257, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(self.tokens(ids))))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    logits = model(batch[0])
+    return F.cross_entropy(logits[:, :-1].mT, batch[0][:, 1:], reduction="none").sum(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_steps_with_and_without_copies(
+    tied: bool, compiled: bool, copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept for operands of one layout is not taken for those of the other."""
+    torch.manual_seed(0)
+    case = Case(lambda: Language(tied), ids(4, 6, vocab=257), loss)
+    model, batch = case.make(), case.batch()
+    truth = per_sample_truth(model, batch, loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
+    if compiled:
+        module.compile(backend="aot_eager", fullgraph=True)
+    for worth, number in ((1, 1), (1 << 22, 0), (1, 1)):
+        monkeypatch.setattr(tables, "WORTH_A_COPY", worth)
+        copies.clear()
+        module.zero_grad(set_to_none=True)
+        step_case(module, case, batch, "mean")
+        check_case(module, truth, bound, 1e-5)
+        assert len(copies) == number
