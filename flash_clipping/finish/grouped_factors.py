@@ -14,13 +14,10 @@ from flash_clipping.factors import Dense, Factor, VectorStack
 from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
+from flash_clipping.ops.clipped_sum.table import AT_ONCE
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.runtime.shapes import Group
-
-#: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
-#: little beside what letting go of the stored gradients frees.
-STORED_AT_ONCE = 1 << 26
 
 #: Rows ``[n, B]`` of several parameters, and the ids of these.
 Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
@@ -146,7 +143,7 @@ class GroupedFactors:
             while keys:
                 batch: list[int] = []
                 elements = 0
-                while keys and (not batch or elements + self._elements(keys[-1]) <= STORED_AT_ONCE):
+                while keys and (not batch or elements + self._elements(keys[-1]) <= AT_ONCE):
                     batch.append(keys.pop())
                     elements += self._elements(batch[-1])
                 grads = [self.stored.pop(key).dense() for key in batch]

@@ -27,8 +27,8 @@ SMALL_FLOP = 10e9
 """A product of fewer FLOP takes the host longer to launch than the device to compute."""
 
 AT_ONCE = 1 << 26
-"""Elements of the results of one launch: enough to keep the device busy, and little beside what
-letting go of the operands frees."""
+"""Elements of clipped sums that are made in one go, of operands or of stored gradients: enough to
+keep the device busy, and little beside what letting go of these frees."""
 
 
 class Kind(NamedTuple):
