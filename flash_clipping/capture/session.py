@@ -4,31 +4,31 @@ A :class:`ClippingSession` lives as long as the model is wrapped and holds no te
 to one call of the root is in a :class:`~flash_clipping.capture.forward_call.ForwardCall`, which
 lives as long as somebody holds what that call returned.
 
-Shape suffixes: ``B`` samples, ``P`` parameters.
+Shape suffixes: ``B`` samples.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import (
-    at_end_of_backward,
-    graph_task,
-    is_autograd_compiled,
-    is_fake,
-)
+from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
+from flash_clipping.capture.graphed_results import GraphedResults
+from flash_clipping.capture.non_finite import NonFiniteWarning
+from flash_clipping.capture.refused_runs import (
+    refuse_compiled_autograd,
+    refuse_graph_capture,
+    refuse_threads,
+)
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import Plans
@@ -36,22 +36,6 @@ from flash_clipping.finish.session import ClipFunction
 
 #: Sessions are told apart in compiled code by these.
 _keys = itertools.count()
-
-
-@dataclass
-class GraphedResults:
-    """What backward passes would leave behind that are captured as a CUDA graph, for its replays.
-
-    Attributes:
-        plans: those that were made meanwhile: their tables are in the graph's memory.
-        norms: the trainable parameters, their norms ``[P, B]`` and what these were clipped by,
-            backward by backward.
-        coefs: coefficients, likewise.
-    """
-
-    plans: Plans
-    norms: list[tuple[list[nn.Parameter], Tensor, Tensor]] = field(default_factory=list)
-    coefs: list[Tensor] = field(default_factory=list)
 
 
 class ClippingSession:
@@ -118,7 +102,7 @@ class ClippingSession:
         self.stood_in: list[tuple[nn.Module, str, nn.Parameter]] = []
         #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
         self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
-        self.warned_non_finite = False
+        self.non_finite = NonFiniteWarning()
         #: ``mode="two_pass"``: types of what the model returned beside tensors, for messages.
         self.returned: str | None = None
         #: ``mode="two_pass"``: what the running outer backward will end with.
@@ -137,8 +121,6 @@ class ClippingSession:
         #: default is one step for all threads.
         self._running: dict[str, int] = {}
         self._backward_pass: weakref.ref[BackwardPass] | None = None
-        #: On CUDA: the least coefficient of a step, when it is there, and whether that is awaited.
-        self._least: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps.
@@ -149,7 +131,6 @@ class ClippingSession:
             returning=None,
             _running={},
             _backward_pass=None,
-            _least=None,
             two_passes=None,
             two_pass_in=None,
             plans=Plans(),  # parameters go by their id there
@@ -183,11 +164,11 @@ class ClippingSession:
             return
         thread = threading.get_ident()
         if self._running.setdefault("forward", thread) != thread:
-            _refuse_threads("forward", "forward")
+            refuse_threads("forward", "forward")
         backward_pass = self.backward_pass
         if backward_pass is not None and backward_pass.thread not in (None, thread):
             self.leave_forward()
-            _refuse_threads("forward", "backward")
+            refuse_threads("forward", "backward")
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
@@ -202,9 +183,9 @@ class ClippingSession:
         """
         running = self.backward_pass
         if running is not None and running.thread not in (None, call.thread):
-            _refuse_threads("backward", "backward")
+            refuse_threads("backward", "backward")
         if self._running.get("forward", call.thread) != call.thread:
-            _refuse_threads("backward", "forward")
+            refuse_threads("backward", "forward")
 
     def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
@@ -235,36 +216,6 @@ class ClippingSession:
             and not in_backward()
             and self.captured is None
         )
-
-    def check_drawn(self, forward: ForwardCall) -> None:
-        """Refuse a batch that is not what the loader drew."""
-        if self.drawn is None or not forward.recorded or self.drawn in forward.batch_sizes:
-            return
-        sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
-        raise FlashClippingError(
-            f"the model: the loader drew {self.drawn} samples, but the model is called with a "
-            f"batch of {sizes} (the size of axis {self.batch_axis} of its inputs). Samples that "
-            "are packed end to end into one row, or flattened into their tokens, are not "
-            "recognised: give the model one row per sample, padded to one length. If samples lie "
-            f"along axis {1 - self.batch_axis}, wrap the model with "
-            f"batch_first={not self.batch_first}."
-        )
-
-    def check_losses(self, losses: Tensor) -> None:
-        """Refuse per-sample losses that are not as many as the samples of the last forward."""
-        call = self.current_forward
-        samples = None if call is None else call.batch_size
-        if not self.enabled or samples is None or not losses.dim():
-            return
-        counts = losses.shape[:1] if self.batch_first else losses.shape[:2]
-        if samples not in counts:
-            raise FlashClippingError(
-                f"the criterion: found {counts[0]} losses, but the model was called with a batch "
-                f"of {samples} samples (the size of axis {self.batch_axis} of its input). One of "
-                "the two does not count samples: give the model inputs whose axis "
-                f"{self.batch_axis} is the batch (batch_first={self.batch_first}), and the "
-                "criterion one row per sample."
-            )
 
     def recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
@@ -428,17 +379,8 @@ class ClippingSession:
         return backward_pass
 
     def new_backward_pass(self) -> BackwardPass:
-        if (
-            self.captured is None
-            and torch.cuda.is_initialized()
-            and torch.cuda.is_current_stream_capturing()
-        ):
-            raise FlashClippingError(
-                "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
-                "would read tables that are gone by then, and leave no norms: capture the step "
-                "with flash_clipping.GraphedStep, which is given the wrapped model (or what holds "
-                "the hooks), or run it outside torch.cuda.graph."
-            )
+        if self.captured is None:
+            refuse_graph_capture()
         backward_pass = self.backward_pass_class(self)
         backward_pass.stand_in()
         self._backward_pass = weakref.ref(backward_pass)
@@ -468,59 +410,7 @@ class ClippingSession:
         Args:
             coef: coefficients, which are 0 for such samples and positive for all others.
         """
-        if self.warned_non_finite or not coef.numel():
-            return
-        if self.captured is not None:
+        if self.captured is None:
+            self.non_finite.note(coef)
+        elif not self.non_finite.warned and coef.numel():
             self.captured.coefs.append(coef)
-            return
-        if not coef.is_cuda:
-            if not bool(coef.all()):
-                self._warn_non_finite()
-            return
-        if self._least is None:
-            pinned = torch.empty((), dtype=coef.dtype, pin_memory=True)
-            self._least = (pinned, torch.cuda.Event(), False)
-        least, event, pending = self._least
-        if pending:
-            if not event.query():
-                return
-            self._least = (least, event, False)
-            if float(least) == 0:
-                self._warn_non_finite()
-                return
-        least.copy_(coef.amin(), non_blocking=True)
-        event.record()
-        self._least = (least, event, True)
-
-    def _warn_non_finite(self) -> None:
-        self.warned_non_finite = True
-        warnings.warn(
-            "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
-            "clipping coefficient 0 and add nothing to the sum. This is said once.",
-            stacklevel=2,
-        )
-
-
-def refuse_compiled_autograd() -> None:
-    """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old.
-
-    Raises:
-        FlashClippingError: compiled autograd is on.
-    """
-    if is_autograd_compiled():
-        raise FlashClippingError(
-            "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
-            "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
-            "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
-            "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
-            "outside of torch.compile."
-        )
-
-
-def _refuse_threads(found: str, running: str) -> NoReturn:
-    raise FlashClippingError(
-        f"Two threads use one wrapped model at the same time: {found} was called while another "
-        f"thread's {running} runs (or failed, with its exception still held). Their samples would "
-        "be mixed up. Use the model in one thread at a time: hold a lock from forward to the end "
-        "of backward, or give each thread a copy of the model."
-    )

@@ -23,7 +23,8 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
-from flash_clipping.capture.session import ClippingSession, refuse_compiled_autograd
+from flash_clipping.capture.refused_runs import refuse_compiled_autograd
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
 

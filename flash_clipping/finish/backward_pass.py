@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +21,18 @@ from torch.autograd.graph import get_gradient_edge
 from flash_clipping._compat import TELLS_WHAT_RUNS, will_run
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
-    Dense,
     Factor,
     RowSum,
-    VectorStack,
     accumulation_dtype,
     merge,
 )
 from flash_clipping.finish.clipping import Doubts
+from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session
-from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
-from flash_clipping.ops.linear import linear_sqnorm_blocks
-from flash_clipping.ops.outer import sum_parts, weighted_sums_many
 from flash_clipping.ops.runtime.backend import asked_for
-from flash_clipping.ops.runtime.shapes import Group
 from flash_clipping.ops.runtime.upload import to_device
-
-#: Elements of ``p.grad`` made from stored gradients in one go: enough to keep the device busy, and
-#: little beside what letting go of the stored gradients frees.
-STORED_AT_ONCE = 1 << 26
-
-#: Rows ``[n, B]`` of several parameters, and the ids of these.
-Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
 
 
 class BackwardPass:
@@ -69,21 +57,15 @@ class BackwardPass:
         self.doubts_B: dict[int, Tensor] = {}
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
-        # Once norms are asked for: the trainable parameters, and the factors by how they are
-        # handled together.
+        #: Once norms are asked for: the trainable parameters, and the factors by how they are
+        #: handled together.
         self.params: dict[int, nn.Parameter] = {}
-        self.linear: dict[int, Group] = {}  # by their number in the plan
-        self.stacks: list[VectorStack] = []
-        self.stored: dict[int, Dense] = {}
-        self.others: dict[int, Factor] = {}
+        self.groups = GroupedFactors(self.backend)
         self.plan: Plan | None = None
         self.batch_size: int | None = None
         self.first_path = ""
-        #: Coefficients by parameter; while the second pass of ``mode="two_pass"`` runs they are
-        #: known before the factors.
-        self.coef: dict[int, Tensor] | None = None
-        #: Whether one tensor holds the coefficients of all parameters.
-        self.coef_is_one = False
+        #: While the second pass of ``mode="two_pass"`` runs they are known before the factors.
+        self.coef: Coefficients | None = None
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
         self.thread: int | None = None
@@ -261,10 +243,7 @@ class BackwardPass:
         self.calls.clear()
         self.used.clear()
         self.factors.clear()
-        self.linear.clear()
-        self.stacks.clear()
-        self.stored.clear()
-        self.others.clear()
+        self.groups.forget()
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
@@ -281,33 +260,21 @@ class BackwardPass:
             plan = plan_of(factors, params, self.paths)
             plans.keep(number, layout, plan)
         self.plan = plan
-        self._sort(factors, plan)
+        self.groups.take(factors, plan)
         del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are; and what
         # rounding may hide of those that are released by another product.
-        blocks: Blocks = [([key], sq_B.unsqueeze(0)) for key, sq_B in self.sqnorms_B.items()]
-        doubts: Blocks = [([key], doubt_B.unsqueeze(0)) for key, doubt_B in self.doubts_B.items()]
+        blocks, doubts = self.groups.sqnorms(plan)
+        blocks = [*_one_by_one(self.sqnorms_B), *blocks]
+        doubts = [*_one_by_one(self.doubts_B), *doubts]
         self.sqnorms_B.clear()
         self.doubts_B.clear()
-        memo = plan.memo("linear_sqnorms")
-        groups = list(self.linear.values())
-        for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
-            keys = [plan.linear[group][layer] for group, layer in block.order]
-            blocks.append((keys, block.sq_RB))
-            if block.doubt_RB is not None:
-                doubts.append((keys, block.doubt_RB))
-        del groups
-        blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
-        blocks += self._sqnorms_one_by_one()
-        for key, factor in self.others.items():
-            if (doubt_B := factor.doubt(self.backend)) is not None:
-                doubts.append(([key], doubt_B.unsqueeze(0)))
         norms_PB = self._norms(params, blocks, plan)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
         coef = self.session.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
         self.session.note_non_finite(coef)
-        self._hand_out(params, coef * scale, plan)
+        self.coef = Coefficients(coef * scale, params, plan)
 
     def _check_uses(self, first_only: bool) -> None:
         """Look at the batch size of every use of a parameter; of a layout that has been met before
@@ -335,51 +302,6 @@ class BackwardPass:
         for key in factors:  # letting go of what has been merged
             factors[key] = merge(by_key.pop(key))
         return factors
-
-    def _hand_out(self, params: Sequence[nn.Parameter], coef: Tensor, plan: Plan) -> None:
-        """Every parameter its coefficients, ``[B]`` on its device."""
-        by_param = coef.dim() == 2
-        if not by_param and plan.one_device and coef.get_device() == params[0].get_device():
-            self.coef = dict.fromkeys(plan.trainable, coef)
-            self.coef_is_one = True
-            return
-        rows = coef.unbind(0) if by_param else [coef] * len(params)
-        on_device: dict[tuple[int, int], Tensor] = {}
-        self.coef = {}
-        for key, param, row in zip(plan.trainable, params, rows, strict=True):
-            place = (id(row), param.get_device())
-            if place not in on_device:
-                on_device[place] = row.to(param.device, non_blocking=True)
-            self.coef[key] = on_device[place]
-
-    def _sort(self, factors: Mapping[int, Any], plan: Plan) -> None:
-        """Put factors together as the plan has it."""
-        for number, keys in enumerate(plan.linear):
-            Gs = [factors[key].G_BTp for key in keys]
-            self.linear[number] = factors[keys[0]].A_BTd, Gs
-        for keys in plan.sums:
-            sums = [factors[key] for key in keys]
-            memo = plan.memo(("row_sums", keys[0]))
-            self.stacks.append(VectorStack.of_sums(keys, sums, self.backend, memo))
-        for keys in plan.vectors:
-            self.stacks.append(VectorStack.of_dense(keys, [factors[key] for key in keys]))
-        self.stored = {key: factors[key] for key in plan.stored}
-        self.others = {key: factors[key] for key in plan.others}
-
-    def _sqnorms_one_by_one(self) -> Blocks:
-        """Norms of stored gradients and all others; those that come in parts are added up together
-        where their shapes are one."""
-        of_one_part: Blocks = []
-        keys: list[int] = []
-        parts: list[Tensor] = []
-        for key, factor in (*self.stored.items(), *self.others.items()):
-            parts_Bn = factor.sqnorm_parts(self.backend)
-            if parts_Bn.shape[1] == 1:
-                of_one_part.append(([key], parts_Bn.mT))
-            else:
-                keys.append(key)
-                parts.append(parts_Bn)
-        return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
 
     def _own_gradient_scale(self) -> float:
         mean = self.session.loss_reduction == "mean"
@@ -412,16 +334,7 @@ class BackwardPass:
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""
         assert self.coef is not None and self.plan is not None
-        self._add_products()
-        while self.stacks:
-            stack = self.stacks.pop()
-            coefs = [self.coef[key] for key in stack.keys]
-            self._add(stack.keys, stack.clipped_sums(coefs, self.backend))
-        self._add_stored()
-        while self.others:
-            key, factor = self.others.popitem()
-            self._add([key], [factor.clipped_sum(self.coef[key], self.backend)])
-            del factor
+        self.groups.add_clipped_sums(self.plan, self.coef, self._add)
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
         for key in self.plan.unreached if self.asked_for_all else ():
             param = self.params[key]
@@ -453,55 +366,6 @@ class BackwardPass:
         else:  # of a backward with recording off, say
             param.grad = param.grad + grad
 
-    def _alike(self, keys: Iterable[int]) -> list[list[int]]:
-        """Those of these parameters together that are clipped by the same coefficients."""
-        assert self.coef is not None
-        if self.coef_is_one:
-            found = [*keys]
-            return [found] if found else []
-        by_coef: dict[int, list[int]] = {}  # by id of the coefficients
-        for key in keys:
-            by_coef.setdefault(id(self.coef[key]), []).append(key)
-        return list(by_coef.values())
 
-    def _add_products(self) -> None:
-        """Linear maps, as many at a time as one launch serves."""
-        plan = self.plan
-        assert plan is not None and self.coef is not None
-        pairs = {
-            key: (A_BTd, G)
-            for number, (A_BTd, Gs) in self.linear.items()
-            for key, G in zip(plan.linear[number], Gs, strict=True)
-        }
-        self.linear.clear()
-        if plan.products is None:
-            keys = [*pairs]
-            parts = in_turn([*pairs.values()], backend=self.backend)
-            plan.products = [[keys[i] for i in part] for part in parts]
-        for part in plan.products:
-            # Per-layer clipping weights a shared input differently for every reader.
-            for keys in self._alike(part):
-                sums = clipped_sums_many(
-                    [pairs.pop(key) for key in keys],
-                    self.coef[keys[0]],
-                    backend=self.backend,
-                    checked=True,
-                    memo=plan.memo(("clipped_sums", *keys)),
-                )
-                self._add(keys, sums)
-
-    def _add_stored(self) -> None:
-        """Stored gradients, several at a time."""
-        assert self.coef is not None
-        for keys in self._alike(self.stored):
-            while keys:
-                batch: list[int] = []
-                elements = 0
-                while keys and (
-                    not batch or elements + self.params[keys[-1]].numel() <= STORED_AT_ONCE
-                ):
-                    batch.append(keys.pop())
-                    elements += self.params[batch[-1]].numel()
-                grads = [self.stored.pop(key).dense() for key in batch]
-                coef_B = self.coef[batch[0]]
-                self._add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
+def _one_by_one(rows_B: Mapping[int, Tensor]) -> Blocks:
+    return [([key], row_B.unsqueeze(0)) for key, row_B in rows_B.items()]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.batch_axis import may_tell_more, rehearse
 from flash_clipping.capture.compiled.regions import compiler_of
+from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
@@ -229,7 +230,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._rehearse(module, args, kwargs)
             session.rehearsed = self._guards.count
         call = session.begin_forward(batched_inputs(args, kwargs))
-        session.check_drawn(call)
+        check_drawn(session, call)
         session.returning = call
 
     def _after_forward(
@@ -285,7 +286,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: what was taken for samples is something else.
         """
-        self._session.check_losses(losses)
+        check_losses(self._session, losses)
 
     # -- backward: norms to coefficients --------------------------------------------------------
 

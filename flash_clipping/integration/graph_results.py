@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flash_clipping.capture.session import GraphedResults
+from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping

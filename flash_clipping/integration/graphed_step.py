@@ -25,7 +25,7 @@ from flash_clipping._compat import (
     pytree,
     references_to,
 )
-from flash_clipping.capture.session import GraphedResults
+from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.integration import graph_key
 from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.integration.graph_rehearsal import refuse, rehearse

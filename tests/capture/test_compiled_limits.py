@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.region import Region
-from flash_clipping.capture.compiled.tracing import ACTIVE
+from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.oracle import assert_close
 
@@ -65,40 +66,105 @@ def test_nothing_is_left_of_wires_that_could_not_be_made(monkeypatch: pytest.Mon
     assert before == ACTIVE == {}
 
 
-def test_a_models_own_exception_is_not_tried_again() -> None:
-    """Shapes were told wrong, so a layer runs by itself; what ran before it has run."""
+class Cut(nn.Module):
+    """Its second layer sees six positions at most, which does not follow from two shorter texts."""
 
-    class Cut(nn.Module):
-        runs: Tensor
+    runs: Tensor
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-            self.register_buffer("runs", torch.zeros(()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.before: Callable[[], None] = nothing
+        self.after: Callable[[], None] = nothing
+        self.register_buffer("runs", torch.zeros(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.runs.add_(1)
-            x = self.second(torch.tanh(self.first(x))[:, : min(x.shape[1], 6)])
-            fail()
-            return x
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.add_(1)
+        self.before()
+        x = self.second(torch.tanh(self.first(x))[:, : min(x.shape[1], 6)])
+        self.after()
+        return x
 
-    failures: list[str] = []
+
+def nothing() -> None:
+    pass
+
+
+def after_texts(lengths: Sequence[int], fullgraph: bool) -> tuple[Cut, Any]:
+    """The model, and itself compiled, after a step on texts of each of these lengths."""
+    model = Cut()
+    module = wrapped(model, fullgraph=fullgraph)
+    for length in lengths:
+        squares(module, (torch.randn(5, length, 4),)).backward()
+        module.zero_grad(set_to_none=True)
+    return model, module
+
+
+@pytest.mark.parametrize("error", [ValueError, TorchDynamoException])
+def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> None:
+    """Shapes were told wrong, so a layer runs by itself; what ran before it has run. That is so,
+    too, where the exception is the compiler's, of something that the model compiles itself."""
+    failures = [error("the model's own")]
 
     @torch.compiler.disable
     def fail() -> None:
         if failures:  # once
-            raise ValueError(failures.pop())
+            raise failures.pop()
 
-    model = Cut()
-    module = wrapped(model, fullgraph=False)
-    for length in (4, 5):
-        squares(module, (torch.randn(5, length, 4),)).backward()
-        module.zero_grad(set_to_none=True)
-    failures.append("the model's own")
+    model, module = after_texts((4, 5), fullgraph=False)
+    model.after = fail
     before = float(model.runs)
-    with pytest.raises(ValueError, match="the model's own"):
+    with pytest.raises(error, match="the model's own"):
         module(torch.randn(5, 8, 4))
     assert float(model.runs) == before + 1
+
+
+def test_what_a_model_raises_while_it_is_traced_is_not_tried_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one graph it comes as the compiler's exception; but all shapes were right so far."""
+
+    def fail() -> None:
+        raise ValueError("the model's own")
+
+    def learn(*_: Any) -> None:
+        raise AssertionError("it is tried again")
+
+    model, module = after_texts((4, 5), fullgraph=True)
+    model.before = fail
+    monkeypatch.setattr(Region, "_learn", learn)
+    with pytest.raises(TorchDynamoException, match="Observed exception"):
+        module(torch.randn(5, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("error", "lengths", "runs"),
+    [
+        pytest.param(TorchDynamoException, (4, 5), 2, id="shapes were told wrong"),
+        pytest.param(TorchDynamoException, (4,), 1, id="shapes were learned in this call"),
+        pytest.param(ValueError, (4, 5), 1, id="the model's own"),
+    ],
+)
+def test_one_graph_is_tried_again_after_the_compilers_exception_only(
+    error: type[Exception], lengths: Sequence[int], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wire that does not fit ends the trace of one graph, so the model's own exception cannot
+    follow it in PyTorch as it is. Therefore what is compiled is replaced here: it does what a trace
+    does, and then fails."""
+    _, module = after_texts(lengths, fullgraph=True)
+    region = module._taps.of_root.instance_forward
+    assert isinstance(region, Region)
+    found: list[Tensor] = []
+
+    def compiled(x: Tensor) -> None:
+        found.append(x)
+        traces.misfits = True
+        raise error("it failed")
+
+    monkeypatch.setattr(region, "compiled", compiled)
+    with pytest.raises(error, match="it failed"):
+        module(torch.randn(5, 8, 4))
+    assert len(found) == runs
 
 
 def cond(mid: nn.Module, x: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def kernels() -> Any:
 def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[torch.Tensor]:
     """The sums by one launch, with these parameters."""
     module = kernels()
-    (kind,) = module.by_kind(pairs)
+    (kind,) = module.kinds_of(pairs)
     found: list[torch.Tensor] = module.launch_clipped_sums(
         module.Products(pairs), kind, coef, config
     )
@@ -263,7 +263,7 @@ def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
     coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
     for A, G in pairs:
         A[1], G[1] = float("inf"), float("nan")
-    (kind,) = module.by_kind(pairs)
+    (kind,) = module.kinds_of(pairs)
     kind = kind._replace(small=False)
     config = module.Config(32, promote=1, num_stages=3, tma=tma)
     sums = module.launch_clipped_sums(module.Products(pairs), kind, coef, config)

@@ -82,7 +82,7 @@ for dtype in (torch.bfloat16, torch.float32):
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
     clipped_sum_triton.clipped_sums_many([(A, G)], coef)  # small
     pairs = [(A, G), (A, A)]
-    (kind,) = clipped_sum_triton.by_kind(pairs)
+    (kind,) = clipped_sum_triton.kinds_of(pairs)
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)

@@ -18,7 +18,7 @@ from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
     Memo,
     accumulator,
-    by_dtype,
+    by_kind,
     check_coefficients,
     checked_groups,
     part_of,
@@ -63,19 +63,26 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    kinds = remembered(memo, "dtypes", lambda: by_dtype(pairs))
+    kinds = remembered(memo, "kinds", lambda: _busy_kinds(pairs))
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
-        if not all(x.numel() for x in alike[0]):
-            dtype = accumulator(*alike[0])
-            sums = [A.new_zeros((G.shape[2], A.shape[2]), dtype=dtype) for A, G in alike]
-        else:
-            run = reference.clipped_sums_many
-            sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
+        run = reference.clipped_sums_many
+        sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
         results.update(zip(members, sums, strict=True))
+    if len(results) < len(pairs):
+        for idle in {*range(len(pairs))}.difference(results):
+            A, G = pairs[idle]
+            results[idle] = A.new_zeros((G.shape[2], A.shape[2]), dtype=accumulator(A, G))
     return [results[i] for i in range(len(pairs))]
+
+
+def _busy_kinds(pairs: Sequence[Pair]) -> list[list[int]]:
+    """:func:`by_kind` without what no kernel walks over: pairs without elements."""
+    busy = [i for i, (A, G) in enumerate(pairs) if A.numel() and G.numel()]
+    kinds = by_kind([(pairs[i][0], (pairs[i][1],)) for i in busy])
+    return [[busy[place] for place in members] for members in kinds]
 
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:

@@ -27,8 +27,8 @@ SMALL_FLOP = 10e9
 """A product of fewer FLOP takes the host longer to launch than the device to compute."""
 
 AT_ONCE = 1 << 26
-"""Elements of the results of one launch: enough to keep the device busy, and little beside what
-letting go of the operands frees."""
+"""Elements of clipped sums that are made in one go, of operands or of stored gradients: enough to
+keep the device busy, and little beside what letting go of these frees."""
 
 
 class Kind(NamedTuple):
@@ -49,7 +49,7 @@ def kind_of(pair: Pair) -> Kind:
     return Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
 
 
-def by_kind(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
+def kinds_of(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
     """The products of every kind, by their places in ``pairs``."""
     kinds: dict[Kind, list[int]] = {}
     for i, pair in enumerate(pairs):
@@ -60,7 +60,7 @@ def by_kind(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
 def parts_of(pairs: Sequence[Pair]) -> list[list[int]]:
     """Products that one launch serves: of one kind, and no more than :data:`AT_ONCE` elements."""
     parts: list[list[int]] = []
-    for members in by_kind(pairs).values():
+    for members in kinds_of(pairs).values():
         room = 0
         for i in members:
             A, G = pairs[i]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Products, by_kind
+from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Products, kinds_of
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.shapes import Memo, part_of, remembered
@@ -137,7 +137,7 @@ def clipped_sums_many(
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums: dict[int, Tensor] = {}
-    for kind, members in remembered(memo, "kinds", lambda: by_kind(pairs)).items():
+    for kind, members in remembered(memo, "kinds", lambda: kinds_of(pairs)).items():
         alike, of_kind = [pairs[i] for i in members], part_of(memo, kind)
         if kind.A_dtype != kind.G_dtype:
             dtype = torch.promote_types(kind.A_dtype, kind.G_dtype)

@@ -84,16 +84,6 @@ def by_kind(groups: Sequence[Group]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def by_dtype(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """Indices of pairs of operands of one device and the same dtypes, as :func:`by_kind`; those
-    without elements by themselves."""
-    kinds: dict[object, list[int]] = {}
-    for index, (A, G) in enumerate(pairs):
-        kind = (A.get_device(), A.dtype, G.dtype, A.numel() == 0 or G.numel() == 0)
-        kinds.setdefault(kind, []).append(index)
-    return list(kinds.values())
-
-
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """The dtype norms are summed and returned in: fp32, or float64 for float64 operands."""
     wide = any(t.dtype == torch.float64 for t in tensors)

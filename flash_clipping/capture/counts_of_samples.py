@@ -1,0 +1,41 @@
+"""The loader, the model's batch and the criterion's losses must count the same samples."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+
+
+def check_drawn(session: ClippingSession, forward: ForwardCall) -> None:
+    """Refuse a batch that is not what the loader drew."""
+    if session.drawn is None or not forward.recorded or session.drawn in forward.batch_sizes:
+        return
+    sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
+    raise FlashClippingError(
+        f"the model: the loader drew {session.drawn} samples, but the model is called with a "
+        f"batch of {sizes} (the size of axis {session.batch_axis} of its inputs). Samples that "
+        "are packed end to end into one row, or flattened into their tokens, are not "
+        "recognised: give the model one row per sample, padded to one length. If samples lie "
+        f"along axis {1 - session.batch_axis}, wrap the model with "
+        f"batch_first={not session.batch_first}."
+    )
+
+
+def check_losses(session: ClippingSession, losses: Tensor) -> None:
+    """Refuse per-sample losses that are not as many as the samples of the last forward."""
+    call = session.current_forward
+    samples = None if call is None else call.batch_size
+    if not session.enabled or samples is None or not losses.dim():
+        return
+    counts = losses.shape[:1] if session.batch_first else losses.shape[:2]
+    if samples not in counts:
+        raise FlashClippingError(
+            f"the criterion: found {counts[0]} losses, but the model was called with a batch "
+            f"of {samples} samples (the size of axis {session.batch_axis} of its input). One of "
+            "the two does not count samples: give the model inputs whose axis "
+            f"{session.batch_axis} is the batch (batch_first={session.batch_first}), and the "
+            "criterion one row per sample."
+        )
