@@ -137,7 +137,8 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
         f"flash_clipping.samples(index, count={count}): index has values outside of -1 to "
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",
     )
-    before = _declared.set(DeclaredRows(index.long(), count))
+    # A copy: the map is read in backward, and index is the user's.
+    before = _declared.set(DeclaredRows(index.detach().to(torch.int64, copy=True), count))
     try:
         yield
     finally:

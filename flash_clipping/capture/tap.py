@@ -100,6 +100,7 @@ class Tap(FactorSource):
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self.loops = False  # whether vmap was tried on this module and failed
+        self._was_declared = False  # whether it was called inside `samples(index, count)`
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -142,6 +143,7 @@ class Tap(FactorSource):
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
             call.used.append(params)
         if not is_grad_enabled():
+            self._was_declared = self._was_declared or declared_rows() is not None
             if rule.allows_children and not rule.folds and self._is_checkpointed():
                 # Its own forward need not call its children, and their uses must be counted.
                 return self._untapped_forward(rule, args, kwargs)
@@ -320,7 +322,15 @@ class Tap(FactorSource):
             axis = rule.batch_axis(self.layer, axis)
         x = args[0]
         rows = declared_rows()
+        if recomputed and rows is None and self._was_declared:
+            raise FlashClippingError(
+                f"{self.path}: activation checkpointing runs this layer again, outside of the "
+                "flash_clipping.samples(index, count) that it was called in, so that it is not "
+                "known which samples its rows are of. Write `with samples(...)` inside the "
+                "function that is checkpointed."
+            )
         if rows is not None:
+            self._was_declared = True
             if not isinstance(x, Tensor) or x.device != params[0].device:
                 refuse_input(self.path, x, params[0])
             if self.folded or any(isinstance(other, BareParameter) for other in args):

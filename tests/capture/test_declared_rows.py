@@ -69,6 +69,45 @@ def test_checkpointed_experts() -> None:
     check_by_autograd(Checkpointed().double(), float64s(3, 5, 6), squares)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("T", [1, 4])
+def test_checkpointed_inside_of_samples(reentrant: bool, T: int) -> None:
+    """Recomputed outside; with as many rows as samples nothing else would be noticed."""
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.first(x).flatten(0, 1)
+            with samples(right(x).flip(0), count=len(x)):
+                y: Tensor = checkpoint(self.layer, rows.flip(0), use_reentrant=reentrant)
+            return y.flip(0).view_as(x)
+
+    flash = GradSampleModuleFlashClipping(Outside())
+    loss = squares(flash, (torch.randn(3, T, 6),))
+    with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*inside the function"):
+        loss.backward()
+
+
+def test_index_may_be_changed_afterwards() -> None:
+    class Reusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = right(x)
+            rows = torch.tanh(self.first(x)).flatten(0, 1)
+            with samples(index, count=len(x)):
+                y: Tensor = self.layer(rows)
+            index.zero_()
+            return y.view(len(x), -1)
+
+    check_by_autograd(Reusing().double(), float64s(3, 5, 6), squares)
+
+
 def test_one_expert_for_all() -> None:
     """A parameter with several uses, each with rows of its own."""
 
