@@ -294,7 +294,7 @@ def test_rows_on_16_bytes_of_any_width(case: Case, tma: bool, widths: list) -> N
     coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
     for A, G in pairs:
         A[1], G[1] = float("inf"), float("nan")
-    (kind,) = module.by_kind(pairs)
+    (kind,) = module.kinds_of(pairs)
     kind = kind._replace(small=False)
     work = module.Products(pairs)
     assert work.aligned
