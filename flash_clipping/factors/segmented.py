@@ -43,19 +43,19 @@ class SegmentedOuter(Factor):
         segments = self.segments
         return self.A_Nd, self.G_Np, segments.samples, segments.groups, self.stacked
 
-    def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
+    def _measured(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            found = segment_sqnorms(self.A_Nd, self.G_Np, self.segments, backend=backend)
+            found = segment_sqnorms(self.A_Nd, self.G_Np, self.segments)
             # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
             sq_B, doubt_B = map(self.segments.by_sample, found)
             self._norms = sq_B, doubt_B
         return self._norms
 
     def sqnorms(self, backend: str) -> Tensor:
-        return self._measured(backend)[0]
+        return self._measured()[0]
 
     def doubt(self, backend: str) -> Tensor | None:
-        return self._measured(backend)[1]
+        return self._measured()[1]
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         sums = grouped_sums(self.A_Nd, self.G_Np, self.segments, coef_B)

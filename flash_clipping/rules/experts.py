@@ -41,8 +41,8 @@ def are_experts(layer: nn.Module) -> bool:
         return False
     if layer.has_gate and gate_of_experts(layer) is None:
         return False
-    owned = {name for name, _ in layer.named_parameters(recurse=False)}
-    return owned == set(_names(layer))
+    # All of its parameters: those of a gate would be trained on rows that nothing has put in order.
+    return {name for name, _ in layer.named_parameters()} == set(_names(layer))
 
 
 def _names(layer: Any) -> tuple[str, ...]:

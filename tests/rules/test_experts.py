@@ -293,6 +293,20 @@ def test_what_computes_something_else() -> None:
         flash(*inputs(3, 5))
 
 
+def test_a_gate_with_parameters_is_refused() -> None:
+    """As many rows as samples, sorted by expert: nothing but the gate's parameter tells."""
+
+    class Learned(Plain):
+        def __init__(self, config: Config):
+            super().__init__(config)
+            self.act_fn = nn.PReLU()
+
+    learned = use_experts_implementation(type("Learned", (Learned,), {"forward": Plain.forward}))
+    flash = GradSampleModuleFlashClipping(block(learned, k=1))
+    with pytest.raises(FlashClippingError, match="experts"):
+        squares(flash, inputs(4, 1)).backward()
+
+
 def test_mixed_lengths_are_refused() -> None:
     """Tokens without padding: not as many for every sample."""
 

@@ -98,9 +98,7 @@ class Segments:
         return self.sample_N.masked_fill(~self.inside_N, -1)
 
 
-def segment_sqnorms(
-    A_Nd: Tensor, G_Np: Tensor, segments: Segments, *, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(A_Nd: Tensor, G_Np: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
 
     Of short segments through Gram matrices, of long ones through the product itself: the first
