@@ -45,7 +45,29 @@ def causal_lm(
     return Workload(name, build, draw, batch=batch, positions=seq)
 
 
-LANGUAGE_MODELS = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel"}
+LANGUAGE_MODELS = {
+    "Llama": "LlamaForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+    "Qwen3Moe": "Qwen3MoeForCausalLM",
+}
+
+
+def qwen3_moe(
+    name: str, *, batch: int = 4, seq: int = 2048, layers: int = 4, checkpointing: bool = False
+) -> Workload:
+    """Qwen3-30B-A3B with fewer layers: 128 experts, 8 for each token."""
+    config = {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    return causal_lm(name, "Qwen3Moe", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
 def llama_1b(

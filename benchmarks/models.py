@@ -318,11 +318,24 @@ _HUGGING_FACE = {
     "gpt2-medium": "gpt2_medium",
     "bert-base": "bert_base",
     "vit-large": "vit_large",
+    "qwen3-moe": "qwen3_moe",
+}
+
+#: Functions of :mod:`benchmarks.experts`, which needs transformers.
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts-tiny": dict(sizes="tiny", batch=3, seq=10, zipf=True),
+    "experts-8x2048": dict(batch=8, seq=2048),
+    "experts-8x2048-zipf": dict(batch=8, seq=2048, zipf=True),
+    "experts-32x512": dict(batch=32, seq=512),
+    "experts-32x512-zipf": dict(batch=32, seq=512, zipf=True),
+    "experts-4x4096": dict(batch=4, seq=4096),
+    "experts-4x4096-zipf": dict(batch=4, seq=4096, zipf=True),
+    "experts-2x16384-zipf": dict(batch=2, seq=16_384, zipf=True),
 }
 
 #: Models written here.
 OWN_NAMES: tuple[str, ...] = tuple(_NAMED)
-NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE)
+NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERTS)
 
 
 def workload(
@@ -357,6 +370,9 @@ def workload(
     elif name in _HUGGING_FACE:
         module = importlib.import_module("benchmarks.huggingface")
         factory, defaults = getattr(module, _HUGGING_FACE[name]), {"name": name}
+    elif name in _EXPERTS:
+        factory = importlib.import_module("benchmarks.experts").hugging_face
+        defaults = {"name": name, **_EXPERTS[name]}
     else:
         raise ValueError(
             f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "

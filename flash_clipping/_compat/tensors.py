@@ -96,3 +96,27 @@ def _assert_now(condition: Tensor, message: str) -> None:
 
 #: Fails on the device, later, if this is not so. Without: waits for the device.
 assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now
+
+
+_grouped_mm = find(torch, "nn.functional.grouped_mm") or find(torch, "_grouped_mm")
+
+
+def grouped_mm(X: Tensor, Y: Tensor) -> Callable[..., Tensor] | None:
+    """PyTorch's products of runs of rows with a matrix each, or of runs of columns with runs of
+    rows, for these operands. Without, and for operands it does not take: ``None``, and a kernel of
+    ours runs."""
+    if _grouped_mm is None or X.dtype != torch.bfloat16 or Y.dtype != torch.bfloat16:
+        return None
+    if not X.is_cuda or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(X.device)[0] < 9:
+        return None
+    return _grouped_mm if _is_on_16_bytes(X) and _is_on_16_bytes(Y) else None
+
+
+def _is_on_16_bytes(x: Tensor) -> bool:
+    """Whether features, or rows, lie next to each other, and begin on 16 bytes."""
+    *outer, rows, columns = x.stride()
+    apart = rows if columns == 1 else columns if rows == 1 else 1
+    each = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(n > 0 and n % each == 0 for n in (*outer, apart))

@@ -44,8 +44,10 @@ from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.segments import Segments, triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 
+segments_triton.grouped_mm = lambda X, Y: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
 tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
@@ -94,10 +96,32 @@ for dtype in (torch.bfloat16, torch.float32):
     pairs = [(A[..., 1:], G[..., 1:])]
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
+    rows, expert = torch.arange(4096), torch.arange(4096) % 3
+    X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
+    segments = Segments(rows % 2, 2, expert, 3)
+    starts, order = segments.starts, segments.order_N
+    segments_triton.segment_sqnorms(X, Y, starts, None, order)
+    segments_triton.segment_sums(X, starts)
+    segments_triton.grouped_linear(X, Y[:384].view(3, 64, 256), segments.group_starts)
+    for segments_triton.SPLIT_BELOW in (0, 1 << 30):
+        segments_triton.grouped_sums(X, Y, starts, coef, order, None)
+    operands = segments_triton._both(X, Y, order, None)
+    blocks, config = segments_triton.blocks_of(starts, 4096, 64), segments_triton.Config()
+    if dtype == torch.float32:
+        config = segments_triton.sums_config(dtype, 64.0)
+    groups, out = torch.arange(3), torch.empty(3, 128, 256)
+    segments_triton.launch_sums(*operands, blocks, coef, groups, out, config)
 print(" ".join(sorted(compiled)))
 """
 
 KERNELS = {
+    "clear_kernel",
+    "gram_kernel",
+    "grouped_linear_kernel",
+    "grouped_sums_kernel",
+    "outer_kernel",
+    "row_sums_kernel",
+    "spread_kernel",
     "_clipped_sums_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
@@ -135,7 +159,12 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
     from flash_clipping.ops.runtime.launches import has_gluon
 
     hopper = (
-        {"_clipped_sums_ring_kernel", "_gram_ring_kernel"}
+        {
+            "_clipped_sums_ring_kernel",
+            "_gram_ring_kernel",
+            "blocks_kernel",
+            "grouped_sums_ring_kernel",
+        }
         if target[1] == "90" and has_gluon()
         else set()
     )

@@ -16,7 +16,7 @@ from flash_clipping.ops.segments import (
     segment_sqnorms,
     segment_sums,
 )
-from tests.support.oracle import assert_close
+from tests.ops.cases import Case, every_case, relative_error
 
 #: Samples, groups, rows; and how samples and groups are spread over the rows.
 SPREADS = {
@@ -31,10 +31,18 @@ SPREADS = {
 SHAPES = [
     (3, 4, 50, 5, 7),
     (1, 1, 1, 3, 2),
-    (4, 1, 1001, 2, 3),
+    (4, 1, 301, 2, 3),
     (2, 3, 0, 4, 4),
     (5, 2, 60, 40, 33),
 ]
+#: Those that the interpreter, which takes a while, tries as well.
+INTERPRETED = [(1, 1, 1, 3, 2), (4, 1, 301, 2, 3), (2, 3, 0, 4, 4), (2, 2, 70, 40, 33)]
+every_shape = pytest.mark.parametrize("shape", [*SHAPES, INTERPRETED[-1]], ids=str)
+
+
+def not_interpreted(case: Case, wanted: bool) -> None:
+    if (case.backend, case.device) == ("triton", "cpu") and not wanted:
+        pytest.skip("takes the interpreter too long; others are like it")
 
 
 def spread(how: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -48,79 +56,118 @@ def oracle(sample_N: Tensor, group_N: Tensor, A: Tensor, G: Tensor, B: int, E: i
     grads = torch.zeros(E, B, G.shape[1], A.shape[1], dtype=torch.float64)
     for n, (b, e) in enumerate(zip(sample_N.tolist(), group_N.tolist(), strict=True)):
         if 0 <= b < B and 0 <= e < E:
-            grads[e, b] += torch.outer(G[n].double(), A[n].double())
+            grads[e, b] += torch.outer(G[n].cpu().double(), A[n].cpu().double())
     return grads
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@every_case
 @pytest.mark.parametrize("how", SPREADS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_segments_match_the_oracle(shape: tuple, how: str, dtype: torch.dtype) -> None:
+@every_shape
+def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
+    not_interpreted(case, shape in INTERPRETED)
     B, E, n, d, p = shape
     sample_N, group_N = spread(how, shape)
-    A, G = torch.randn(n, d).to(dtype), torch.randn(n, p).to(dtype)
+    A, G = case.randn(n, d), case.randn(n, p, seed=1)
     grads = oracle(sample_N, group_N, A, G, B, E)
-    segments = Segments(sample_N, B, group_N, E)
+    segments = Segments(sample_N.to(case.device), B, group_N.to(case.device), E)
     order = segments.order_N
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    sq_S, doubt_S = segment_sqnorms(A[order], G[order], segments)
+    run = {"backend": case.backend}
+    sq_S, doubt_S = segment_sqnorms(A[order], G[order], segments, **run)
     expected = grads.flatten(2).square().sum(2)
-    assert_close(sq_S, expected.flatten(), 2 * tolerance, "norms")
-    bound_B = upper_bound(segments.by_sample(sq_S).sqrt(), segments.by_sample(doubt_S))
-    assert (bound_B >= expected.sum(0).sqrt() * (1 - 1e-4)).all()
-    coef = torch.rand(B).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    sums = grouped_sums(A[order], G[order], segments, coef)
-    assert_close(sums, torch.einsum("ebpd,b->epd", grads, coef.double()), tolerance, "sums")
-    if dtype != torch.bfloat16:
-        assert_close(
-            segment_grads(A[order], G[order], segments), grads.flatten(0, 1), tolerance, "grads"
-        )
-        ones = grouped_sums(A[order], G[order], segments, None)
-        assert_close(ones, grads.sum(1), tolerance, "sums of all")
-    again = segment_sqnorms(A[order], G[order], segments)
-    assert all(torch.equal(x, y) for x, y in zip((sq_S, doubt_S), again, strict=True))
+    assert relative_error(sq_S, expected.flatten()) <= 2 * case.tolerance
+    norms_B, doubts_B = segments.by_sample(sq_S).clamp(min=0).sqrt(), segments.by_sample(doubt_S)
+    assert (upper_bound(norms_B, doubts_B).cpu() >= expected.sum(0).sqrt() * (1 - 1e-4)).all()
+    gathered = segment_sqnorms(A, G, segments, A_rows=order, G_rows=order, **run)
+    coef = torch.rand(B).to(sq_S)
+    sums = grouped_sums(A[order], G[order], segments, coef, **run)
+    released = torch.einsum("ebpd,b->epd", grads, coef.cpu().double())
+    assert relative_error(sums, released) <= case.tolerance
+    half_gathered = grouped_sums(A, G[order], segments, coef, A_rows=order, **run)
+    again = segment_sqnorms(A[order], G[order], segments, **run)
+    found = sq_S, doubt_S, sq_S, doubt_S, sums
+    for x, y in zip(found, (*gathered, *again, half_gathered), strict=True):
+        assert torch.equal(x, y)
+    each = segment_grads(A[order], G[order], segments, **run)
+    assert relative_error(each, grads.flatten(0, 1)) <= case.rounding
+    ones = grouped_sums(A[order], G[order], segments, None, **run)
+    assert relative_error(ones, grads.sum(1)) <= case.rounding
 
 
+@every_case
 @pytest.mark.parametrize("how", SPREADS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_and_products(shape: tuple, how: str) -> None:
+@every_shape
+def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
+    not_interpreted(case, shape in INTERPRETED)
     B, E, n, d, p = shape
     sample_N, group_N = spread(how, shape)
-    segments = Segments(sample_N, B, group_N, E)
-    X, W = torch.randn(n, d, dtype=torch.float64), torch.randn(E, p, d, dtype=torch.float64)
+    segments = Segments(sample_N.to(case.device), B, group_N.to(case.device), E)
+    X, W = case.randn(n, d), case.randn(E, p, d)
     inside = (sample_N >= 0) & (group_N >= 0) & (group_N < E)
-    expected = (
-        torch.stack([W[e.clamp(0, E - 1)] @ x for x, e in zip(X, group_N, strict=True)])
-        if n
-        else X.new_zeros(0, p)
-    )
-    expected = expected.masked_fill(~inside.unsqueeze(1), 0)
-    found = segments.unsorted(grouped_linear(X[segments.order_N], W, segments))
-    assert_close(found, expected, 1e-12)
+    expected = torch.zeros(n, p, dtype=torch.float64)
+    for i in inside.nonzero().flatten().tolist():
+        expected[i] = W[group_N[i]].cpu().double() @ X[i].cpu().double()
+    sorted_X = X[segments.order_N]
+    found = segments.unsorted(grouped_linear(sorted_X, W, segments, backend=case.backend))
+    assert relative_error(found, expected) <= case.rounding
+    transposed = grouped_linear(sorted_X, W.mT.contiguous().mT, segments, backend=case.backend)
+    assert relative_error(segments.unsorted(transposed), expected) <= case.rounding
     sums = torch.zeros(E, B, d, dtype=torch.float64)
     for i in inside.nonzero().flatten().tolist():
-        sums[group_N[i], sample_N[i]] += X[i]
-    assert_close(segment_sums(X[segments.order_N], segments), sums.flatten(0, 1), 1e-12)
-    assert torch.equal(segments.inside_N, inside[segments.order_N])
-    assert torch.equal(
-        segments.sample_N[segments.inside_N], sample_N[segments.order_N][segments.inside_N]
+        sums[group_N[i], sample_N[i]] += X[i].cpu().double()
+    found = segment_sums(sorted_X, segments, backend=case.backend)
+    assert relative_error(found, sums.flatten(0, 1)) <= case.tolerance
+    assert torch.equal(segments.inside_N.cpu(), inside[segments.order_N.cpu()])
+    samples_N = sample_N[segments.order_N.cpu()]
+    inside_N = segments.inside_N.cpu()
+    assert torch.equal(segments.sample_N.cpu()[inside_N], samples_N[inside_N])
+
+
+@every_case
+@pytest.mark.parametrize("sizes", [(40, 33), (130, 200)], ids=str)
+def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
+    """Segments shorter and longer than blocks, steps and the change from Gram to product."""
+    d, p = sizes
+    not_interpreted(case, d < 128)
+    lengths = torch.tensor([0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300, 1, 0, 513, 2])
+    sample_N = torch.repeat_interleave(torch.arange(16) % 4, lengths)
+    group_N = torch.repeat_interleave(torch.arange(16) // 4, lengths)
+    mixed = torch.randperm(len(sample_N), generator=torch.Generator().manual_seed(0))
+    sample_N, group_N = sample_N[mixed], group_N[mixed]
+    A, G = case.randn(len(mixed), d), case.randn(len(mixed), p, seed=1)
+    grads = torch.zeros(4, 4, p, d, dtype=torch.float64)
+    for e in range(4):
+        for b in range(4):
+            of = (sample_N == b) & (group_N == e)
+            grads[e, b] = G[of].cpu().double().mT @ A[of].cpu().double()
+    segments = Segments(sample_N.to(case.device), 4, group_N.to(case.device), 4)
+    run = {"backend": case.backend, "A_rows": segments.order_N}
+    sq_S, _ = segment_sqnorms(A, G[segments.order_N], segments, **run)
+    expected = grads.flatten(2).square().sum(2).flatten()
+    error = ((sq_S.cpu().double() - expected).abs() / expected.clamp(min=1e-9)).max()
+    assert error <= 2 * case.tolerance
+    coef = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=sq_S.dtype, device=case.device)
+    found = grouped_sums(A, G[segments.order_N], segments, coef, **run)
+    assert relative_error(found, torch.einsum("ebpd,b->epd", grads, coef.cpu().double())) <= (
+        case.tolerance
     )
 
 
-def test_what_is_dropped_adds_nothing() -> None:
+@every_case
+def test_what_is_dropped_adds_nothing(case: Case) -> None:
     """inf and NaN in rows of a dropped sample, and in rows of none."""
-    sample_N = torch.tensor([0, 1, -1, 0, 1, 2])
-    A, G = torch.randn(6, 3), torch.randn(6, 2)
+    sample_N = torch.tensor([0, 1, -1, 0, 1, 2], device=case.device)
+    A, G = case.randn(6, 3), case.randn(6, 2)
     for n in (1, 2, 4):
         A[n], G[n] = float("inf"), float("nan")
     segments = Segments(sample_N, 3)
     order = segments.order_N
-    coef = torch.tensor([0.5, 0.0, 2.0])
-    (found,) = grouped_sums(A[order], G[order], segments, coef)
-    keep = torch.tensor([0, 3, 5])
-    expected = torch.einsum("np,nd,n->pd", G[keep], A[keep], coef[sample_N[keep]])
-    assert_close(found, expected, 1e-6)
-    sq_S, _ = segment_sqnorms(A[order], G[order], segments)
+    coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
+    (found,) = grouped_sums(A[order], G[order], segments, coef, backend=case.backend)
+    keep = torch.tensor([0, 3, 5], device=case.device)
+    of_row = coef[sample_N][keep].double()
+    expected = torch.einsum("np,nd,n->pd", G[keep].double(), A[keep].double(), of_row)
+    assert relative_error(found, expected) <= case.tolerance
+    sq_S, _ = segment_sqnorms(A[order], G[order], segments, backend=case.backend)
     assert torch.isfinite(sq_S).tolist() == [True, False, True]
 
 

@@ -39,7 +39,7 @@ def sample_of(row, b, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.cons
 
 
 @triton.jit
-def _triangle(index):
+def triangle(index):
     """Row and column of an entry of a triangle whose rows have 1, 2, 3, ... entries."""
     row = ((tl.sqrt(1.0 + 8.0 * index.to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
     row -= (row * (row + 1) // 2 > index).to(tl.int32)  # the root is rounded
@@ -51,7 +51,7 @@ def _triangle(index):
 def tile_of(slot, rows, GROUP: tl.constexpr):
     """Row and column of a tile. ``GROUP`` rows are walked together, column by column, so that
     the programs at work at one time share what they read."""
-    row, _ = _triangle(slot)
+    row, _ = triangle(slot)
     first = row // GROUP * GROUP
     height = min(GROUP, rows - first)
     within = slot - first * (first + 1) // 2
@@ -59,7 +59,7 @@ def tile_of(slot, rows, GROUP: tl.constexpr):
         i = first + within % height
         j = within // height
     else:
-        i, j = _triangle(within - first * height)
+        i, j = triangle(within - first * height)
         i += first
         j += first
     return i, j

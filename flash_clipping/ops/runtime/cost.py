@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ CPU = Machine(
     store_overhead=0,
     tile=1,
 )
+
+# Kernels for segments, whose loads are masked at the end of every segment.
+SEGMENTS_HALF = replace(GPU_HALF, gram_overhead=200, outer_overhead=80)
+SEGMENTS_SINGLE = replace(GPU_SINGLE, gram_rate=1.0, outer_rate=1.0)
 
 # Stored gradients replace the operands A and G, which are freed as soon as the norms are known, so
 # up to about their size nothing is added to the peak.
@@ -157,3 +161,27 @@ def choose_on(
     return choose(
         B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=may_store, shared=shared, machine=machine
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def longest_for_gram(d: int, p: int, itemsize: int) -> int:
+    """Up to how many rows a segment's norm costs less by its Gram matrix than by its product.
+
+    For kernels on a GPU (:mod:`flash_clipping.ops.segments`), which decide on the device, segment
+    by segment: ``L² (d + p)`` against ``2 L d p`` for L rows, both in whole tiles.
+    """
+    machine = SEGMENTS_HALF if itemsize <= 2 else SEGMENTS_SINGLE
+    tile = machine.tile
+
+    def gram(blocks: int) -> float:
+        entries = blocks * (blocks + 1) // 2 * tile**2
+        return 2.0 * entries * (d + p + machine.gram_overhead) / machine.gram_rate
+
+    def outer(blocks: int) -> float:
+        padded = math.ceil(d / tile) * math.ceil(p / tile) * tile**2
+        return 2.0 * padded * (blocks * tile + machine.outer_overhead) / machine.outer_rate
+
+    blocks = 1
+    while gram(blocks + 1) <= outer(blocks + 1):
+        blocks += 1
+    return blocks * tile

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments import reference
 
 
@@ -31,7 +32,7 @@ class Segments:
     Attributes:
         order_N: the rows, sorted by group, then by sample, then as they came; those of no sample
             last.
-        starts: ``[E·B + 1]``, int64: where each segment begins among the sorted rows. The last is
+        starts: ``[E·B + 1]``, int32: where each segment begins among the sorted rows. The last is
             how many rows belong to a sample.
     """
 
@@ -44,10 +45,12 @@ class Segments:
             key_N = group_N * samples + sample_N
             outside_N = outside_N | (group_N < 0) | (group_N >= groups)
         key_N = key_N.masked_fill(outside_N, groups * samples)
+        if groups * samples < 1 << 31:
+            key_N = key_N.int()  # half as long to sort
         self.samples, self.groups = samples, groups
         self._key_N, self.order_N = torch.sort(key_N, stable=True)
-        edges = torch.arange(groups * samples + 1, device=key_N.device)
-        self.starts = torch.searchsorted(self._key_N, edges)
+        edges = torch.arange(groups * samples + 1, dtype=key_N.dtype, device=key_N.device)
+        self.starts = torch.searchsorted(self._key_N, edges, out_int32=True)
 
     def __len__(self) -> int:
         return len(self.order_N)
@@ -98,43 +101,116 @@ class Segments:
         return self.sample_N.masked_fill(~self.inside_N, -1)
 
 
-def segment_sqnorms(A_Nd: Tensor, G_Np: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(
+    A: Tensor,
+    G: Tensor,
+    segments: Segments,
+    *,
+    A_rows: Tensor | None = None,
+    G_rows: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
 
     Of short segments through Gram matrices, of long ones through the product itself: the first
-    costs ``L² (d + p)``, the second ``2 L d p`` for L rows, whichever is less.
+    costs ``L² (d + p)``, the second ``2 L d p`` for L rows. Which is less is decided on the device,
+    segment by segment.
+
+    Args:
+        A, G: sorted rows, ``[N, d]`` and ``[N, p]``.
+        A_rows, G_rows: ``[N]``: where the operand is not sorted, which of its rows each is.
 
     Returns:
         ``[S]`` squared norms, and what rounding may hide of each
         (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64).
     """
-    with backends.full_precision(A_Nd.device):
-        return reference.segment_sqnorms(A_Nd, G_Np, segments.starts)
+    if not _has_rows(A, G, segments):
+        nothing_S = A.new_zeros(len(segments.starts) - 1, dtype=accumulator(A, G))
+        return nothing_S, nothing_S
+    run, decides = reference.segment_sqnorms, _decides(A, G)
+    return backends.run(run, backend, decides, A, G, segments.starts, A_rows, G_rows)
 
 
-def segment_sums(X_Nf: Tensor, segments: Segments) -> Tensor:
-    """Rows of every segment added up, ``[S, f]`` in fp32 (float64 for float64)."""
-    return reference.segment_sums(X_Nf, segments.starts)
+def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> Tensor:
+    """Sorted rows of every segment added up, ``[S, f]`` in fp32 (float64 for float64)."""
+    if not len(segments) or not X_Nf.numel():
+        size = len(segments.starts) - 1, X_Nf.shape[1]
+        return X_Nf.new_zeros(size, dtype=accumulator(X_Nf))
+    return backends.run(reference.segment_sums, backend, X_Nf, X_Nf, segments.starts)
 
 
-def segment_grads(A_Nd: Tensor, G_Np: Tensor, segments: Segments) -> Tensor:
-    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype."""
-    with backends.full_precision(A_Nd.device):
-        return reference.products(A_Nd, G_Np, segments.starts)
+def segment_grads(
+    A: Tensor,
+    G: Tensor,
+    segments: Segments,
+    *,
+    A_rows: Tensor | None = None,
+    G_rows: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype. See
+    :func:`segment_sqnorms` for arguments."""
+    return _products(A, G, segments.starts, A_rows, G_rows, segments, backend)
 
 
-def grouped_sums(A_Nd: Tensor, G_Np: Tensor, segments: Segments, coef_B: Tensor | None) -> Tensor:
+def grouped_sums(
+    A: Tensor,
+    G: Tensor,
+    segments: Segments,
+    coef_B: Tensor | None,
+    *,
+    A_rows: Tensor | None = None,
+    G_rows: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """``Σ_n coef(n) g_n a_nᵀ`` over the rows of every group, with the coefficient of the row's
-    sample: ``[E, p, d]`` in fp32 (float64 for float64). ``None``: all ones.
+    sample: ``[E, p, d]`` in fp32 (float64 for float64). ``None``: all ones, and the result in the
+    operands' dtype. See :func:`segment_sqnorms` for the other arguments.
 
     A row whose coefficient is 0, or that belongs to no sample, adds nothing, whatever it holds.
     """
-    with backends.full_precision(A_Nd.device):
-        if coef_B is None:
-            return reference.products(A_Nd, G_Np, segments.group_starts)
-        return reference.grouped_sums(A_Nd, G_Np, segments.group_starts, coef_B[segments.sample_N])
+    if coef_B is None:
+        return _products(A, G, segments.group_starts, A_rows, G_rows, segments, backend)
+    starts = segments.starts
+    if not _has_rows(A, G, segments):
+        size = segments.groups, G.shape[1], A.shape[1]
+        return A.new_zeros(size, dtype=accumulator(A, G))
+    run, decides = reference.grouped_sums, _decides(A, G)
+    return backends.run(run, backend, decides, A, G, starts, coef_B, A_rows, G_rows)
 
 
-def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, segments: Segments) -> Tensor:
-    """Every row times the transposed matrix of its group, ``[N, p]``; 0 for rows of no sample."""
-    return reference.grouped_linear(X_Nd, W_Epd, segments.group_starts)
+def _products(
+    A: Tensor,
+    G: Tensor,
+    starts: Tensor,
+    A_rows: Tensor | None,
+    G_rows: Tensor | None,
+    segments: Segments,
+    backend: str,
+) -> Tensor:
+    """``Σ g_n a_nᵀ`` of runs of rows, in the operands' dtype."""
+    if not _has_rows(A, G, segments):
+        size = len(starts) - 1, G.shape[1], A.shape[1]
+        return A.new_zeros(size, dtype=torch.promote_types(A.dtype, G.dtype))
+    run, decides = reference.products, _decides(A, G)
+    return backends.run(run, backend, decides, A, G, starts, A_rows, G_rows)
+
+
+def grouped_linear(
+    X_Nd: Tensor, W_Epd: Tensor, segments: Segments, *, backend: str = "auto"
+) -> Tensor:
+    """Every sorted row times the transposed matrix of its group, ``[N, p]``; 0 for rows of no
+    sample."""
+    if not len(segments) or not X_Nd.numel() or not W_Epd.numel() or not segments.samples:
+        return X_Nd.new_zeros((len(X_Nd), W_Epd.shape[1]))
+    run = reference.grouped_linear
+    return backends.run(run, backend, X_Nd, X_Nd, W_Epd, segments.group_starts)
+
+
+def _has_rows(A: Tensor, G: Tensor, segments: Segments) -> bool:
+    return bool(len(segments) and segments.samples and A.numel() and G.numel())
+
+
+def _decides(A: Tensor, G: Tensor) -> Tensor:
+    """The operand whose dtype an implementation must take."""
+    return max(A, G, key=Tensor.element_size)

@@ -1,7 +1,7 @@
 """Reference for segments: one after the other, by PyTorch's own products.
 
-N sorted rows, S segments or groups, d input features, p output features. Reads where segments begin
-on the host: on a GPU it waits for the device.
+N sorted rows, S segments, E groups, B samples, d input features, p output features. Reads where
+segments begin on the host: on a GPU it waits for the device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ def _pieces(starts: Tensor) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(starts.tolist())
 
 
+def _rows(X: Tensor, rows_N: Tensor | None, i: int, j: int) -> Tensor:
+    """Sorted rows from i to j of an operand."""
+    return X[i:j] if rows_N is None else X[rows_N[i:j]]
+
+
 def segment_sums(X_Nf: Tensor, starts: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_sums`."""
     dtype = accumulator(X_Nf)
@@ -28,48 +33,57 @@ def segment_sums(X_Nf: Tensor, starts: Tensor) -> Tensor:
     return torch.stack(sums) if sums else X_Nf.new_zeros((0, X_Nf.shape[1]), dtype=dtype)
 
 
-def segment_sqnorms(A_Nd: Tensor, G_Np: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(
+    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
-    d, p = A_Nd.shape[1], G_Np.shape[1]
-    dtype = accumulator(A_Nd, G_Np)
-    sq_S, spread_S = (A_Nd.new_zeros(len(starts) - 1, dtype=dtype) for _ in range(2))
+    d, p = A.shape[1], G.shape[1]
+    dtype = accumulator(A, G)
+    sq_S, spread_S = (A.new_zeros(len(starts) - 1, dtype=dtype) for _ in range(2))
     for s, (i, j) in enumerate(_pieces(starts)):
         if i == j:
             continue
-        A, G = A_Nd[i:j].to(dtype), G_Np[i:j].to(dtype)
-        rows = j - i
-        if rows * (d + p) <= 2 * d * p:
-            AA, GG = A @ A.mT, G @ G.mT
+        a, g = _rows(A, A_rows, i, j).to(dtype), _rows(G, G_rows, i, j).to(dtype)
+        if (j - i) * (d + p) <= 2 * d * p:
+            AA, GG = a @ a.mT, g @ g.mT
             sq_S[s] = AA.mul_(GG).sum()
         else:
-            sq_S[s] = (G.mT @ A).square_().sum()
-        spread_S[s] = certificate.spread(A.unsqueeze(0), G.unsqueeze(0))[0]
+            sq_S[s] = (g.mT @ a).square_().sum()
+        spread_S[s] = certificate.spread(a.unsqueeze(0), g.unsqueeze(0))[0]
     return sq_S, certificate.doubt(spread_S)
 
 
-def products(A_Nd: Tensor, G_Np: Tensor, starts: Tensor) -> Tensor:
-    """``Σ g_n a_nᵀ`` of every piece, ``[S, p, d]``."""
-    dtype = torch.promote_types(A_Nd.dtype, G_Np.dtype)
-    out = A_Nd.new_zeros((len(starts) - 1, G_Np.shape[1], A_Nd.shape[1]), dtype=dtype)
-    for s, (i, j) in enumerate(_pieces(starts)):
-        if i < j:
-            torch.mm(G_Np[i:j].mT.to(dtype), A_Nd[i:j].to(dtype), out=out[s])
-    return out
-
-
-def grouped_sums(A_Nd: Tensor, G_Np: Tensor, starts: Tensor, coef_N: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.segments.grouped_sums`; a piece at a time in wide dtypes."""
-    dtype = accumulator(A_Nd, G_Np)
-    out = A_Nd.new_zeros((len(starts) - 1, G_Np.shape[1], A_Nd.shape[1]), dtype=dtype)
-    for e, (i, j) in enumerate(_pieces(starts)):
+def grouped_sums(
+    A: Tensor,
+    G: Tensor,
+    starts: Tensor,
+    coef_B: Tensor,
+    A_rows: Tensor | None,
+    G_rows: Tensor | None,
+) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.grouped_sums`; a group at a time in wide dtypes."""
+    dtype = accumulator(A, G)
+    B = len(coef_B)
+    lengths = starts.diff().view(-1, B)
+    out = A.new_zeros((len(lengths), G.shape[1], A.shape[1]), dtype=dtype)
+    for e, (i, j) in enumerate(_pieces(starts[::B])):
         if i == j:
             continue
-        coef = coef_N[i:j].to(dtype).unsqueeze(1)
+        coef = coef_B.to(dtype).repeat_interleave(lengths[e]).unsqueeze(1)
         dropped = coef == 0  # 0 · inf is NaN, so it must be zero in both operands
-        A = A_Nd[i:j].to(dtype).masked_fill(dropped, 0)
-        G = (G_Np[i:j].to(dtype) * coef).masked_fill(dropped, 0)
-        torch.mm(G.mT, A, out=out[e])
+        a = _rows(A, A_rows, i, j).to(dtype).masked_fill(dropped, 0)
+        g = (_rows(G, G_rows, i, j).to(dtype) * coef).masked_fill(dropped, 0)
+        torch.mm(g.mT, a, out=out[e])
     return out
+
+
+def products(
+    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+) -> Tensor:
+    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype."""
+    one = A.new_ones(1, dtype=accumulator(A, G))
+    sums = grouped_sums(A, G, starts, one, A_rows, G_rows)
+    return sums.to(torch.promote_types(A.dtype, G.dtype))
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, starts: Tensor) -> Tensor:

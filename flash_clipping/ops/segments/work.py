@@ -1,0 +1,82 @@
+"""Which parts of segments there are: lists that kernels walk over, made on the device.
+
+How long segments are is known to the device alone, and changes from step to step. So lists are as
+long as they could become for so many rows and segments, and say of each entry whether it is used.
+
+N rows, S segments, M entries of a list.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Work(NamedTuple):
+    """A list with some entries for every segment, one segment after the other; all int32.
+
+    Attributes:
+        of_M: the segment of every entry; S for entries behind the last that is used.
+        firsts: ``[S + 1]``: the first entry of every segment. The last is how many are used.
+    """
+
+    of_M: Tensor
+    firsts: Tensor
+
+
+def work_list(entries_S: Tensor, most: int) -> Work:
+    """A list from how many entries each segment has; ``most``: at least how many that can be."""
+    S = len(entries_S)
+    firsts = torch.zeros(S + 1, dtype=torch.int32, device=entries_S.device)
+    torch.cumsum(entries_S, 0, dtype=torch.int32, out=firsts[1:])
+    entries = torch.arange(most, dtype=torch.int32, device=entries_S.device)
+    return Work(torch.searchsorted(firsts[1:], entries, right=True, out_int32=True), firsts)
+
+
+class Blocks(NamedTuple):
+    """Segments cut into blocks of rows; all int32.
+
+    Attributes:
+        begin_M, end_M: the rows of every block; none of those that are not used.
+        of_M: the segment of every block; S for those that are not used.
+        firsts: ``[S + 1]``: the first block of every segment.
+        last_M: whether it is the last block of its segment.
+    """
+
+    begin_M: Tensor
+    end_M: Tensor
+    of_M: Tensor
+    firsts: Tensor
+    last_M: Tensor
+
+
+def blocks_of(starts: Tensor, rows: int, size: int, chosen_S: Tensor | None = None) -> Blocks:
+    """Blocks of at most ``size`` rows of all segments, or of those that are chosen.
+
+    Args:
+        starts: ``[S + 1]``: where every segment begins.
+        rows: how many rows there are, N.
+    """
+    entries_S = (starts.diff() + (size - 1)) // size
+    if chosen_S is not None:
+        entries_S = entries_S * chosen_S
+    S = len(entries_S)
+    # Every segment may have one block that is not full.
+    of_M, firsts = work_list(entries_S, rows // size + min(S, rows))
+    of_some_M = of_M.clamp(max=max(0, S - 1))
+    place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
+    begin_M = starts[of_some_M] + (place_M - firsts[of_some_M]) * size
+    stop_M = starts[of_some_M + 1]
+    end_M = torch.minimum(begin_M + size, stop_M)
+    used_M = of_M < S
+    begin_M, end_M = begin_M * used_M, end_M * used_M
+    return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
+
+
+def most_pairs(rows: int, segments: int, longest: int, size: int) -> int:
+    """How many pairs of blocks there can be in all segments of at most ``longest`` rows: of n
+    blocks ``n (n + 1) / 2``, and n - 1 of them are full."""
+    blocks = -(-longest // size)
+    return min(segments, rows) + rows * (blocks + 2) // (2 * size) + 1
