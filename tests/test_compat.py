@@ -41,6 +41,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "make_subclass": (["_make_subclass"], "same"),
     "pytree": (["torch.utils._pytree"], r"torch\.utils\._pytree\.tree_\w+"),
     "assert_async": (["_assert_async"], "same"),
+    "grouped_mm": (["nn.functional.grouped_mm", "_grouped_mm"], "same"),
     "DispatchMode": (["TorchDispatchMode"], "TorchDispatchMode"),
     "arguments_of": (["_schema"], "same"),
     "is_autocasting": (["_is_any_autocast_enabled"], "same"),
