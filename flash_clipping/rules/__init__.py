@@ -6,6 +6,7 @@ from flash_clipping.rules import (  # noqa: F401
     embedding,
     experts,
     linear,
+    mixture_of_experts,
     normalization,
     opacus_layers,
 )
