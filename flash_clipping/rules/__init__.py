@@ -9,6 +9,7 @@ from flash_clipping.rules import (  # noqa: F401
     mixture_of_experts,
     normalization,
     opacus_layers,
+    peft_experts,
 )
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
 

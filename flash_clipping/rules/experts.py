@@ -12,6 +12,7 @@ differentiates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
-from flash_clipping.layers.routed_rows import Gradients, Projection, RoutedRows, routing
+from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     Needs,
@@ -44,10 +45,10 @@ def are_experts(layer: nn.Module) -> bool:
     if layer.has_gate and gate_of_experts(layer) is None:
         return False
     # All of its parameters: those of a gate would be trained on rows that nothing has put in order.
-    return {name for name, _ in layer.named_parameters()} == set(_names(layer))
+    return {name for name, _ in layer.named_parameters()} == set(names_of(layer))
 
 
-def _names(layer: Any) -> tuple[str, ...]:
+def names_of(layer: Any) -> tuple[str, ...]:
     """Parameters of the first projection, then of the second: matrices, and biases if any."""
     first = "gate_up_proj" if layer.has_gate else "up_proj"
     kinds = ("", "_bias") if layer.has_bias else ("",)
@@ -72,14 +73,24 @@ class _Gate:
         return gated_Nf.detach(), pull_back
 
 
-def _arithmetic(layer: Any, params: Sequence[Tensor]) -> RoutedRows:
-    """What a layer computes with these tensors for its parameters."""
-    names, half = _names(layer), len(params) // 2
+def arithmetic_of(
+    layer: Any,
+    params: Sequence[Tensor],
+    prefix: str = "",
+    low_ranks: Mapping[str, Sequence[LowRank]] = MappingProxyType({}),
+) -> RoutedRows:
+    """What experts compute with these tensors for their parameters.
+
+    ``prefix``: stands before their names. ``low_ranks``: what is added to a parameter's matrices.
+    """
+    names, half = names_of(layer), len(params) // 2
     projections = []
     for i in (0, half):
-        matrices = params[i].mT if layer.is_transposed else params[i]
+        name, transposed = names[i], layer.is_transposed
+        matrices = params[i].mT if transposed else params[i]
         bias, bias_name = (params[i + 1], names[i + 1]) if layer.has_bias else (None, "")
-        projections.append(Projection(matrices, names[i], bias, bias_name, layer.is_transposed))
+        named = prefix + name, bias, prefix + bias_name
+        projections.append(Projection(matrices, *named, transposed, low_ranks.get(name, ())))
     first, second = projections
     return RoutedRows(first, second, _Gate(layer))
 
@@ -96,18 +107,6 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
     return factors
 
 
-def _compare(layer: Any, own_Md: Tensor, ruled_Md: Tensor) -> None:
-    """An expert block's own output, of whatever implementation, and the rule's."""
-    own_Md, ruled_Md = own_Md.double(), ruled_Md.double()
-    error = float(torch.dist(own_Md, ruled_Md) / own_Md.norm().clamp(min=1e-300))
-    if not error <= DIFFERENT.get(layer.down_proj.dtype, DIFFERENT_LOW):
-        raise UnsupportedLayer(
-            "its attributes are those of experts that transformers can run by any of its "
-            f"implementations, but they compute something else (relative difference {error:.1e}). "
-            "Give it a rule of its own (flash_clipping.register_rule), or freeze its parameters."
-        )
-
-
 @register_family(are_experts)
 class ExpertsRule(Rule):
     """Serves every implementation alike, as its own forward takes the place of all of them.
@@ -122,6 +121,22 @@ class ExpertsRule(Rule):
     def __init__(self) -> None:
         self._checked: WeakSet[nn.Module] = WeakSet()
 
+    def experts(self, layer: Any) -> Any:
+        """The module of ``transformers``."""
+        return layer
+
+    def tensors(self, layer: Any) -> list[Tensor]:
+        """All that its forward multiplies with, or adds."""
+        return [getattr(layer, name) for name in names_of(layer)]
+
+    def arithmetic(self, layer: Any, params: Sequence[Tensor]) -> RoutedRows:
+        """What it computes with these for :meth:`tensors`."""
+        return arithmetic_of(layer, params)
+
+    def factors(self, layer: Any, found: Gradients) -> dict[str, Factor]:
+        """By the names of parameters."""
+        return factors_of(found)
+
     def forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
@@ -131,19 +146,31 @@ class ExpertsRule(Rule):
             with torch.no_grad():
                 own_Md = type(layer).forward(layer, *tokens)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
-                _compare(layer, own_Md, output_BTd.flatten(0, 1))
+                self._compare(layer, own_Md, output_BTd.flatten(0, 1))
                 self._checked.add(layer)
         return output_BTd, saved
+
+    def _compare(self, layer: Any, own_Md: Tensor, ruled_Md: Tensor) -> None:
+        """A block's own output, of whatever implementation, and the rule's."""
+        dtype = self.experts(layer).down_proj.dtype
+        own_Md, ruled_Md = own_Md.double(), ruled_Md.double()
+        error = float(torch.dist(own_Md, ruled_Md) / own_Md.norm().clamp(min=1e-300))
+        if not error <= DIFFERENT.get(dtype, DIFFERENT_LOW):
+            raise UnsupportedLayer(
+                "its attributes are those of experts that transformers can run by any of its "
+                f"implementations, but they compute something else (relative difference "
+                f"{error:.1e}). Give it a rule of its own (flash_clipping.register_rule), or "
+                "freeze its parameters."
+            )
 
     def _forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        segments = routing(chosen_BTk, layer.num_experts)
-        named = [getattr(layer, name) for name in _names(layer)]
-        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *named)
+        segments = routing(chosen_BTk, self.experts(layer).num_experts)
+        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *self.tensors(layer))
         hidden_Md, *params = operands
         weight_Mk = weight_BTk.flatten(0, 1)
-        y_Md, up_Nu = _arithmetic(layer, params).forward(hidden_Md, weight_Mk, segments)
+        y_Md, up_Nu = self.arithmetic(layer, params).forward(hidden_Md, weight_Mk, segments)
         y_BTd = y_Md.to(hidden_BTd.dtype).view(hidden_BTd.shape)
         return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, hidden_BTd.dtype, *params)
 
@@ -152,7 +179,7 @@ class ExpertsRule(Rule):
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
         hidden_Md, weight_Mk, up_Nu, segments, dtype, *params = saved
         hidden_wanted, _, weight_wanted = needs.inputs
-        grad_Md, grad_weight_Mk, found = _arithmetic(layer, params).backward(
+        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params).backward(
             grad_output.flatten(0, 1),
             hidden_Md,
             weight_Mk,
@@ -165,4 +192,4 @@ class ExpertsRule(Rule):
         B, T = grad_output.shape[:2]
         grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
         grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
-        return (grad, None, grad_weight), factors_of(found)
+        return (grad, None, grad_weight), self.factors(layer, found)

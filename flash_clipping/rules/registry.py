@@ -64,6 +64,11 @@ class Rule(ABC):
         """
         return tapped(*args, **kwargs)
 
+    def parts(self, layer: Any) -> Mapping[str, nn.Module]:
+        """Modules below the layer, by their paths from it, which are not called: its own forward
+        uses their parameters. These are named ``path.name`` in ``needs.params``."""
+        return {}
+
     def batch_axis(self, layer: Any, default: int) -> int:
         """Axis of the layer's input and output that holds the samples.
 
