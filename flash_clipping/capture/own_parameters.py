@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -44,20 +45,29 @@ class OwnParameters:
             last looked up.
     """
 
-    def __init__(self, layer: nn.Module, owners: list[nn.Module], path: str, has_rule: bool):
+    def __init__(
+        self,
+        layer: nn.Module,
+        owners: list[nn.Module],
+        prefixes: Sequence[str],
+        path: str,
+        has_rule: bool,
+    ):
         self.layer = layer
         self.owners = owners
+        self.prefixes = prefixes
         self.path = path
         self.has_rule = has_rule
         self.computed = False
         self._trainable: Trainable = [], []
+        self._own_names: list[str] = []  # of the same, as their owners have them
         self._attributes = -1  # how many the layer had when its parameters were last looked up
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
         # The same lists again where they hold: what calls keep would make Python look for garbage
         # in every step.
-        (names, params), count = self._trainable, 0
+        params, names, count = self._trainable[1], self._own_names, 0
         if len(vars(self.layer)) != self._attributes or self.layer._buffers:
             return self._look_up()  # is there a tensor where a parameter was?
         for owner in self.owners:
@@ -69,12 +79,14 @@ class OwnParameters:
         return self._trainable if count == len(params) else self._look_up()
 
     def _look_up(self) -> Trainable:
-        found = [
-            (name, param)
-            for owner in self.owners
+        named = [
+            (prefix, name, param)
+            for owner, prefix in zip(self.owners, self.prefixes, strict=True)
             for name, param in owner._parameters.items()
             if param is not None and param.requires_grad
         ]
+        found = [(prefix + name, param) for prefix, name, param in named]
+        self._own_names = [name for _, name, _ in named]
         if self.has_rule:
             self._attributes = len(vars(self.layer))
             self.computed = self._computes_weights(found)

@@ -78,10 +78,13 @@ class Tap(FactorSource):
     ):
         name = f"{path or 'the model'} ({type(layer).__name__})"
         self._rule_folds = rule is not None and rule.folds
-        super().__init__(name, session, owners(layer), folded or self._rule_folds)
+        parts = {} if rule is None else rule.parts(layer)
+        own = owners(layer)
+        super().__init__(name, session, [*own, *parts.values()], folded or self._rule_folds)
         self.layer = layer
         self.rule = rule
-        self.parameters = OwnParameters(layer, self.owners, self.path, rule is not None)
+        prefixes = [""] * len(own) + [f"{part}." for part in parts]
+        self.parameters = OwnParameters(layer, self.owners, prefixes, self.path, rule is not None)
         self.arguments = LayerArguments(layer, self.path)
         #: How it is recorded inside a compiled region, and its number in the region that runs.
         self.wiring = wiring_of(rule)

@@ -4,7 +4,7 @@ from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
 from flash_clipping.factors.convolution import Convolution
 from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
-from flash_clipping.factors.merge import Stacked, merge
+from flash_clipping.factors.merge import Rearranged, Stacked, merge
 from flash_clipping.factors.segmented import SegmentedOuter, in_segments
 from flash_clipping.factors.vector import RowSum, VectorStack
 
@@ -15,6 +15,7 @@ __all__ = [
     "Factor",
     "Lookup",
     "Outer",
+    "Rearranged",
     "RowSum",
     "SegmentedOuter",
     "Stacked",

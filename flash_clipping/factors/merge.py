@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,53 @@ class Stacked(Factor):
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts], dim=1)
+
+
+class Rearranged(Factor):
+    """A gradient whose parameter has its elements elsewhere.
+
+    Args:
+        inner: the gradient as it is computed.
+        arrange: turns ``[..., *inner's shape]`` into ``[..., *parameter]``; a plain function, the
+            same object for every use.
+    """
+
+    def __init__(self, inner: Factor, arrange: Callable[[Tensor], Tensor]):
+        self.inner, self.arrange = inner, arrange
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    def operands(self) -> tuple[Any, ...]:
+        return type(self.inner), self.arrange, *self.inner.operands()
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return self.inner.sqnorms(backend)
+
+    def doubt(self, backend: str) -> Tensor | None:
+        return self.inner.doubt(backend)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return self.arrange(self.inner.clipped_sum(coef_B, backend)).contiguous()
+
+    def dense(self) -> Tensor:
+        return self.arrange(self.inner.dense())
+
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        return self.inner.is_worth_storing(readers)
+
+    def stored(self, backend: str) -> Dense:
+        return Dense(self.dense().contiguous())
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Rearranged]) -> Factor:
+        first = factors[0]
+        inner = [factor.inner for factor in factors]
+        alike = {(type(factor.inner), factor.arrange) for factor in factors}
+        if len(alike) > 1:
+            return Dense.sum_of(factors)
+        return cls(type(first.inner).concatenate(inner), first.arrange)
 
 
 def merge(factors: Sequence[Factor]) -> Factor:

@@ -67,6 +67,18 @@ class SegmentedOuter(Factor):
             return grads
         return grads.unflatten(0, (self.segments.groups, self.segments.samples)).transpose(0, 1)
 
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        """Where that takes no more memory than the operands: low ranks, and experts that read much
+        more rows of a sample than they are wide. Lengths of segments decide nothing: a plan must
+        not depend on them."""
+        d, p = self.A_Nd.shape[1], self.G_Np.shape[1]
+        segments = self.segments
+        fits = segments.samples * segments.groups * d * p <= len(segments) * (d + p)
+        return self.stacked and fits and readers() > 0
+
+    def stored(self, backend: str) -> Dense:
+        return Dense(self.dense().contiguous())
+
     @classmethod
     def concatenate(cls, factors: Sequence[SegmentedOuter]) -> Factor:
         joined = factors[0]

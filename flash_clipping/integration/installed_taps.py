@@ -96,12 +96,16 @@ def plan_taps(
             # What stands beside experts (a router, shared experts) reads tokens as they do.
             beside = path.rpartition(".")[0]
             folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}
+    parts: set[nn.Module] = set()  # of layers above them
     for path, module in root.named_modules():
-        if isinstance(module, PARAMETER_CONTAINERS):
+        if isinstance(module, PARAMETER_CONTAINERS) or module in parts:
             continue
         if (scope := find_scope(module)) is not None:
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
             yield ScopedForward(module, path, scope, session)
-        elif owned_parameters(module):
-            rule = None if force_generic else rules[path]
+            continue
+        rule = None if force_generic else rules[path]
+        if rule is not None:
+            parts.update(rule.parts(module).values())
+        if owned_parameters(module) or (rule is not None and rule.parts(module)):
             yield Tap(module, path, rule, session, force_generic, path in folded)

@@ -6,8 +6,10 @@ from flash_clipping.rules import (  # noqa: F401
     embedding,
     experts,
     linear,
+    mixture_of_experts,
     normalization,
     opacus_layers,
+    peft_experts,
 )
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from flash_clipping.factors import Factor
-from flash_clipping.ops.runtime.backend import is_autocasting
+from flash_clipping.ops.runtime.backend import autocast_operands as autocast_operands
 
 
 class UnsupportedLayer(ValueError):
@@ -64,6 +63,11 @@ class Rule(ABC):
         For layers that do more with their parameters' results than return them.
         """
         return tapped(*args, **kwargs)
+
+    def parts(self, layer: Any) -> Mapping[str, nn.Module]:
+        """Modules below the layer, by their paths from it, which are not called: its own forward
+        uses their parameters. These are named ``path.name`` in ``needs.params``."""
+        return {}
 
     def batch_axis(self, layer: Any, default: int) -> int:
         """Axis of the layer's input and output that holds the samples.
@@ -228,20 +232,3 @@ def positions(x: Tensor, features: int = 1) -> int:
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
     return x if x.dim() == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])
-
-
-def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast as autocast would cast the operands of a matmul or convolution.
-
-    Done by the rule itself so that the operands that were multiplied are also the ones saved: the
-    norm is then the norm of what the backward pass really computes.
-    """
-    if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
-        return (x, *others)
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(
-        tensor
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-        else tensor.to(dtype)
-        for tensor in (x, *others)
-    )

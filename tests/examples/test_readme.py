@@ -70,6 +70,13 @@ def test_the_step_to_be_graphed_trains_as_without():
     assert torch.equal(*trained)
 
 
+def test_a_mixture_of_experts_is_trained():
+    names: dict = {}
+    exec(block("tested: a mixture of experts", "docs/mixture-of-experts.md"), names)
+    trained = [p for p in names["model"].parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+
+
 def test_drop_in_replaces_the_norms_of_opacus():
     # In a process of its own: the registration is global.
     script = """

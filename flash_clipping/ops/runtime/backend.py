@@ -235,3 +235,20 @@ def _settings(*names: tuple[Any, str]) -> list[Any]:
     places: list[Any] = [getattr(holder, name, None) for holder, name in names]
     found = [place for place in places if hasattr(place, "fp32_precision")]
     return found if len(found) == len(places) else []
+
+
+def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as autocast would cast the operands of a matmul or convolution.
+
+    For whoever multiplies and saves them: the operands that were multiplied are also the ones
+    saved, and the norm is then the norm of what the backward pass really computes.
+    """
+    if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
+        return (x, *others)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(
+        tensor
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+        else tensor.to(dtype)
+        for tensor in (x, *others)
+    )

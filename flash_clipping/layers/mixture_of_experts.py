@@ -1,0 +1,374 @@
+"""A mixture of SwiGLU experts with LoRA, its matrices stacked.
+
+B samples, T positions, k choices, E experts, d features, f features between, r rank;
+N = B·T·k rows, one for each choice of each token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from flash_clipping.layers.routed_rows import (
+    Gradients,
+    LowRank,
+    Projection,
+    RoutedRows,
+    routing,
+)
+from flash_clipping.ops.runtime.backend import autocast_operands
+from flash_clipping.ops.segments import grouped_sums
+
+
+class SiluProduct:
+    """``silu(gate) · up`` of rows ``[gate, up]``."""
+
+    def forward(self, up_N2f: Tensor) -> Tensor:
+        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate_Nf) * up_Nf
+
+    def backward(self, up_N2f: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
+        sigmoid_Nf = gate_Nf.sigmoid()
+        silu_Nf = gate_Nf * sigmoid_Nf
+
+        def pull_back(grad_Nf: Tensor) -> Tensor:
+            slope_Nf = sigmoid_Nf + silu_Nf * (1 - sigmoid_Nf)  # of silu
+            return torch.cat([grad_Nf * up_Nf * slope_Nf, grad_Nf * silu_Nf], dim=1)
+
+        return silu_Nf * up_Nf, pull_back
+
+
+class MixtureOfExperts(nn.Module):
+    """``y = Σ_j w_j · down(silu(gate x) · up x)`` over the experts that a router chose for x.
+
+    Every projection of an expert is ``x Wᵀ + s · x Aᵀ Bᵀ`` with ``s = lora_alpha / rank``; without
+    LoRA only the first term. What one product serves is one parameter: ``gate_up`` has gate's
+    matrices first, then up's. :attr:`gate`, :attr:`up`, :attr:`gate_A` and :attr:`up_A` are views.
+
+    Without LoRA ``gate_up`` and ``down`` are trained. With it they are frozen, and
+    ``gate_up_A``, ``gate_B``, ``up_B``, ``down_A`` and ``down_B`` are trained.
+
+    Unwrapped it is trained by autograd, in the same arithmetic. A token may be sent to one expert
+    twice. Backward is of first order.
+
+    Args:
+        dim: features of a token, d.
+        hidden: features between the projections, f.
+        experts: how many there are, E.
+        rank: r of LoRA; 0 for none.
+        lora_alpha: α of LoRA; ``rank`` if not given.
+        device, dtype: of the parameters.
+
+    Attributes:
+        gate_up: ``[E, 2f, d]``.
+        down: ``[E, d, f]``.
+        gate_up_A: ``[E, 2r, d]``: gate's, then up's.
+        gate_B, up_B: ``[E, f, r]`` each.
+        down_A: ``[E, r, f]``.
+        down_B: ``[E, d, r]``.
+
+    Guarantees:
+        The output of a token depends on that token and its routing alone, and no sample's gradient
+        on another's. Nothing waits for the device; no atomics are used.
+    """
+
+    gate_up_A: nn.Parameter
+    gate_B: nn.Parameter
+    up_B: nn.Parameter
+    down_A: nn.Parameter
+    down_B: nn.Parameter
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        rank: int = 0,
+        lora_alpha: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, value, least in (
+            ("dim", dim, 1),
+            ("hidden", hidden, 1),
+            ("experts", experts, 1),
+            ("rank", rank, 0),
+        ):
+            if value < least:
+                raise ValueError(
+                    f"MixtureOfExperts: found {name}={value}, expected at least {least}."
+                )
+        if lora_alpha is not None and not rank:
+            raise ValueError(
+                f"MixtureOfExperts: found lora_alpha={lora_alpha} with rank=0, where there is no "
+                "LoRA to scale. Give a rank, or leave lora_alpha out."
+            )
+        self.dim, self.hidden, self.experts, self.rank = dim, hidden, experts, rank
+        self.lora_alpha = float(rank if lora_alpha is None else lora_alpha)
+
+        def stacked(rows: int, columns: int, trained: bool = True) -> nn.Parameter:
+            empty = torch.empty(experts, rows, columns, device=device, dtype=dtype)
+            return nn.Parameter(empty, requires_grad=trained)
+
+        self.gate_up = stacked(2 * hidden, dim, not rank)
+        self.down = stacked(dim, hidden, not rank)
+        self._names: tuple[str, ...] = ("gate_up", "down")
+        if rank:
+            self.gate_up_A = stacked(2 * rank, dim)
+            self.gate_B, self.up_B = stacked(hidden, rank), stacked(hidden, rank)
+            self.down_A, self.down_B = stacked(rank, hidden), stacked(dim, rank)
+            self._names += ("gate_up_A", "gate_B", "up_B", "down_A", "down_B")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear``; LoRA's B are 0."""
+        with torch.no_grad():
+            for name, param in zip(self._names, self._tensors(), strict=True):
+                if name.endswith("_B"):
+                    param.zero_()
+                else:
+                    bound = 1 / math.sqrt(param.shape[2])
+                    param.uniform_(-bound, bound)
+
+    @property
+    def gate(self) -> Tensor:
+        """``[E, f, d]``, a view of ``gate_up``."""
+        return self.gate_up[:, : self.hidden]
+
+    @property
+    def up(self) -> Tensor:
+        """``[E, f, d]``, a view of ``gate_up``."""
+        return self.gate_up[:, self.hidden :]
+
+    @property
+    def gate_A(self) -> Tensor:
+        """``[E, r, d]``, a view of ``gate_up_A``."""
+        return self.gate_up_A[:, : self.rank]
+
+    @property
+    def up_A(self) -> Tensor:
+        """``[E, r, d]``, a view of ``gate_up_A``."""
+        return self.gate_up_A[:, self.rank :]
+
+    def extra_repr(self) -> str:
+        lora = f", rank={self.rank}, lora_alpha={self.lora_alpha:g}" if self.rank else ""
+        return f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}{lora}"
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Send every token to its experts.
+
+        Args:
+            x: ``[B, ..., d]``: tokens, samples first.
+            expert_ids: ``[B, ..., k]``, integers: 0 to E - 1, or -1 for none, which adds nothing.
+            weights: ``[B, ..., k]``, floating point; of -1 it may be anything.
+
+        Returns:
+            ``[B, ..., d]`` in the dtype of ``x``.
+
+        Raises:
+            ValueError: shapes that do not fit together, or ids that are no integers.
+        """
+        y: Tensor = _Ordinary.apply(self, x, expert_ids, weights, *self._tensors())
+        return y
+
+    # -- what the rule shares ------------------------------------------------------------------
+
+    def compute(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """The output, and what :meth:`gradients` reads: tokens once, not once for each expert, and
+        of every row what gate and up gave."""
+        self._check(x, expert_ids, weights)
+        segments = routing(expert_ids, self.experts)
+        casted: Any = autocast_operands(x, *self._tensors())
+        tokens, gate_up, down, *of_lora = casted
+        # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
+        params = [gate_up, down, *(param.to(tokens.dtype) for param in of_lora)]
+        x_Md, weight_Mk = tokens.reshape(-1, self.dim), weights.reshape(-1, weights.shape[-1])
+        y_Md, up_N2f = self._arithmetic(params).forward(x_Md, weight_Mk, segments)
+        y = y_Md.to(x.dtype).view(x.shape)
+        return y, (x_Md, weight_Mk, up_N2f, *params, segments, weights.shape, x.dtype)
+
+    def gradients(
+        self,
+        saved: tuple[Any, ...],
+        grad: Tensor,
+        wanted: Set[str],
+        x_wanted: bool,
+        weights_wanted: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Gradients]:
+        """Gradients of x and of weights, if wanted, and what those of parameters are made of."""
+        x_Md, weight_Mk, up_N2f, *params, segments, shape, dtype = saved
+        rows, grad_Md = self._arithmetic(params), grad.reshape(-1, self.dim)
+        grad_x_Md, grad_weight_Mk, found = rows.backward(
+            grad_Md, x_Md, weight_Mk, up_N2f, segments, wanted, x_wanted, weights_wanted
+        )
+        grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
+        grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
+        return grad_x, grad_weights, found
+
+    def _check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
+        fits = fits and expert_ids.shape[:-1] == x.shape[:-1] and expert_ids.dim() == x.dim()
+        if not fits or expert_ids.is_floating_point() or not weights.is_floating_point():
+            raise ValueError(
+                f"MixtureOfExperts: found x {tuple(x.shape)}, expert_ids "
+                f"{tuple(expert_ids.shape)} of {expert_ids.dtype} and weights "
+                f"{tuple(weights.shape)} of {weights.dtype}; expected [B, ..., {self.dim}], "
+                "integers [B, ..., k] and floating-point numbers [B, ..., k] for the same tokens."
+            )
+
+    def _tensors(self) -> list[Tensor]:
+        """Its parameters, or what :mod:`torch.nn.utils.parametrize` computes in their place."""
+        return [getattr(self, name) for name in self._names]
+
+    def _arithmetic(self, params: Sequence[Tensor]) -> RoutedRows:
+        """What it computes with these tensors for its parameters."""
+        of = dict(zip(self._names, params, strict=True))
+        first: list[LowRank] = []
+        second: list[LowRank] = []
+        if self.rank:
+            s = self.lora_alpha / self.rank
+            Bs = of["gate_B"], of["up_B"]
+            first.append(LowRank(of["gate_up_A"], Bs, s, "gate_up_A", ("gate_B", "up_B")))
+            second.append(LowRank(of["down_A"], (of["down_B"],), s, "down_A", ("down_B",)))
+        return RoutedRows(
+            Projection(of["gate_up"], "gate_up", low_ranks=first),
+            Projection(of["down"], "down", low_ranks=second),
+            SiluProduct(),
+        )
+
+
+class _Ordinary(torch.autograd.Function):
+    """The layer for an ordinary backward: sums over all rows in the place of factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: MixtureOfExperts, x: Tensor, ids: Tensor, weights: Tensor, *params: Tensor
+    ) -> Tensor:
+        y, saved = layer.compute(x, ids, weights)
+        ctx.save_for_backward(*(s for s in saved if isinstance(s, Tensor)))
+        ctx.others = tuple(s for s in saved if not isinstance(s, Tensor))
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layer, saved = ctx.layer, (*ctx.saved_tensors, *ctx.others)
+        _, x_wanted, _, weights_wanted, *params_wanted = ctx.needs_input_grad
+        named = zip(layer._names, params_wanted, strict=True)
+        wanted = {name for name, is_wanted in named if is_wanted}
+        grad_x, grad_weights, found = layer.gradients(saved, grad, wanted, x_wanted, weights_wanted)
+        sums: list[Tensor | None] = []
+        for name in layer._names:
+            if name in wanted:
+                A_Nd, G_Np = found.operands[name]
+                sums.append(grouped_sums(A_Nd, G_Np, found.segments, None))
+            else:
+                sums.append(None)
+        return (None, grad_x, None, grad_weights, *sums)
+
+
+class TopKRouter(nn.Module):
+    """Weights of the k experts with the largest of ``softmax(linear(x))``, in fp32.
+
+    Each token is routed by itself: no capacity, no statistics of the batch. A load-balancing loss
+    over the batch is not offered: it mixes samples, and no clipping bounds what one of them does to
+    the others' gradients. That of each sample by itself is.
+
+    Args:
+        dim: features of a token, d.
+        experts: how many there are, E.
+        k: how many are chosen for a token.
+        normalize: whether the weights of a token are divided by their sum.
+        balance: ``"sample"``: also return a load-balancing loss of each sample.
+        device, dtype: of the linear layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        normalize: bool = True,
+        balance: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not 1 <= k <= experts:
+            raise ValueError(f"TopKRouter: found k={k}, expected 1 to {experts}, as many experts.")
+        if balance not in (None, "sample"):
+            raise ValueError(
+                f"TopKRouter: found balance={balance!r}, expected None or 'sample'. Balancing over "
+                "a batch mixes samples, and no clipping bounds that."
+            )
+        self.k, self.normalize, self.balance = k, normalize, balance
+        self.linear = nn.Linear(dim, experts, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Route ``x`` ``[B, ..., d]``.
+
+        Returns:
+            ``expert_ids`` ``[B, ..., k]``, int64; ``weights`` of that shape, fp32 (float64 for
+            float64); and with ``balance="sample"`` the loss ``[B]``, 1 where all experts are used
+            alike (:func:`balance_of_samples`).
+        """
+        logits = self.linear(x)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = logits.softmax(-1, dtype=wide)
+        weights, expert_ids = probabilities.topk(self.k, -1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.balance is None:
+            return expert_ids, weights
+        return expert_ids, weights, balance_of_samples(probabilities, expert_ids)
+
+
+def balance_of_samples(probabilities: Tensor, expert_ids: Tensor) -> Tensor:
+    """``E Σ_e f_e P_e`` of every sample: the share of its choices that fell on e, times its mean
+    probability of e (arXiv 2101.03961, equation 4, over the tokens of one sample).
+
+    Args:
+        probabilities: ``[B, ..., E]``.
+        expert_ids: ``[B, ..., k]``, 0 to E - 1.
+
+    Returns:
+        ``[B]``. Its gradient is that of the probabilities.
+    """
+    B, E = len(probabilities), probabilities.shape[-1]
+    ids = expert_ids.reshape(B, -1)
+    counts_BE = torch.zeros_like(probabilities.reshape(B, -1, E)[:, 0]).detach()
+    counts_BE = counts_BE.scatter_add(1, ids, torch.ones_like(ids, dtype=counts_BE.dtype))
+    mean_BE = probabilities.reshape(B, -1, E).mean(1)
+    return E * (counts_BE / ids.shape[1] * mean_BE).sum(1)
+
+
+class RoutedExperts(nn.Module):
+    """A router and its experts: ``experts(x, *router(x))``.
+
+    Args:
+        router: gives ``(expert_ids, weights)`` of ``x`` ``[B, ..., d]``, and perhaps a loss of each
+            sample: :class:`TopKRouter`, or any other that routes every token by itself.
+        experts: a :class:`MixtureOfExperts`.
+    """
+
+    def __init__(self, router: nn.Module, experts: MixtureOfExperts):
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, x: Tensor) -> Any:
+        """``[B, ..., d]``; with the router's loss of each sample ``[B]`` behind it, if any."""
+        expert_ids, weights, *loss_B = self.router(x)
+        y = self.experts(x, expert_ids, weights)
+        return (y, *loss_B) if loss_B else y

@@ -1,0 +1,239 @@
+"""Tokens that are sent to experts and come back: the arithmetic of every mixture, both ways.
+
+M tokens, k choices of each, N = M·k rows sorted by expert and sample, E experts, d input features,
+p output features of a projection, r rank; u features after the first projection and f before the
+second.
+
+Each projection is one grouped product over :class:`~flash_clipping.ops.segments.Segments`, so that
+nothing loops over experts. The gradient of a matrix is ``Σ g_n a_nᵀ`` over its rows. These
+*operands* ``(A_Nd, G_Np)`` are handed back as they are; who asked makes of them sums over all rows
+(an ordinary backward) or factors of every sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.segments import Segments, grouped_linear
+
+
+@dataclass
+class Gradients:
+    """What one backward found, by the name of the parameter.
+
+    Attributes:
+        segments: which sample and which expert the rows are of.
+        operands: of matrices ``[E, p, d]``: ``(A_Nd, G_Np)``.
+        rows: of biases ``[E, p]``: rows ``[N, p]`` to be added up.
+    """
+
+    segments: Segments
+    operands: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``s B_e A_e``, or several with one A between them: they give outputs side by side, and each
+    reads its share of what A gives.
+
+    Attributes:
+        A_ERd: ``[E, R, d]``, R being the ranks of all of ``Bs`` together.
+        Bs_Epr: ``[E, p, r]`` each.
+        scale: s.
+        A_name, B_names: of the parameters.
+    """
+
+    A_ERd: Tensor
+    Bs_Epr: Sequence[Tensor]
+    scale: float
+    A_name: str
+    B_names: Sequence[str]
+
+    def _shares(self, x_Nd: Tensor, segments: Segments) -> tuple[Tensor, ...]:
+        """``s A_e x_n``, cut for Bs."""
+        read_NR = grouped_linear(x_Nd, self.A_ERd, segments) * self.scale
+        return read_NR.split([B.shape[2] for B in self.Bs_Epr], dim=1)
+
+    def _parts(self, y_Np: Tensor) -> tuple[Tensor, ...]:
+        """Outputs, cut by which of Bs gave them."""
+        return y_Np.split([B.shape[1] for B in self.Bs_Epr], dim=1)
+
+    def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
+        shares = zip(self._shares(x_Nd, segments), self.Bs_Epr, strict=True)
+        return torch.cat([grouped_linear(share, B, segments) for share, B in shares], dim=1)
+
+    def backward(
+        self,
+        x_Nd: Tensor,
+        g_Np: Tensor,
+        segments: Segments,
+        wanted: Set[str],
+        input_wanted: bool,
+        found: Gradients,
+    ) -> Tensor | None:
+        """Gradient of the input, and those of parameters into ``found``."""
+        parts = self._parts(g_Np)
+        if not wanted.isdisjoint(self.B_names):
+            shares = self._shares(x_Nd, segments)
+            operands = zip(shares, parts, strict=True)
+            found.operands.update(zip(self.B_names, operands, strict=True))
+        if not input_wanted and self.A_name not in wanted:
+            return None
+        pairs = zip(parts, self.Bs_Epr, strict=True)
+        through = torch.cat([grouped_linear(g, B.mT, segments) for g, B in pairs], dim=1)
+        through_NR = through * self.scale
+        if self.A_name in wanted:
+            found.operands[self.A_name] = x_Nd, through_NR
+        return grouped_linear(through_NR, self.A_ERd.mT, segments) if input_wanted else None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``y_n = W_e x_n + b_e``, and what low ranks add to ``W_e``.
+
+    Attributes:
+        W_Epd: ``[E, p, d]``.
+        name: of this parameter.
+        bias_Ep, bias_name: ``[E, p]``, or ``None``; likewise.
+        transposed: the parameter is ``[E, d, p]``, and its operands change places.
+        low_ranks: what is added.
+    """
+
+    W_Epd: Tensor
+    name: str
+    bias_Ep: Tensor | None = None
+    bias_name: str = ""
+    transposed: bool = False
+    low_ranks: Sequence[LowRank] = ()
+
+    def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
+        y_Np = grouped_linear(x_Nd, self.W_Epd, segments)
+        for low_rank in self.low_ranks:
+            y_Np = y_Np + low_rank.forward(x_Nd, segments)
+        if self.bias_Ep is not None:
+            y_Np = y_Np + self.bias_Ep[segments.group_N]
+        return y_Np
+
+    def backward(
+        self,
+        x_Nd: Tensor,
+        g_Np: Tensor,
+        segments: Segments,
+        wanted: Set[str],
+        input_wanted: bool,
+        found: Gradients,
+    ) -> Tensor | None:
+        """Gradient of the input, and those of matrices into ``found``."""
+        grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, segments) if input_wanted else None
+        if self.name in wanted:
+            found.operands[self.name] = (g_Np, x_Nd) if self.transposed else (x_Nd, g_Np)
+        for low_rank in self.low_ranks:
+            more = low_rank.backward(x_Nd, g_Np, segments, wanted, input_wanted, found)
+            if grad_x_Nd is not None and more is not None:
+                grad_x_Nd = grad_x_Nd + more
+        return grad_x_Nd
+
+
+class Between(Protocol):
+    """What stands between the projections; it has no parameters."""
+
+    def forward(self, up_Nu: Tensor) -> Tensor:
+        """``[N, f]``."""
+
+    def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The same again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """``y_m = Σ_j w_mj · second(between(first(x_m)))`` over the experts that m was sent to.
+
+    Attributes:
+        first, second: the projections, ``[E, u, d]`` and ``[E, d, f]``.
+        between: what stands between them.
+    """
+
+    first: Projection
+    second: Projection
+    between: Between
+
+    def forward(self, x_Md: Tensor, weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """The output ``[M, d]`` in the wider dtype of tokens and weights; and what the first
+        projection gave, ``[N, u]``, which backward reads. A choice of no expert adds 0."""
+        tokens_N, weight_N1 = _sorted(weight_Mk, segments)
+        up_Nu = self.first.forward(x_Md[tokens_N], segments)
+        y_Nd = self.second.forward(self.between.forward(up_Nu), segments)
+        return _of_tokens(y_Nd * weight_N1, weight_Mk.shape[1], segments), up_Nu
+
+    def backward(
+        self,
+        grad_Md: Tensor,
+        x_Md: Tensor,
+        weight_Mk: Tensor,
+        up_Nu: Tensor,
+        segments: Segments,
+        wanted: Set[str],
+        x_wanted: bool = True,
+        weight_wanted: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Gradients]:
+        """Gradients of tokens and weights, and of the parameters that are ``wanted``.
+
+        Of ``y = w · W h`` the weight's is ``(Wᵀ g) · h``: without another product for ``W h``.
+        """
+        found = Gradients(segments)
+        tokens_N, weight_N1 = _sorted(weight_Mk, segments)
+        grad_Nd = grad_Md[tokens_N].to(up_Nu.dtype)
+        between_Nf, pull_back = self.between.backward(up_Nu)
+        weighted_Nf = (between_Nf * weight_N1).to(up_Nu.dtype)
+        grad_Nf = self.second.backward(weighted_Nf, grad_Nd, segments, wanted, True, found)
+        assert grad_Nf is not None
+        if self.second.bias_name in wanted:
+            found.rows[self.second.bias_name] = grad_Nd * weight_N1
+        grad_weight_Mk = None
+        if weight_wanted:
+            of_weight_N = (grad_Nf * between_Nf).sum(1, dtype=weight_Mk.dtype)
+            bias_Ep = self.second.bias_Ep
+            if bias_Ep is not None:
+                of_bias_Nd = grad_Nd * bias_Ep[segments.group_N]
+                of_weight_N = of_weight_N + of_bias_Nd.sum(1, dtype=weight_Mk.dtype)
+            of_weight_N = of_weight_N.masked_fill(~segments.inside_N, 0)
+            grad_weight_Mk = segments.unsorted(of_weight_N).view_as(weight_Mk)
+        grad_up_Nu = pull_back((grad_Nf * weight_N1).to(up_Nu.dtype))
+        if self.first.bias_name in wanted:
+            found.rows[self.first.bias_name] = grad_up_Nu
+        grad_x_Nd = self.first.backward(
+            x_Md[tokens_N], grad_up_Nu, segments, wanted, x_wanted, found
+        )
+        grad_x_Md = None
+        if grad_x_Nd is not None:
+            grad_x_Md = _of_tokens(grad_x_Nd, weight_Mk.shape[1], segments).to(x_Md.dtype)
+        return grad_x_Md, grad_weight_Mk, found
+
+
+def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Of every sorted row the token ``[N]``, and its weight ``[N, 1]``: 0 where it is sent to no
+    expert, as the weight may be anything there."""
+    order_N = segments.order_N
+    weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
+    return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)
+
+
+def _of_tokens(y_Nd: Tensor, k: int, segments: Segments) -> Tensor:
+    """Rows of each token added up, ``[M, d]``."""
+    return segments.unsorted(y_Nd).unflatten(0, (len(y_Nd) // k, k)).sum(1)
+
+
+def routing(expert_ids: Tensor, experts: int) -> Segments:
+    """Rows by expert and sample, of choices ``[B, ..., k]``; those outside ``0 .. experts - 1`` are
+    of none."""
+    samples = len(expert_ids)
+    sample_B = torch.arange(samples, device=expert_ids.device)
+    sample_N = sample_B.repeat_interleave(math.prod(expert_ids.shape[1:]))
+    return Segments(sample_N, samples, expert_ids.reshape(-1).long(), experts)

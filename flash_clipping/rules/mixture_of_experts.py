@@ -1,0 +1,36 @@
+"""Our own mixture of experts: a segment of rows for every expert and sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flash_clipping.factors import Factor
+from flash_clipping.layers import MixtureOfExperts
+from flash_clipping.rules.experts import factors_of
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, register_rule
+
+
+@register_rule(MixtureOfExperts)
+class MixtureOfExpertsRule(Rule):
+    """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
+
+    def forward(
+        self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        try:
+            output: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)
+        except ValueError as error:
+            raise UnsupportedLayer(str(error)) from error
+        return output
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+        x_wanted, _, weights_wanted = needs.inputs
+        grad_x, grad_weights, found = layer.gradients(
+            saved, grad_output, needs.params, x_wanted, weights_wanted
+        )
+        return (grad_x, None, grad_weights), factors_of(found)

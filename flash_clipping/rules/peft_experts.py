@@ -1,0 +1,209 @@
+"""PEFT's LoRA of stacked experts (``target_parameters``): the low ranks, never their product.
+
+E experts, r rank, d input features, p output features. PEFT keeps A as ``[E·r, d]``, the ranks of
+an expert together, and B as ``[p, r·E]``, the experts of a rank together. It forms ``W_e + s B_e
+A_e`` in every forward. Here rows go through A and B by themselves, and the gradients of these are
+products over the rows of a segment, of r columns or rows.
+
+A module may be wrapped several times, once for each of its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.factors import Factor, Rearranged
+from flash_clipping.layers.routed_rows import Gradients, LowRank, RoutedRows
+from flash_clipping.rules.experts import (
+    DIFFERENT,
+    DIFFERENT_LOW,
+    ExpertsRule,
+    are_experts,
+    arithmetic_of,
+    factors_of,
+    names_of,
+)
+from flash_clipping.rules.registry import UnsupportedLayer, register_family
+
+
+def _is_wrapper(layer: nn.Module) -> bool:
+    """Whether this is PEFT's; without importing it, which takes seconds."""
+    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    return kind is not None and type(layer) is kind
+
+
+def _unwrapped(layer: Any) -> tuple[list[tuple[str, Any]], str, Any]:
+    """Wrappers from the outside in, each with its path from the first; and the path of what they
+    wrap, and that itself."""
+    wrappers, prefix = [], ""
+    while _is_wrapper(layer):
+        wrappers.append((prefix, layer))
+        layer, prefix = layer.base_layer, f"{prefix}base_layer."
+    return wrappers, prefix, layer
+
+
+def are_wrapped_experts(layer: nn.Module) -> bool:
+    """Whether these are experts with low ranks beside some of their matrices."""
+    if not _is_wrapper(layer):
+        return False
+    wrappers, _, experts = _unwrapped(layer)
+    if not are_experts(experts):
+        return False
+    names = [wrapper.parameter_name for _, wrapper in wrappers]
+    matrices = [name for name in names_of(experts) if getattr(experts, name).dim() == 3]
+    return len(set(names)) == len(names) and set(names) <= set(matrices)
+
+
+def _active(wrapper: Any) -> list[str]:
+    """Adapters that a wrapper computes with.
+
+    Raises:
+        UnsupportedLayer: one is trainable that it does not compute with.
+    """
+    used = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.disable_adapters or wrapper.merged:
+        used = []
+    for name in wrapper.lora_A:
+        if name not in used and any(
+            param.requires_grad for low in _pair(wrapper, name) for param in low.parameters()
+        ):
+            state = "disabled" if wrapper.disable_adapters else "merged"
+            state = state if wrapper.disable_adapters or wrapper.merged else "not active"
+            raise UnsupportedLayer(
+                f"adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so that "
+                "no sample reaches it. Activate it (model.set_adapter, unmerge_adapter), or freeze "
+                "it."
+            )
+    return used
+
+
+def _pair(wrapper: Any, adapter: str) -> tuple[Any, Any]:
+    """The modules that hold A and B."""
+    return wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+
+
+def _A_as_parameter(x: Tensor) -> Tensor:
+    """``[..., E, r, d]`` as ``[..., E·r, d]``."""
+    return x.flatten(-3, -2)
+
+
+def _B_as_parameter(x: Tensor) -> Tensor:
+    """``[..., E, p, r]`` as ``[..., p, r·E]``."""
+    return x.movedim(-3, -1).flatten(-2)
+
+
+def _low_rank_matrices(A: Tensor, B: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """``[E, r, d]`` and ``[E, p, r]`` of the parameters."""
+    return A.unflatten(0, (experts, -1)), B.unflatten(1, (-1, experts)).movedim(-1, 0)
+
+
+def _check_layout(wrapper: Any, adapter: str) -> None:
+    """Compare PEFT's own product with that of the matrices as they are taken here, on other
+    values: B is 0 at first.
+
+    Raises:
+        UnsupportedLayer: they differ.
+    """
+    probes: list[Tensor] = []
+    for i, module in enumerate(_pair(wrapper, adapter)):
+        weight = module.weight.detach()
+        values = torch.arange(weight.numel(), device=weight.device, dtype=torch.float64)
+        probes.append((values * (0.7 + i)).sin().view_as(weight).to(weight.dtype))
+    stand_in = copy.copy(wrapper)
+    of_stand_in = dict(wrapper._modules)
+    for name, probe in zip(("lora_A", "lora_B"), probes, strict=True):
+        holder: Any = nn.Module()
+        holder.weight = nn.Parameter(probe, requires_grad=False)
+        of_stand_in[name] = nn.ModuleDict({adapter: holder})
+    stand_in.__dict__["_modules"] = of_stand_in
+    experts = wrapper.get_base_layer()
+    with torch.no_grad():
+        own = stand_in.get_delta_weight(adapter)
+        A, B = (probe.double() for probe in probes)
+        A_Erd, B_Epr = _low_rank_matrices(A, B, experts.num_experts)
+        ruled = B_Epr @ A_Erd * wrapper.scaling[adapter]
+        ruled = ruled.mT if experts.is_transposed else ruled
+    error = float("inf")
+    if own.shape == ruled.shape:
+        error = float(torch.dist(own.double(), ruled) / ruled.norm().clamp(min=1e-300))
+    if not error <= DIFFERENT.get(own.dtype, DIFFERENT_LOW):
+        raise UnsupportedLayer(
+            f"PEFT adds something else to {wrapper.parameter_name} than the product of its low "
+            f"ranks as this version of flash_clipping knows it (relative difference {error:.1e}). "
+            "Use LoRA on the model's linear layers (target_modules), or freeze these adapters."
+        )
+
+
+@register_family(are_wrapped_experts)
+class PeftExpertsRule(ExpertsRule):
+    """Stands for the outermost wrapper and all that is below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layouts: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+    def parts(self, layer: Any) -> Mapping[str, nn.Module]:
+        wrappers, prefix, experts = _unwrapped(layer)
+        found: dict[str, nn.Module] = {}
+        for path, wrapper in wrappers:
+            if path:
+                found[path.removesuffix(".")] = wrapper
+            for adapter in wrapper.lora_A:
+                A, B = _pair(wrapper, adapter)
+                found |= {f"{path}lora_A.{adapter}": A, f"{path}lora_B.{adapter}": B}
+        return {**found, prefix.removesuffix("."): experts}
+
+    def experts(self, layer: Any) -> Any:
+        return layer.get_base_layer()
+
+    def tensors(self, layer: Any) -> list[Tensor]:
+        experts = self.experts(layer)
+        tensors = super().tensors(experts)
+        for _, wrapper, adapter in self._adapters(layer):
+            known = self._layouts.setdefault(wrapper, set())
+            if adapter not in known:
+                _check_layout(wrapper, adapter)
+                known.add(adapter)
+            tensors += [module.weight.to(tensors[0].dtype) for module in _pair(wrapper, adapter)]
+        return tensors
+
+    def arithmetic(self, layer: Any, params: Sequence[Tensor]) -> RoutedRows:
+        experts = self.experts(layer)
+        base = len(names_of(experts))
+        low_ranks: dict[str, list[LowRank]] = {}
+        matrices = iter(params[base:])
+        for path, wrapper, adapter in self._adapters(layer):
+            A_Erd, B_Epr = _low_rank_matrices(next(matrices), next(matrices), experts.num_experts)
+            low_rank = LowRank(
+                A_Erd,
+                (B_Epr,),
+                wrapper.scaling[adapter],
+                f"{path}lora_A.{adapter}.weight",
+                (f"{path}lora_B.{adapter}.weight",),
+            )
+            low_ranks.setdefault(wrapper.parameter_name, []).append(low_rank)
+        prefix = _unwrapped(layer)[1]
+        return arithmetic_of(experts, params[:base], prefix, low_ranks)
+
+    def factors(self, layer: Any, found: Gradients) -> dict[str, Factor]:
+        factors = factors_of(found)
+        for path, _, adapter in self._adapters(layer):
+            for low, arrange in (("lora_A", _A_as_parameter), ("lora_B", _B_as_parameter)):
+                name = f"{path}{low}.{adapter}.weight"
+                if name in factors:
+                    factors[name] = Rearranged(factors[name], arrange)
+        return factors
+
+    @staticmethod
+    def _adapters(layer: Any) -> Iterator[tuple[str, Any, str]]:
+        """Path of the wrapper, the wrapper, and the adapter that it computes with."""
+        for path, wrapper in _unwrapped(layer)[0]:
+            for adapter in _active(wrapper):
+                yield path, wrapper, adapter

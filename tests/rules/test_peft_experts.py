@@ -1,0 +1,244 @@
+"""PEFT's LoRA of stacked experts (``target_parameters``), against autograd through PEFT itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.rules import find_rule
+from tests.rules.test_experts import (
+    Experts,
+    ExpertsWithBiases,
+    ExpertsWithoutGate,
+    block,
+    inputs,
+    some_to_none,
+    to_one,
+    twice_the_same,
+)
+from tests.support.autograd import check_by_autograd, squares
+from tests.support.mixtures import language_loss, mixture, tokens
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def with_lora(model: nn.Module, parameters: list[str] = BOTH, **config: Any) -> Any:
+    """In float64, with adapters that are no longer zero."""
+    config = {"r": 2, "lora_alpha": 3, "target_modules": []} | config
+    adapted = get_peft_model(model, LoraConfig(target_parameters=parameters, **config)).double()
+    drawn(adapted)
+    return adapted
+
+
+def drawn(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param, std=0.4)
+
+
+def check(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> None:
+    check_by_autograd(model, batch, squares, **options)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "DeepseekV3"])
+def test_models(family: str) -> None:
+    """Beside LoRA on attention, and a router that is trained in full."""
+    router = "router" if family == "GptOss" else "gate"
+    attention = ["q_a_proj"] if family == "DeepseekV3" else ["q_proj", "v_proj"]
+    config = dict(target_modules=attention, modules_to_save=[router])
+    model = with_lora(mixture(family), [f"mlp.{name}" for name in BOTH], **config)
+    for module in model.modules():  # which the model does not change
+        for name in list(module._buffers):
+            setattr(module, name, module._buffers.pop(name))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert {"lora_A", "lora_B", "modules_to_save"} <= {p for n in trained for p in n.split(".")}
+    check_by_autograd(model, tokens(), language_loss, tolerance=5e-7)
+
+
+@pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases])
+@pytest.mark.parametrize("parameters", [BOTH, BOTH[::-1], BOTH[:1], BOTH[1:]])
+@pytest.mark.parametrize("T", [3, 40])
+def test_blocks(experts: Any, parameters: list[str], T: int) -> None:
+    check(with_lora(block(experts), parameters), inputs(4, T), tolerance=1e-9)
+
+
+def test_without_a_gate() -> None:
+    model = with_lora(block(ExpertsWithoutGate), ["experts.up_proj", "experts.down_proj"])
+    check(model, inputs(4, 5), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("route", [to_one, some_to_none, twice_the_same])
+def test_routes(route: Any) -> None:
+    check(with_lora(block(ExpertsWithBiases, route), r=4), inputs(4, 5), tolerance=1e-9)
+    check(with_lora(block(Experts, route), r=1), inputs(1, 30), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_and_checkpointing(mode: str) -> None:
+    model = block()
+    model.checkpointing = True
+    check(with_lora(model, use_rslora=True), inputs(3, 5), mode=mode)
+
+
+def test_experts_that_are_used_twice() -> None:
+    class Twice(type(block())):  # type: ignore[misc]
+        def body(self, x: Tensor) -> Tensor:
+            return super().body(torch.tanh(super().body(x)))
+
+    check(with_lora(Twice().double()), inputs(3, 40))
+
+
+def test_several_adapters() -> None:
+    model = with_lora(block())
+    model.add_adapter("other", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]))
+    model.base_model.set_adapter(["default", "other"])
+    drawn(model.double())
+    check(model, inputs(3, 5))
+
+
+def test_the_base_beside() -> None:
+    model = with_lora(block(ExpertsWithBiases))
+    for name, param in model.named_parameters():
+        param.requires_grad_("router" not in name)
+    check(model, inputs(3, 5))
+
+
+def test_no_product_of_low_ranks_is_formed() -> None:
+    """Once the layout of the adapters has been looked at."""
+    model = with_lora(block())
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    squares(flash, inputs(3, 5)).backward()
+    wrapper = model.base_model.model.experts
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_delta_weight", "get_delta_factors", "_activate_lora"):
+            patch.setattr(type(wrapper), name, None)
+        squares(flash, inputs(3, 5)).backward()
+
+
+def test_float32_adapters_beside_bfloat16() -> None:
+    """As PEFT makes them by default."""
+    model = block().bfloat16()
+    model = get_peft_model(model, LoraConfig(r=4, target_parameters=BOTH, target_modules=[]))
+    drawn(model)
+    adapter = model.base_model.model.experts.lora_A["default"].weight
+    wide = copy.deepcopy(model).double()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    (x,) = inputs(4, 30)
+    loss = squares(lambda x: flash(x.bfloat16()).double(), (x,))
+    loss.backward()
+    squares(wide, (x.bfloat16().double(),)).backward()
+    assert adapter.dtype == torch.float32 and adapter.grad.dtype == torch.float32
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("T", [3, 40])
+def test_a_sample_that_is_not_finite(T: int) -> None:
+    model = with_lora(block())
+    (x,) = inputs(4, T)
+    kept = torch.tensor([0, 1, 3])
+    sums = []
+    for rows in (x[kept], x):
+        flash = GradSampleModuleFlashClipping(
+            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
+        )
+        (squares(flash, (rows,)) * len(rows)).backward()
+        sums.append([p.grad for p in flash.parameters() if p.requires_grad])
+        x[2, 1, 3] = float("inf")
+    for without, beside in zip(*sums, strict=True):
+        assert_close(beside, without, 1e-9)
+
+
+# -- adapters that are not what the forward computes with ------------------------------------------
+
+
+def test_disabled_adapters() -> None:
+    """PEFT freezes what it disables: the model is then its base, and nothing is trained."""
+    model = with_lora(block())
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    (x,) = inputs(3, 5)
+    base = copy.deepcopy(model).unload()(x)
+    with model.disable_adapter():
+        assert_close(flash(x), base, 1e-12)
+    squares(flash, (x,)).backward()
+    assert all(p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("state", ["merged", "disabled", "not active"])
+def test_what_no_sample_reaches_is_refused(state: str) -> None:
+    model = with_lora(block())
+    if state == "merged":
+        model.merge_adapter()
+    elif state == "disabled":
+        model.base_model.disable_adapter_layers()
+    else:
+        model.add_adapter("other", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]))
+        model.set_adapter("other")
+    for name, param in model.named_parameters():
+        if "lora" in name:
+            param.requires_grad_()
+    flash = GradSampleModuleFlashClipping(model.double())
+    with pytest.raises(FlashClippingError, match=f"experts.* adapter 'default' .* {state}"):
+        flash(*inputs(3, 5))
+
+
+def test_merged_and_frozen() -> None:
+    """The router is trained on."""
+    model = with_lora(block(), modules_to_save=["router"])
+    model.merge_adapter()
+    for name, param in model.named_parameters():
+        param.requires_grad_("modules_to_save" in name)
+    check(model, inputs(3, 5))
+
+
+def test_another_layout_is_refused() -> None:
+    """As another version of PEFT may have it: B was 0, so that no output would tell."""
+    model = with_lora(block())
+    wrapper = model.base_model.model.experts
+    nn.init.zeros_(wrapper.lora_B["default"].weight)
+    own = type(wrapper).get_delta_weight
+
+    def by_rank(self: Any, adapter: str) -> Tensor:
+        return own(self, adapter).flip(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(wrapper), "get_delta_weight", by_rank)
+        flash = GradSampleModuleFlashClipping(model)
+        with pytest.raises(FlashClippingError, match="PEFT adds something else"):
+            flash(*inputs(3, 5))
+
+
+def test_looking_at_the_layout_changes_nothing() -> None:
+    model = with_lora(block())
+    before = copy.deepcopy(model.state_dict())
+    flash, batch = GradSampleModuleFlashClipping(model), inputs(3, 5)
+    state = torch.get_rng_state()
+    flash(*batch)
+    assert torch.equal(state, torch.get_rng_state())
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_other_wrapped_parameters_have_no_rule() -> None:
+    """A router's matrix, say: it is refused when it runs."""
+    model = with_lora(block(), ["router.weight"])
+    assert find_rule(model.base_model.model.router) is None
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError):
+        squares(flash, inputs(3, 5)).backward()
