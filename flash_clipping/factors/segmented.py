@@ -15,6 +15,7 @@ from flash_clipping.factors.base import Dense, Factor
 from flash_clipping.factors.embedding import Lookup
 from flash_clipping.factors.linear import Outer
 from flash_clipping.ops.segments import (
+    Rows,
     Segments,
     grouped_sums,
     segment_grads,
@@ -27,12 +28,16 @@ class SegmentedOuter(Factor):
     """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
 
     Args:
-        A_Nd, G_Np: inputs and output gradients of all rows, sorted as ``segments`` says.
+        A, G: inputs ``[N, d]`` and output gradients ``[N, p]`` of all rows, sorted as ``segments``
+            says, or with the place of each.
         stacked: whether the parameter is ``[E, p, d]``, or one matrix ``[p, d]`` (E is 1).
     """
 
-    def __init__(self, A_Nd: Tensor, G_Np: Tensor, segments: Segments, stacked: bool = True):
-        self.A_Nd, self.G_Np, self.segments, self.stacked = A_Nd, G_Np, segments, stacked
+    def __init__(
+        self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments, stacked: bool = True
+    ):
+        self.A, self.G = (x if isinstance(x, Rows) else Rows(x) for x in (A, G))
+        self.segments, self.stacked = segments, stacked
         self._norms: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -41,28 +46,28 @@ class SegmentedOuter(Factor):
 
     def operands(self) -> tuple[Any, ...]:
         segments = self.segments
-        return self.A_Nd, self.G_Np, segments.samples, segments.groups, self.stacked
+        return *self.A, *self.G, segments.samples, segments.groups, self.stacked
 
-    def _measured(self) -> tuple[Tensor, Tensor]:
+    def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            found = segment_sqnorms(self.A_Nd, self.G_Np, self.segments)
+            found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
             # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
             sq_B, doubt_B = map(self.segments.by_sample, found)
             self._norms = sq_B, doubt_B
         return self._norms
 
     def sqnorms(self, backend: str) -> Tensor:
-        return self._measured()[0]
+        return self._measured(backend)[0]
 
     def doubt(self, backend: str) -> Tensor | None:
-        return self._measured()[1]
+        return self._measured(backend)[1]
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        sums = grouped_sums(self.A_Nd, self.G_Np, self.segments, coef_B)
+        sums = grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
         return sums if self.stacked else sums[0]
 
     def dense(self) -> Tensor:
-        grads = segment_grads(self.A_Nd, self.G_Np, self.segments)
+        grads = segment_grads(self.A, self.G, self.segments)
         if not self.stacked:
             return grads
         return grads.unflatten(0, (self.segments.groups, self.segments.samples)).transpose(0, 1)
@@ -71,7 +76,7 @@ class SegmentedOuter(Factor):
         """Where that takes no more memory than the operands: low ranks, and experts that read much
         more rows of a sample than they are wide. Lengths of segments decide nothing: a plan must
         not depend on them."""
-        d, p = self.A_Nd.shape[1], self.G_Np.shape[1]
+        d, p = self.A.X.shape[1], self.G.X.shape[1]
         segments = self.segments
         fits = segments.samples * segments.groups * d * p <= len(segments) * (d + p)
         return self.stacked and fits and readers() > 0
@@ -84,9 +89,10 @@ class SegmentedOuter(Factor):
         joined = factors[0]
         for factor in factors[1:]:
             segments, order_N = joined.segments.both(factor.segments)
-            A_Nd = torch.cat([joined.A_Nd, factor.A_Nd])[order_N]
-            G_Np = torch.cat([joined.G_Np, factor.G_Np])[order_N]
-            joined = cls(A_Nd, G_Np, segments, joined.stacked)
+            A_Nd = torch.cat([joined.A.sorted(), factor.A.sorted()])
+            G_Np = torch.cat([joined.G.sorted(), factor.G.sorted()])
+            A, G = Rows(A_Nd, order_N), Rows(G_Np, order_N)
+            joined = cls(A, G, segments, joined.stacked)
         return joined
 
 
@@ -100,8 +106,8 @@ def in_segments(factor: Factor, segments_of: Callable[[int], Segments]) -> Facto
     if isinstance(factor, Outer):
         segments = segments_of(factor.A_BTd.shape[1])
         order_N = segments.order_N
-        A_Nd, G_Np = (x.flatten(0, 1)[order_N] for x in (factor.A_BTd, factor.G_BTp))
-        return SegmentedOuter(A_Nd, G_Np, segments, stacked=False)
+        A, G = (Rows(x.flatten(0, 1), order_N) for x in (factor.A_BTd, factor.G_BTp))
+        return SegmentedOuter(A, G, segments, stacked=False)
     segments = segments_of(1)
     if isinstance(factor, Lookup):
         return _lookup(factor, segments)

@@ -271,8 +271,8 @@ class _Ordinary(torch.autograd.Function):
         sums: list[Tensor | None] = []
         for name in layer._names:
             if name in wanted:
-                A_Nd, G_Np = found.operands[name]
-                sums.append(grouped_sums(A_Nd, G_Np, found.segments, None))
+                A, G = found.operands[name]
+                sums.append(grouped_sums(A, G, found.segments, None))
             else:
                 sums.append(None)
         return (None, grad_x, None, grad_weights, *sums)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.segments import Segments, grouped_linear
+from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Gradients:
 
     Attributes:
         segments: which sample and which expert the rows are of.
-        operands: of matrices ``[E, p, d]``: ``(A_Nd, G_Np)``.
+        operands: of matrices ``[E, p, d]``: A ``[N, d]`` and G ``[N, p]``.
         rows: of biases ``[E, p]``: rows ``[N, p]`` to be added up.
     """
 
     segments: Segments
-    operands: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    operands: dict[str, tuple[Rows, Rows]] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ class LowRank:
 
     def backward(
         self,
-        x_Nd: Tensor,
+        x: Rows,
         g_Np: Tensor,
         segments: Segments,
         wanted: Set[str],
@@ -81,8 +81,8 @@ class LowRank:
         """Gradient of the input, and those of parameters into ``found``."""
         parts = self._parts(g_Np)
         if not wanted.isdisjoint(self.B_names):
-            shares = self._shares(x_Nd, segments)
-            operands = zip(shares, parts, strict=True)
+            shares = self._shares(x.sorted(), segments)
+            operands = zip(map(Rows, shares), map(Rows, parts), strict=True)
             found.operands.update(zip(self.B_names, operands, strict=True))
         if not input_wanted and self.A_name not in wanted:
             return None
@@ -90,7 +90,7 @@ class LowRank:
         through = torch.cat([grouped_linear(g, B.mT, segments) for g, B in pairs], dim=1)
         through_NR = through * self.scale
         if self.A_name in wanted:
-            found.operands[self.A_name] = x_Nd, through_NR
+            found.operands[self.A_name] = x, Rows(through_NR)
         return grouped_linear(through_NR, self.A_ERd.mT, segments) if input_wanted else None
 
 
@@ -123,19 +123,20 @@ class Projection:
 
     def backward(
         self,
-        x_Nd: Tensor,
-        g_Np: Tensor,
+        x: Rows,
+        g: Rows,
         segments: Segments,
         wanted: Set[str],
         input_wanted: bool,
         found: Gradients,
     ) -> Tensor | None:
         """Gradient of the input, and those of matrices into ``found``."""
+        g_Np = g.sorted() if input_wanted or self.low_ranks else g.X
         grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, segments) if input_wanted else None
         if self.name in wanted:
-            found.operands[self.name] = (g_Np, x_Nd) if self.transposed else (x_Nd, g_Np)
+            found.operands[self.name] = (g, x) if self.transposed else (x, g)
         for low_rank in self.low_ranks:
-            more = low_rank.backward(x_Nd, g_Np, segments, wanted, input_wanted, found)
+            more = low_rank.backward(x, g_Np, segments, wanted, input_wanted, found)
             if grad_x_Nd is not None and more is not None:
                 grad_x_Nd = grad_x_Nd + more
         return grad_x_Nd
@@ -165,12 +166,12 @@ class RoutedRows:
     between: Between
 
     def forward(self, x_Md: Tensor, weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        """The output ``[M, d]`` in the wider dtype of tokens and weights; and what the first
-        projection gave, ``[N, u]``, which backward reads. A choice of no expert adds 0."""
-        tokens_N, weight_N1 = _sorted(weight_Mk, segments)
-        up_Nu = self.first.forward(x_Md[tokens_N], segments)
+        """The output ``[M, d]``; and what the first projection gave, ``[N, u]``, which backward
+        reads. A choice of no expert adds 0."""
+        k = weight_Mk.shape[1]
+        up_Nu = self.first.forward(x_Md[segments.order_N // k], segments)
         y_Nd = self.second.forward(self.between.forward(up_Nu), segments)
-        return _of_tokens(y_Nd * weight_N1, weight_Mk.shape[1], segments), up_Nu
+        return sums_of_tokens(y_Nd, segments, k, weight_Mk), up_Nu
 
     def backward(
         self,
@@ -189,31 +190,30 @@ class RoutedRows:
         """
         found = Gradients(segments)
         tokens_N, weight_N1 = _sorted(weight_Mk, segments)
-        grad_Nd = grad_Md[tokens_N].to(up_Nu.dtype)
+        grad = Rows(grad_Md.to(up_Nu.dtype), tokens_N)
         between_Nf, pull_back = self.between.backward(up_Nu)
         weighted_Nf = (between_Nf * weight_N1).to(up_Nu.dtype)
-        grad_Nf = self.second.backward(weighted_Nf, grad_Nd, segments, wanted, True, found)
+        grad_Nf = self.second.backward(Rows(weighted_Nf), grad, segments, wanted, True, found)
         assert grad_Nf is not None
         if self.second.bias_name in wanted:
-            found.rows[self.second.bias_name] = grad_Nd * weight_N1
+            found.rows[self.second.bias_name] = grad.sorted() * weight_N1
         grad_weight_Mk = None
         if weight_wanted:
             of_weight_N = (grad_Nf * between_Nf).sum(1, dtype=weight_Mk.dtype)
             bias_Ep = self.second.bias_Ep
             if bias_Ep is not None:
-                of_bias_Nd = grad_Nd * bias_Ep[segments.group_N]
+                of_bias_Nd = grad.sorted() * bias_Ep[segments.group_N]
                 of_weight_N = of_weight_N + of_bias_Nd.sum(1, dtype=weight_Mk.dtype)
             of_weight_N = of_weight_N.masked_fill(~segments.inside_N, 0)
             grad_weight_Mk = segments.unsorted(of_weight_N).view_as(weight_Mk)
         grad_up_Nu = pull_back((grad_Nf * weight_N1).to(up_Nu.dtype))
         if self.first.bias_name in wanted:
             found.rows[self.first.bias_name] = grad_up_Nu
-        grad_x_Nd = self.first.backward(
-            x_Md[tokens_N], grad_up_Nu, segments, wanted, x_wanted, found
-        )
+        x = Rows(x_Md, tokens_N)
+        grad_x_Nd = self.first.backward(x, Rows(grad_up_Nu), segments, wanted, x_wanted, found)
         grad_x_Md = None
         if grad_x_Nd is not None:
-            grad_x_Md = _of_tokens(grad_x_Nd, weight_Mk.shape[1], segments).to(x_Md.dtype)
+            grad_x_Md = sums_of_tokens(grad_x_Nd, segments, weight_Mk.shape[1]).to(x_Md.dtype)
         return grad_x_Md, grad_weight_Mk, found
 
 
@@ -223,11 +223,6 @@ def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     order_N = segments.order_N
     weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
     return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)
-
-
-def _of_tokens(y_Nd: Tensor, k: int, segments: Segments) -> Tensor:
-    """Rows of each token added up, ``[M, d]``."""
-    return segments.unsorted(y_Nd).unflatten(0, (len(y_Nd) // k, k)).sum(1)
 
 
 def routing(expert_ids: Tensor, experts: int) -> Segments:

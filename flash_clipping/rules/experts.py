@@ -99,7 +99,7 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
     """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``."""
     segments = found.segments
     factors: dict[str, Factor] = {
-        name: SegmentedOuter(A_Nd, G_Np, segments) for name, (A_Nd, G_Np) in found.operands.items()
+        name: SegmentedOuter(A, G, segments) for name, (A, G) in found.operands.items()
     }
     for name, G_Np in found.rows.items():
         sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))

@@ -100,11 +100,12 @@ for dtype in (torch.bfloat16, torch.float32):
     X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
     segments = Segments(rows % 2, 2, expert, 3)
     starts, order = segments.starts, segments.order_N
-    segments_triton.segment_sqnorms(X, Y, starts, None, order)
+    segments_triton.segment_sqnorms(X, None, Y, order, starts)
     segments_triton.segment_sums(X, starts)
     segments_triton.grouped_linear(X, Y[:384].view(3, 64, 256), segments.group_starts)
+    segments_triton.sums_of_tokens(X, order.view(-1, 2), starts[-1], coef.expand(2048, 2))
     for segments_triton.SPLIT_BELOW in (0, 1 << 30):
-        segments_triton.grouped_sums(X, Y, starts, coef, order, None)
+        segments_triton.grouped_sums(X, order, Y, None, starts, coef)
     operands = segments_triton._both(X, Y, order, None)
     blocks, config = segments_triton.blocks_of(starts, 4096, 64), segments_triton.Config()
     if dtype == torch.float32:
@@ -122,6 +123,7 @@ KERNELS = {
     "outer_kernel",
     "row_sums_kernel",
     "spread_kernel",
+    "tokens_kernel",
     "_clipped_sums_kernel",
     "_gram_kernel",
     "_group_norm_kernel",

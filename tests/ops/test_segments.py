@@ -9,12 +9,14 @@ from torch import Tensor
 from flash_clipping.factors import SegmentedOuter
 from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.ops.segments import (
+    Rows,
     Segments,
     grouped_linear,
     grouped_sums,
     segment_grads,
     segment_sqnorms,
     segment_sums,
+    sums_of_tokens,
 )
 from tests.ops.cases import Case, every_case, relative_error
 
@@ -72,24 +74,24 @@ def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
     segments = Segments(sample_N.to(case.device), B, group_N.to(case.device), E)
     order = segments.order_N
     run = {"backend": case.backend}
-    sq_S, doubt_S = segment_sqnorms(A[order], G[order], segments, **run)
+    sq_S, doubt_S = segment_sqnorms(Rows(A[order]), Rows(G[order]), segments, **run)
     expected = grads.flatten(2).square().sum(2)
     assert relative_error(sq_S, expected.flatten()) <= 2 * case.tolerance
     norms_B, doubts_B = segments.by_sample(sq_S).clamp(min=0).sqrt(), segments.by_sample(doubt_S)
     assert (upper_bound(norms_B, doubts_B).cpu() >= expected.sum(0).sqrt() * (1 - 1e-4)).all()
-    gathered = segment_sqnorms(A, G, segments, A_rows=order, G_rows=order, **run)
+    gathered = segment_sqnorms(Rows(A, order), Rows(G, order), segments, **run)
     coef = torch.rand(B).to(sq_S)
-    sums = grouped_sums(A[order], G[order], segments, coef, **run)
+    sums = grouped_sums(Rows(A[order]), Rows(G[order]), segments, coef, **run)
     released = torch.einsum("ebpd,b->epd", grads, coef.cpu().double())
     assert relative_error(sums, released) <= case.tolerance
-    half_gathered = grouped_sums(A, G[order], segments, coef, A_rows=order, **run)
-    again = segment_sqnorms(A[order], G[order], segments, **run)
+    half_gathered = grouped_sums(Rows(A, order), Rows(G[order]), segments, coef, **run)
+    again = segment_sqnorms(Rows(A[order]), Rows(G[order]), segments, **run)
     found = sq_S, doubt_S, sq_S, doubt_S, sums
     for x, y in zip(found, (*gathered, *again, half_gathered), strict=True):
         assert torch.equal(x, y)
-    each = segment_grads(A[order], G[order], segments, **run)
+    each = segment_grads(Rows(A[order]), Rows(G[order]), segments, **run)
     assert relative_error(each, grads.flatten(0, 1)) <= case.rounding
-    ones = grouped_sums(A[order], G[order], segments, None, **run)
+    ones = grouped_sums(Rows(A[order]), Rows(G[order]), segments, None, **run)
     assert relative_error(ones, grads.sum(1)) <= case.rounding
 
 
@@ -140,13 +142,13 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
             of = (sample_N == b) & (group_N == e)
             grads[e, b] = G[of].cpu().double().mT @ A[of].cpu().double()
     segments = Segments(sample_N.to(case.device), 4, group_N.to(case.device), 4)
-    run = {"backend": case.backend, "A_rows": segments.order_N}
-    sq_S, _ = segment_sqnorms(A, G[segments.order_N], segments, **run)
+    operands = Rows(A, segments.order_N), Rows(G[segments.order_N])
+    sq_S, _ = segment_sqnorms(*operands, segments, backend=case.backend)
     expected = grads.flatten(2).square().sum(2).flatten()
     error = ((sq_S.cpu().double() - expected).abs() / expected.clamp(min=1e-9)).max()
     assert error <= 2 * case.tolerance
     coef = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=sq_S.dtype, device=case.device)
-    found = grouped_sums(A, G[segments.order_N], segments, coef, **run)
+    found = grouped_sums(*operands, segments, coef, backend=case.backend)
     assert relative_error(found, torch.einsum("ebpd,b->epd", grads, coef.cpu().double())) <= (
         case.tolerance
     )
@@ -162,12 +164,12 @@ def test_what_is_dropped_adds_nothing(case: Case) -> None:
     segments = Segments(sample_N, 3)
     order = segments.order_N
     coef = torch.tensor([0.5, 0.0, 2.0], device=case.device)
-    (found,) = grouped_sums(A[order], G[order], segments, coef, backend=case.backend)
+    (found,) = grouped_sums(Rows(A[order]), Rows(G[order]), segments, coef, backend=case.backend)
     keep = torch.tensor([0, 3, 5], device=case.device)
     of_row = coef[sample_N][keep].double()
     expected = torch.einsum("np,nd,n->pd", G[keep].double(), A[keep].double(), of_row)
     assert relative_error(found, expected) <= case.tolerance
-    sq_S, _ = segment_sqnorms(A[order], G[order], segments, backend=case.backend)
+    sq_S, _ = segment_sqnorms(Rows(A[order]), Rows(G[order]), segments, backend=case.backend)
     assert torch.isfinite(sq_S).tolist() == [True, False, True]
 
 
@@ -198,3 +200,28 @@ def test_rows_of_two_uses() -> None:
     assert both.starts.tolist() == [0, 0, 1, 3, 3]
     rows = torch.cat([first.order_N, 10 + second.order_N])[order]
     assert rows[:3].tolist() == [0, 1, 10]
+
+
+@every_case
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_tokens(weighted: bool, case: Case) -> None:
+    """Each token's rows; what is of no group adds nothing, whatever it and its weight hold."""
+    tokens, k, f = 7, 3, 130
+    group_Mk = torch.randint(5, (tokens, k), generator=torch.Generator().manual_seed(0)) - 1
+    sample_N = (torch.arange(tokens) // 4).repeat_interleave(k)
+    segments = Segments(sample_N.to(case.device), 2, group_Mk.flatten().to(case.device), 4)
+    X_Nf, weight_Mk = case.randn(tokens * k, f), case.randn(tokens, k, seed=1)
+    outside_Mk = (group_Mk < 0).to(case.device)
+    assert outside_Mk.any()
+    X_Nf[outside_Mk.flatten()] = float("nan")
+    weight_Mk[outside_Mk] = float("inf")
+    kept = X_Nf.view(tokens, k, f).cpu().double()
+    if weighted:
+        kept = kept * weight_Mk.cpu().double().unsqueeze(2)
+    expected = kept.masked_fill(outside_Mk.cpu().unsqueeze(2), 0).sum(1)
+    sorted_Nf = X_Nf[segments.order_N]
+    weights = weight_Mk if weighted else None
+    found = sums_of_tokens(sorted_Nf, segments, k, weights, backend=case.backend)
+    assert found.dtype == case.dtype
+    assert relative_error(found, expected) <= case.rounding
+    assert torch.equal(segments.unsorted(sorted_Nf).nan_to_num(), X_Nf.nan_to_num())

@@ -4,11 +4,14 @@ Tokens that a router sent to an expert, documents packed end to end, several row
 row belongs to a sample, and perhaps to one of several matrices (its *group*). Rows of one group and
 one sample are a *segment*; it may be empty, or a thousand times as long as another.
 
-N rows, E groups, B samples, S = E·B segments, d input features, p output features. Operands are
-sorted by segment: row n of an operand is row ``segments.order_N[n]`` of the layer's.
+N rows, E groups, B samples, S = E·B segments, d input features, p output features; M tokens, each
+of which was sent to k groups. Operands are sorted by segment: row n of an operand is row
+``segments.order_N[n]`` of the layer's. Those that are not say where each row is (:class:`Rows`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,23 @@ from torch import Tensor
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments import reference
+
+
+class Rows(NamedTuple):
+    """An operand's sorted rows, perhaps not put in order yet: row n is row ``places[n]`` of X.
+
+    Tokens that k experts read lie there once, and not k times.
+    """
+
+    X: Tensor
+    places_N: Tensor | None = None
+
+    def sorted(self) -> Tensor:
+        """``[N, features]``."""
+        return self.X if self.places_N is None else self.X[self.places_N]
+
+    def __len__(self) -> int:
+        return len(self.X if self.places_N is None else self.places_N)
 
 
 class Segments:
@@ -48,6 +68,7 @@ class Segments:
         if groups * samples < 1 << 31:
             key_N = key_N.int()  # half as long to sort
         self.samples, self.groups = samples, groups
+        self._place_N: Tensor | None = None
         self._key_N, self.order_N = torch.sort(key_N, stable=True)
         edges = torch.arange(groups * samples + 1, dtype=key_N.dtype, device=key_N.device)
         self.starts = torch.searchsorted(self._key_N, edges, out_int32=True)
@@ -78,9 +99,17 @@ class Segments:
             return self.starts.expand(self.groups + 1)
         return self.starts[:: self.samples]
 
+    @property
+    def place_N(self) -> Tensor:
+        """Where each of the layer's own rows is among the sorted ones."""
+        if self._place_N is None:
+            places = torch.arange(len(self), device=self.order_N.device)
+            self._place_N = torch.empty_like(self.order_N).index_copy_(0, self.order_N, places)
+        return self._place_N
+
     def unsorted(self, X_Nf: Tensor) -> Tensor:
         """Sorted rows in the layer's own order."""
-        return torch.empty_like(X_Nf).index_copy_(0, self.order_N, X_Nf)
+        return X_Nf[self.place_N]
 
     def by_sample(self, of_segments_S: Tensor) -> Tensor:
         """What is known of every segment, ``[S, ...]``, added up for every sample: ``[B, ...]``."""
@@ -102,13 +131,7 @@ class Segments:
 
 
 def segment_sqnorms(
-    A: Tensor,
-    G: Tensor,
-    segments: Segments,
-    *,
-    A_rows: Tensor | None = None,
-    G_rows: Tensor | None = None,
-    backend: str = "auto",
+    A: Rows, G: Rows, segments: Segments, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
 
@@ -117,18 +140,16 @@ def segment_sqnorms(
     segment by segment.
 
     Args:
-        A, G: sorted rows, ``[N, d]`` and ``[N, p]``.
-        A_rows, G_rows: ``[N]``: where the operand is not sorted, which of its rows each is.
+        A, G: ``[N, d]`` and ``[N, p]``.
 
     Returns:
         ``[S]`` squared norms, and what rounding may hide of each
         (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64).
     """
     if not _has_rows(A, G, segments):
-        nothing_S = A.new_zeros(len(segments.starts) - 1, dtype=accumulator(A, G))
+        nothing_S = A.X.new_zeros(len(segments.starts) - 1, dtype=accumulator(A.X, G.X))
         return nothing_S, nothing_S
-    run, decides = reference.segment_sqnorms, _decides(A, G)
-    return backends.run(run, backend, decides, A, G, segments.starts, A_rows, G_rows)
+    return backends.run(reference.segment_sqnorms, backend, _decides(A, G), *A, *G, segments.starts)
 
 
 def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> Tensor:
@@ -139,61 +160,35 @@ def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> 
     return backends.run(reference.segment_sums, backend, X_Nf, X_Nf, segments.starts)
 
 
-def segment_grads(
-    A: Tensor,
-    G: Tensor,
-    segments: Segments,
-    *,
-    A_rows: Tensor | None = None,
-    G_rows: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype. See
-    :func:`segment_sqnorms` for arguments."""
-    return _products(A, G, segments.starts, A_rows, G_rows, segments, backend)
+def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto") -> Tensor:
+    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype."""
+    return _products(A, G, segments.starts, segments, backend)
 
 
 def grouped_sums(
-    A: Tensor,
-    G: Tensor,
-    segments: Segments,
-    coef_B: Tensor | None,
-    *,
-    A_rows: Tensor | None = None,
-    G_rows: Tensor | None = None,
-    backend: str = "auto",
+    A: Rows, G: Rows, segments: Segments, coef_B: Tensor | None, *, backend: str = "auto"
 ) -> Tensor:
     """``Σ_n coef(n) g_n a_nᵀ`` over the rows of every group, with the coefficient of the row's
     sample: ``[E, p, d]`` in fp32 (float64 for float64). ``None``: all ones, and the result in the
-    operands' dtype. See :func:`segment_sqnorms` for the other arguments.
+    operands' dtype.
 
     A row whose coefficient is 0, or that belongs to no sample, adds nothing, whatever it holds.
     """
     if coef_B is None:
-        return _products(A, G, segments.group_starts, A_rows, G_rows, segments, backend)
-    starts = segments.starts
+        return _products(A, G, segments.group_starts, segments, backend)
     if not _has_rows(A, G, segments):
-        size = segments.groups, G.shape[1], A.shape[1]
-        return A.new_zeros(size, dtype=accumulator(A, G))
+        size = segments.groups, G.X.shape[1], A.X.shape[1]
+        return A.X.new_zeros(size, dtype=accumulator(A.X, G.X))
     run, decides = reference.grouped_sums, _decides(A, G)
-    return backends.run(run, backend, decides, A, G, starts, coef_B, A_rows, G_rows)
+    return backends.run(run, backend, decides, *A, *G, segments.starts, coef_B)
 
 
-def _products(
-    A: Tensor,
-    G: Tensor,
-    starts: Tensor,
-    A_rows: Tensor | None,
-    G_rows: Tensor | None,
-    segments: Segments,
-    backend: str,
-) -> Tensor:
+def _products(A: Rows, G: Rows, starts: Tensor, segments: Segments, backend: str) -> Tensor:
     """``Σ g_n a_nᵀ`` of runs of rows, in the operands' dtype."""
     if not _has_rows(A, G, segments):
-        size = len(starts) - 1, G.shape[1], A.shape[1]
-        return A.new_zeros(size, dtype=torch.promote_types(A.dtype, G.dtype))
-    run, decides = reference.products, _decides(A, G)
-    return backends.run(run, backend, decides, A, G, starts, A_rows, G_rows)
+        size = len(starts) - 1, G.X.shape[1], A.X.shape[1]
+        return A.X.new_zeros(size, dtype=torch.promote_types(A.X.dtype, G.X.dtype))
+    return backends.run(reference.products, backend, _decides(A, G), *A, *G, starts)
 
 
 def grouped_linear(
@@ -207,10 +202,35 @@ def grouped_linear(
     return backends.run(run, backend, X_Nd, X_Nd, W_Epd, segments.group_starts)
 
 
-def _has_rows(A: Tensor, G: Tensor, segments: Segments) -> bool:
-    return bool(len(segments) and segments.samples and A.numel() and G.numel())
+def sums_of_tokens(
+    X_Nf: Tensor,
+    segments: Segments,
+    choices: int,
+    weight_Mk: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Sorted rows of each token, times their weights if given, added up in the order of its
+    choices: ``[M, f]`` in the dtype of the rows, accumulated in fp32 (float64 for float64).
+
+    Rows of no sample add nothing, whatever they and their weights hold.
+
+    Args:
+        X_Nf: ``[N, f]``; in the layer's own order rows ``m·k .. m·k + k - 1`` are token m's.
+        choices: k.
+        weight_Mk: ``[M, k]``.
+    """
+    tokens = len(segments) // choices
+    if not X_Nf.numel():
+        return X_Nf.new_zeros((tokens, X_Nf.shape[1]))
+    rows_Mk, end = segments.place_N.view(tokens, choices), segments.starts[-1]
+    return backends.run(reference.sums_of_tokens, backend, X_Nf, X_Nf, rows_Mk, end, weight_Mk)
 
 
-def _decides(A: Tensor, G: Tensor) -> Tensor:
+def _has_rows(A: Rows, G: Rows, segments: Segments) -> bool:
+    return bool(len(segments) and segments.samples and A.X.numel() and G.X.numel())
+
+
+def _decides(A: Rows, G: Rows) -> Tensor:
     """The operand whose dtype an implementation must take."""
-    return max(A, G, key=Tensor.element_size)
+    return max(A.X, G.X, key=Tensor.element_size)

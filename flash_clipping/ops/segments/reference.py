@@ -34,7 +34,7 @@ def segment_sums(X_Nf: Tensor, starts: Tensor) -> Tensor:
 
 
 def segment_sqnorms(
-    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
     d, p = A.shape[1], G.shape[1]
@@ -55,11 +55,11 @@ def segment_sqnorms(
 
 def grouped_sums(
     A: Tensor,
+    A_rows: Tensor | None,
     G: Tensor,
+    G_rows: Tensor | None,
     starts: Tensor,
     coef_B: Tensor,
-    A_rows: Tensor | None,
-    G_rows: Tensor | None,
 ) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`; a group at a time in wide dtypes."""
     dtype = accumulator(A, G)
@@ -78,11 +78,11 @@ def grouped_sums(
 
 
 def products(
-    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
 ) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype."""
     one = A.new_ones(1, dtype=accumulator(A, G))
-    sums = grouped_sums(A, G, starts, one, A_rows, G_rows)
+    sums = grouped_sums(A, A_rows, G, G_rows, starts, one)
     return sums.to(torch.promote_types(A.dtype, G.dtype))
 
 
@@ -93,3 +93,15 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, starts: Tensor) -> Tensor:
         if i < j:
             out[i:j] = X_Nd[i:j] @ W_Epd[e].mT
     return out
+
+
+def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.sums_of_tokens`; one choice after the other."""
+    dtype = accumulator(X_Nf)
+    total_Mf = X_Nf.new_zeros((len(rows_Mk), X_Nf.shape[1]), dtype=dtype)
+    for j, rows_M in enumerate(rows_Mk.unbind(1)):
+        rows_Mf = X_Nf[rows_M].to(dtype)
+        if weight_Mk is not None:
+            rows_Mf *= weight_Mk[:, j, None].to(dtype)
+        total_Mf += rows_Mf.masked_fill_((rows_M >= end)[:, None], 0)
+    return total_Mf.to(X_Nf.dtype)

@@ -178,3 +178,35 @@ def clear_kernel(out_ptr, end_ptr, N, F, stride, BLOCK: tl.constexpr):
             columns = first + tl.arange(0, BLOCK)
             zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
             tl.store(out_ptr + tl.cast(n, tl.int64) * stride + columns, zeros, mask=columns < F)
+
+
+@triton.jit
+def tokens_kernel(
+    X_ptr,
+    rows_ptr,
+    end_ptr,
+    weight_ptr,
+    out_ptr,
+    k,
+    F,
+    stride,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of one token, times their weights, added up in order; some columns."""
+    parts = tl.cdiv(F, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(end_ptr)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(k):
+        row = tl.load(rows_ptr + token * k + j)
+        # Of a row of no sample, nothing.
+        width = tl.where(row < end, F, 0)
+        x = tl.load(X_ptr + row * stride + columns, mask=columns < width, other=0.0)
+        x = x.to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + token * k + j).to(tl.float32)
+            x *= tl.where(row < end, weight, 0.0)
+        total += x
+    tl.store(out_ptr + token * F + columns, total, mask=columns < F)

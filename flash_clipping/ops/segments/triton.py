@@ -88,7 +88,7 @@ def segment_sums(X_Nf: Tensor, starts: Tensor) -> Tensor:
 
 
 def segment_sqnorms(
-    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
     rows = _count(A, A_rows)
@@ -230,11 +230,11 @@ def _spread(
 
 def grouped_sums(
     A: Tensor,
+    A_rows: Tensor | None,
     G: Tensor,
+    G_rows: Tensor | None,
     starts: Tensor,
     coef_B: Tensor,
-    A_rows: Tensor | None,
-    G_rows: Tensor | None,
 ) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`."""
     operands, strides, gathered = _both(A, G, A_rows, G_rows)
@@ -407,7 +407,7 @@ def _hopper_kernel() -> Any:
 
 
 def products(
-    A: Tensor, G: Tensor, starts: Tensor, A_rows: Tensor | None, G_rows: Tensor | None
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
 ) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype: by a library
     where it can."""
@@ -417,7 +417,7 @@ def products(
     if library is not None:
         return library(G.mT, A, offs=starts[1:].contiguous())
     one = A.new_ones(1, dtype=torch.float32)
-    return grouped_sums(A, G, starts, one, None, None).to(torch.promote_types(A.dtype, G.dtype))
+    return grouped_sums(A, None, G, None, starts, one).to(torch.promote_types(A.dtype, G.dtype))
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, starts: Tensor) -> Tensor:
@@ -454,4 +454,29 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, starts: Tensor) -> Tensor:
     programs = min(N, 2 * tiles.sm_count(X_Nd.device))
     arguments = (out, starts[-1:], N, p, out.stride(0))
     launch(sums.clear_kernel, programs, *arguments, BLOCK=1024, num_warps=4)
+    return out
+
+
+def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.sums_of_tokens`."""
+    X_Nf = tiles.with_unit_stride(X_Nf)
+    (tokens, k), F = rows_Mk.shape, X_Nf.shape[1]
+    weights = rows_Mk if weight_Mk is None else weight_Mk.contiguous()
+    out = X_Nf.new_empty((tokens, F))
+    block = min(1024, tiles.next_power_of_2(F))
+    launch(
+        sums.tokens_kernel,
+        tokens * tiles.cdiv(F, block),
+        X_Nf,
+        rows_Mk,
+        end,
+        weights,
+        out,
+        k,
+        F,
+        _stride(X_Nf),
+        WEIGHTED=weight_Mk is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out
