@@ -41,8 +41,9 @@ def draw_routes(
 class ExpertLayer(nn.Module):
     """A normalization, a router and experts, between a frozen embedding and a sum of features."""
 
-    def __init__(self, experts: nn.Module, *, width: int, count: int) -> None:
+    def __init__(self, experts: nn.Module, *, width: int, count: int, flat: bool) -> None:
         super().__init__()
+        self.flat = flat
         self.embedding = nn.Embedding(VOCABULARY, width).requires_grad_(False)
         self.norm = nn.RMSNorm(width)
         self.router = nn.Linear(width, count, bias=False)
@@ -58,6 +59,8 @@ class ExpertLayer(nn.Module):
         return y_BTD.unflatten(-1, (CLASSES, -1)).sum(-1)
 
     def _mixed(self, x_BTD: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor) -> Tensor:
+        if not self.flat:
+            return self.experts(x_BTD, chosen_BTk, weight_BTk)
         tokens = (x.flatten(0, 1) for x in (x_BTD, chosen_BTk, weight_BTk))
         return self.experts(*tokens).view_as(x_BTD)
 
@@ -79,7 +82,27 @@ def hugging_face(
         layer = Qwen3MoeExperts(config)
         for param in layer.parameters():
             nn.init.normal_(param, std=0.02)
-        return ExpertLayer(layer, width=width, count=experts)
+        return ExpertLayer(layer, width=width, count=experts, flat=True)
+
+    draw = functools.partial(
+        draw_routes, batch=batch, seq=seq, experts=experts, chosen=chosen, zipf=zipf
+    )
+    return Workload(name, build, draw, batch=batch, positions=seq)
+
+
+def own(
+    name: str, *, batch: int, seq: int, sizes: str = "qwen3", zipf: bool = False, rank: int = 0
+) -> Workload:
+    """:class:`flash_clipping.layers.MixtureOfExperts`; with a rank, LoRA on frozen experts."""
+    width, hidden, experts, chosen = SIZES[sizes].values()
+
+    def build() -> nn.Module:
+        from flash_clipping.layers import MixtureOfExperts
+
+        layer = MixtureOfExperts(width, hidden, experts, rank=rank)
+        for param in layer.parameters():
+            nn.init.normal_(param, std=0.02)
+        return ExpertLayer(layer, width=width, count=experts, flat=False)
 
     draw = functools.partial(
         draw_routes, batch=batch, seq=seq, experts=experts, chosen=chosen, zipf=zipf

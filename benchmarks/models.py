@@ -321,21 +321,17 @@ _HUGGING_FACE = {
     "qwen3-moe": "qwen3_moe",
 }
 
-#: Functions of :mod:`benchmarks.experts`, which needs transformers.
-_EXPERTS: dict[str, dict[str, Any]] = {
-    "experts-tiny": dict(sizes="tiny", batch=3, seq=10, zipf=True),
-    "experts-8x2048": dict(batch=8, seq=2048),
-    "experts-8x2048-zipf": dict(batch=8, seq=2048, zipf=True),
-    "experts-32x512": dict(batch=32, seq=512),
-    "experts-32x512-zipf": dict(batch=32, seq=512, zipf=True),
-    "experts-4x4096": dict(batch=4, seq=4096),
-    "experts-4x4096-zipf": dict(batch=4, seq=4096, zipf=True),
-    "experts-2x16384-zipf": dict(batch=2, seq=16_384, zipf=True),
-}
+#: Layers of experts (:mod:`benchmarks.experts`) by B and T: of transformers, and (mixture-) ours.
+_EXPERT_LAYERS: dict[str, dict[str, Any]] = {
+    f"{kind}-{batch}x{seq}{'-zipf' * zipf}": dict(batch=batch, seq=seq, zipf=zipf)
+    for kind in ("experts", "mixture", "mixture-lora", "mixture-deepseek-lora")
+    for batch, seq in ((8, 2048), (32, 512), (4, 4096), (2, 16_384))
+    for zipf in (False, True)
+} | {f"{kind}-tiny": dict(batch=3, seq=10, zipf=True) for kind in ("experts", "mixture")}
 
 #: Models written here.
 OWN_NAMES: tuple[str, ...] = tuple(_NAMED)
-NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERTS)
+NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERT_LAYERS)
 
 
 def workload(
@@ -370,9 +366,14 @@ def workload(
     elif name in _HUGGING_FACE:
         module = importlib.import_module("benchmarks.huggingface")
         factory, defaults = getattr(module, _HUGGING_FACE[name]), {"name": name}
-    elif name in _EXPERTS:
-        factory = importlib.import_module("benchmarks.experts").hugging_face
-        defaults = {"name": name, **_EXPERTS[name]}
+    elif name in _EXPERT_LAYERS:
+        module = importlib.import_module("benchmarks.experts")
+        factory = module.hugging_face if name.startswith("experts") else module.own
+        defaults = {"name": name, **_EXPERT_LAYERS[name]}
+        if "tiny" in name or "deepseek" in name:
+            defaults["sizes"] = "tiny" if "tiny" in name else "deepseek"
+        if "lora" in name:
+            defaults["rank"] = 16
     else:
         raise ValueError(
             f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "
