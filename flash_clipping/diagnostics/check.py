@@ -27,6 +27,7 @@ from flash_clipping.diagnostics.other_batches import check_sizes, remove_samples
 from flash_clipping.diagnostics.parameters import compared_parameter, uncovered_parameters
 from flash_clipping.diagnostics.plain_model import run_plain_model
 from flash_clipping.diagnostics.report import FAIL, PASS, UNUSED, CheckReport
+from flash_clipping.diagnostics.routes import check_crowd
 from flash_clipping.diagnostics.sections import all_sections, owned_parameters
 from flash_clipping.diagnostics.subject import Subject, described
 from flash_clipping.diagnostics.watch import Flash, fallbacks, floats
@@ -53,7 +54,9 @@ def check(
     of this library takes part in it. The norm of every sample for every parameter, the clipped
     sums, and the norms of all other samples when one is removed must agree, and so must norms in
     batches that have the size of another axis of the inputs (samples are repeated for that). No
-    buffer may depend on a sample.
+    buffer may depend on a sample. With another sample in the place of one, the outputs of all
+    others must stay, and so must norms among many copies of one sample, where modules hand
+    integers to each other (the experts of a router). No loss may balance the loads of a batch.
 
     ``model`` and ``batch`` are not changed. Dropout is switched off in the copies. Memory: the
     oracle holds one sample's gradients and one sum in float64.
@@ -182,6 +185,7 @@ def _compared(
     # From here on, flash holds the last removal's step, not the whole batch's.
     removed = remove_samples(subject, flash, norms, removals, tolerance)
     check_sizes(subject, flash, norms, tolerance)
+    check_crowd(subject, flash, norms, tolerance)
     if not any(parameter.status in (PASS, FAIL) for parameter in parameters):
         subject.failures.append("No parameter takes part: all are frozen or unused.")
     if any(parameter.status == UNUSED for parameter in parameters):

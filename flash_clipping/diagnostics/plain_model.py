@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flash_clipping.diagnostics.batch import BadBatchError
+from flash_clipping.diagnostics.routes import check_balance, check_routes
 from flash_clipping.diagnostics.subject import Subject, described
 
 
@@ -44,6 +45,8 @@ def run_plain_model(subject: Subject) -> tuple[float, str]:
             f"with batch_first={not subject.options['batch_first']}."
         )
     _check_buffers(subject)
+    check_routes(subject)
+    check_balance(subject)
     return losses[0], ""
 
 

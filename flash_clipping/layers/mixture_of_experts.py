@@ -55,7 +55,7 @@ class MixtureOfExperts(nn.Module):
     ``gate_up_A``, ``gate_B``, ``up_B``, ``down_A`` and ``down_B`` are trained.
 
     Unwrapped it is trained by autograd, in the same arithmetic. A token may be sent to one expert
-    twice. Backward is of first order.
+    twice. Backward is of first order, and no transform of ``torch.func`` goes through it.
 
     Args:
         dim: features of a token, d.

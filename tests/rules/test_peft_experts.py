@@ -128,6 +128,15 @@ def test_no_product_of_low_ranks_is_formed() -> None:
         squares(flash, inputs(3, 5)).backward()
 
 
+def test_the_outermost_wrapper_has_the_only_tap() -> None:
+    """So that no parameter is counted twice."""
+    flash = GradSampleModuleFlashClipping(with_lora(block(ExpertsWithBiases)))
+    wrapper = flash._module.base_model.model.experts
+    below = {module for module in wrapper.modules()} - {wrapper}
+    assert [tap.layer for tap in flash._taps.all if tap.layer is wrapper]
+    assert not [tap.path for tap in flash._taps.all if tap.layer in below]
+
+
 def test_float32_adapters_beside_bfloat16() -> None:
     """As PEFT makes them by default."""
     model = block().bfloat16()

@@ -1,0 +1,299 @@
+"""``MixtureOfExperts`` in models, with its router: whole steps against one sample at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
+from flash_clipping.layers.mixture_of_experts import balance_of_samples
+from tests.support.autograd import check_by_autograd, squares
+from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
+
+F64 = torch.float64
+
+
+class Model(nn.Module):
+    """Something to reach through the mixture, and something that reads its weights' gradients."""
+
+    def __init__(self, r: int = 0, E: int = 5, **of_router: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(6, 6)
+        experts = MixtureOfExperts(6, 7, E, rank=r, lora_alpha=3.0 if r else None)
+        self.mixture = RoutedExperts(TopKRouter(6, E, 2, **of_router), experts)
+        for param in self.parameters():
+            nn.init.normal_(param, std=0.5)
+        self.double()
+        self.checkpointing, self.uses = False, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            if self.checkpointing:
+                x = checkpoint(self.body, x, use_reentrant=False)
+            else:
+                x = self.body(x)
+        return x
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mixture(self.before(x)))
+
+
+def inputs(B: int, *positions: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return (torch.randn(B, *positions, 6, dtype=F64),)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("r", "positions"), [(0, (5,)), (4, (5,)), (2, (90,)), (4, ()), (1, (2, 3))]
+)
+def test_models(r: int, positions: tuple[int, ...], mode: str) -> None:
+    check_by_autograd(Model(r), inputs(4, *positions), squares, mode=mode)
+
+
+@pytest.mark.parametrize("r", [0, 2])
+def test_one_sample_and_none(r: int) -> None:
+    check_by_autograd(Model(r), inputs(1, 5), squares)
+    model = Model(r)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(*inputs(0, 5)).sum().backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("r", [0, 2])
+def test_used_twice_and_checkpointed(r: int) -> None:
+    model = Model(r)
+    model.uses = 2
+    check_by_autograd(model, inputs(3, 40), squares)
+    model = Model(r)
+    model.checkpointing = True
+    check_by_autograd(model, inputs(3, 40), squares)
+
+
+@pytest.mark.parametrize("r", [0, 2])
+@pytest.mark.parametrize("trained", ["gate_up", "down", "_B", "_A", "router", "before", ""])
+def test_some_parameters(trained: str, r: int) -> None:
+    """Base and LoRA together, and each of them alone."""
+    model = Model(r)
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name)
+    if any(param.requires_grad for param in model.parameters()):
+        check_by_autograd(model, inputs(3, 5), squares)
+
+
+def test_lora_freezes_its_base() -> None:
+    model = Model(2)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"mixture.experts.gate_up", "mixture.experts.down"}
+    layer = MixtureOfExperts(6, 7, 5, rank=2)
+    assert not (layer.gate_B.any() or layer.up_B.any() or layer.down_B.any())
+    assert torch.equal(torch.cat([layer.gate, layer.up], 1), layer.gate_up)
+    assert torch.equal(torch.cat([layer.gate_A, layer.up_A], 1), layer.gate_up_A)
+
+
+@pytest.mark.parametrize("r", [0, 4])
+def test_low_precision(r: int) -> None:
+    """Output in the dtype of tokens, weights in fp32, LoRA in fp32 beside a base in bf16."""
+    model = Model(r).bfloat16()
+    for name, param in model.named_parameters():
+        if name.endswith(("_A", "_B")):
+            param.data = param.data.float()
+    wide = copy.deepcopy(model).double()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    (x,) = inputs(4, 30)
+    y = flash(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    squares(lambda _: y.double(), (x,)).backward()
+    squares(wide, (x.bfloat16().double(),)).backward()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
+
+
+def test_autocast() -> None:
+    model = Model(2).float()
+    truth = copy.deepcopy(model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
+    (x,) = (x.float() for x in inputs(4, 30))
+    for module in (flash, truth):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        squares(lambda _, y=y: y.float(), (x,)).backward()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert_close(param.grad, 4 * truth.get_parameter(name).grad, 1e-2, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("r", [0, 2])
+@pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e300])
+def test_a_sample_that_is_not_finite(poison: float, r: int) -> None:
+    (x,) = inputs(4, 5)
+    kept = torch.tensor([0, 1, 3])
+    sums = []
+    for rows in (x[kept], x):
+        flash = GradSampleModuleFlashClipping(Model(r), max_grad_norm=0.5, loss_reduction="sum")
+        (squares(flash, (rows,)) * len(rows)).backward()
+        sums.append([p.grad for p in flash.parameters() if p.requires_grad])
+        x[2, 1, 3] = poison
+    for without, beside in zip(*sums, strict=True):
+        assert_close(beside, without, 1e-9)
+
+
+@pytest.mark.parametrize("r", [0, 2])
+def test_removing_a_sample_changes_the_sum_by_the_bound_at_most(r: int) -> None:
+    (x,) = inputs(5, 30)
+    x[2] *= 1e4
+    sums = []
+    for rows in (x, torch.cat([x[:2], x[3:]])):
+        flash = GradSampleModuleFlashClipping(Model(r), max_grad_norm=0.5, loss_reduction="sum")
+        (squares(flash, (rows,)) * len(rows)).backward()
+        sums.append(torch.cat([p.grad.flatten() for p in flash.parameters() if p.requires_grad]))
+    assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
+
+
+def test_the_second_step_is_as_the_first() -> None:
+    """A forward without a backward in between leaves nothing behind; results are bitwise equal."""
+    model, batch = Model(2), inputs(4, 30)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    steps = []
+    for _ in range(2):
+        flash.zero_grad()
+        squares(flash, batch).backward()
+        steps.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        squares(flash, batch)
+        with torch.no_grad():
+            flash(*batch)
+    assert all(map(torch.equal, *steps))
+
+
+def test_a_change_before_backward_is_noticed() -> None:
+    for model in (Model(2), Model(0)):
+        loss = squares(model, inputs(3, 5))
+        with torch.no_grad():
+            model.mixture.experts.down.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# -- the router ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_router_is_trained(normalize: bool) -> None:
+    check_by_autograd(Model(normalize=normalize), inputs(4, 5), squares)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_router_is_a_softmax(normalize: bool) -> None:
+    router = TopKRouter(6, 5, 2, normalize=normalize, dtype=F64)
+    (x,) = inputs(3, 4)
+    ids, weights = router(x)
+    shares = (x @ router.linear.weight.T).exp()
+    largest = shares.topk(2).indices
+    chosen = shares.gather(-1, largest)
+    expected = chosen / (chosen if normalize else shares).sum(-1, keepdim=True)
+    assert torch.equal(ids, largest)
+    assert_close(weights, expected, 1e-12)
+    G, weight = torch.randn_like(weights), router.linear.weight
+    found, truth = (torch.autograd.grad((w * G).sum(), weight)[0] for w in (weights, expected))
+    assert_close(found, truth, 1e-9)
+
+
+class Balanced(Model):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y, loss_B = self.mixture(self.before(x))
+        return x + y, loss_B
+
+
+def balanced_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    y, loss_B = model(*batch)
+    return squares(lambda _: y, batch) + 5 * loss_B.mean()
+
+
+def test_balancing_of_samples() -> None:
+    check_by_autograd(Balanced(balance="sample"), inputs(4, 9), balanced_loss)
+    probabilities = torch.full((2, 6, 3), 1 / 3)
+    ids = torch.arange(3).repeat(2).view(1, 6, 1).expand(2, 6, 1)
+    assert_close(balance_of_samples(probabilities, ids), torch.ones(2), 1e-6)
+
+
+def test_balancing_of_a_batch_is_not_offered() -> None:
+    with pytest.raises(ValueError, match="mixes samples"):
+        TopKRouter(6, 5, 2, balance="batch")
+
+
+def test_another_router() -> None:
+    """Scores and choices of whatever sees one token at a time."""
+
+    class Hashed(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            ids = (x[..., :2] * 10).long() % 5
+            return ids.to(torch.int32), x[..., 2:4].sigmoid()
+
+    model = Model(2)
+    model.mixture.router = Hashed()
+    check_by_autograd(model, inputs(4, 7), squares)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped"])
+def test_shapes_that_do_not_fit(kind: str) -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = MixtureOfExperts(6, 5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x, x[..., :2].long(), x[..., :3])
+
+    model: nn.Module = Wrong().double()
+    if kind == "wrapped":
+        model = GradSampleModuleFlashClipping(model)
+    with pytest.raises(ValueError, match=r"found x \(3, 5, 6\), expert_ids \(3, 5, 2\)"):
+        model(*inputs(3, 5))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="lora_alpha"):
+        MixtureOfExperts(6, 5, 4, lora_alpha=2.0)
+    with pytest.raises(ValueError, match="experts=0"):
+        MixtureOfExperts(6, 5, 0)
+    with pytest.raises(ValueError, match="k=5"):
+        TopKRouter(6, 4, 5)
+
+
+def test_a_parameter_that_is_computed_is_refused() -> None:
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = Model()
+    nn.utils.parametrize.register_parametrization(model.mixture.experts, "down", Double())
+    squares(model, inputs(3, 5)).backward()  # unwrapped it is trained
+    assert model.mixture.experts.parametrizations.down.original.grad is not None
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError, match="ParametrizedMixtureOfExperts"):
+        squares(flash, inputs(3, 5)).backward()
+
+
+def test_tokens_end_to_end_are_refused() -> None:
+    """``[B·T, d]``: more rows than samples."""
+
+    class Flat(Model):
+        def body(self, x: Tensor) -> Tensor:
+            return self.mixture(self.before(x).flatten(0, 1)).view_as(x)
+
+    flash = GradSampleModuleFlashClipping(Flat())
+    with pytest.raises(FlashClippingError, match="mixture"):
+        squares(flash, inputs(3, 5)).backward()
