@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +202,13 @@ def test_which_form_the_gradient_of_phi_has() -> None:
         outputs, saved = rule.forward(layer, torch.randn(3, S, 2, 6))
         _, factors = rule.backward(layer, saved, tuple(map(torch.ones_like, outputs)), needs)
         assert type(factors["phi"]) is kind
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hyper-connections.md").read_text()
+    block = page.split("<!-- tested: hyper-connections -->")[1].split("```")[1]
+    exec(block.removeprefix("python\n"), {})  # noqa: S102
+    assert "tensor([" in capsys.readouterr().out
 
 
 # -- not wrapped ----------------------------------------------------------------------------------
