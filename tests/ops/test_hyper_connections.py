@@ -150,15 +150,13 @@ def test_scale_of_the_streams(case: Case) -> None:
         compare(case, scale * case.randn(2, 4, 2, 20), params_on(case, 2, 20))
 
 
-@pytest.mark.parametrize("programs", [1, 100])
-def test_positions_in_any_chunks(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a chunk, several chunks of a sample, and a last one that is not full."""
     kernels = pytest.importorskip("flash_clipping.ops.hyper_connections.triton")
-    monkeypatch.setattr(kernels.tiles, "sm_count", lambda device: programs)
-    monkeypatch.setattr(kernels, "PROGRAMS_PER_SM", 4)
+    monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
     case = Case("triton", "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    compare(case, case.randn(1, 35, 2, 24), params_on(case, 2, 24))
+    compare(case, case.randn(2, 45, 2, 24), params_on(case, 2, 24))
 
 
 @every_case

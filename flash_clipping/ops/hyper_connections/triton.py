@@ -27,8 +27,9 @@ MIX_ROWS = 128
 MIX_COLUMNS = 64
 GRAD_ROWS = 32
 """Few enough for two programs on a multiprocessor."""
-PROGRAMS_PER_SM = 8
-"""Of the second pass of backward: so many partial sums are worth their memory."""
+CHUNK = 1024
+"""Positions that one program of backward's second pass adds up: 3 % of traffic, for four streams.
+Not chosen by the batch's size, so that a sample is rounded alike in every batch."""
 STREAMED = 1024
 """Columns at a time of what only moves memory: eight for each thread, of all streams, so that sums
 over streams stay in one thread."""
@@ -147,9 +148,9 @@ def _input_grad_kernel(
     D,
     n,
     m,
-    rows_per_chunk,
     chunks,
     blocks,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOGITS: tl.constexpr,
@@ -164,8 +165,8 @@ def _input_grad_kernel(
     block = pid // n % blocks
     part = (pid // n // blocks).to(tl.int64)  # b · chunks + chunk
     b, chunk = part // chunks, part % chunks
-    first = chunk * rows_per_chunk
-    last = min(first + rows_per_chunk, S)
+    first = chunk * CHUNK
+    last = min(first + CHUNK, S)
     K = n * D
     feature = block * COLUMNS + tl.arange(0, COLUMNS)
     column = stream * D + feature
@@ -334,9 +335,7 @@ def hyper_connections_backward(
         logits = _room(m)
         columns = max(16, min(128 if logits <= 32 else 64, tiles.next_power_of_2(D)))
         blocks = tiles.cdiv(D, columns)
-        wanted = tiles.cdiv(PROGRAMS_PER_SM * tiles.sm_count(x.device), B * n * blocks)
-        per_chunk = tiles.cdiv(tiles.cdiv(S, wanted), GRAD_ROWS) * GRAD_ROWS
-        chunks = tiles.cdiv(S, per_chunk)
+        chunks = tiles.cdiv(S, CHUNK)
         if matrix_grad:
             shape = (B, chunks, m, K)
             parts_BCmK = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -355,9 +354,9 @@ def hyper_connections_backward(
             D,
             n,
             m,
-            per_chunk,
             chunks,
             blocks,
+            CHUNK=CHUNK,
             ROWS=GRAD_ROWS,
             COLUMNS=columns,
             LOGITS=logits,
