@@ -349,7 +349,7 @@ SUBJECTS: dict[str, Subject] = {
         lambda a: nn.InstanceNorm1d(4, affine=True), channels, lengths=(2, 3, 4, 8, 16, 64)
     ),
     "Hyper-connections": Subject(
-        lambda a: HyperConnections(a.d + 1, 2), connections, lengths=(2, 4, 16)
+        lambda a: HyperConnections(a.d + 1, 2, iterations=3), connections, lengths=(2, 4, 16)
     ),
     "MultiheadAttention": Subject(
         lambda a: SelfAttention(a.d), attention, ALGORITHMS, lengths=(2, 3, 4, 8, 16)
