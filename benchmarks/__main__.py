@@ -12,7 +12,17 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks import certificate, memory, mixtures, plot, report, step, versions, walk
+from benchmarks import (
+    certificate,
+    hyper_connections,
+    memory,
+    mixtures,
+    plot,
+    report,
+    step,
+    versions,
+    walk,
+)
 from benchmarks.options import UsageError
 
 
@@ -27,7 +37,18 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         return _kernels(arguments[1:], console)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (step, memory, plot, report, certificate, mixtures, versions, walk):
+    commands_of = (
+        step,
+        memory,
+        plot,
+        report,
+        certificate,
+        mixtures,
+        hyper_connections,
+        versions,
+        walk,
+    )
+    for module in commands_of:
         module.add_parser(commands)
     commands.add_parser("kernels", help="each op against its floor (benchmarks/kernels.py)")
     options = parser.parse_args(arguments)

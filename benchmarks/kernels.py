@@ -152,15 +152,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
-    parser.add_argument("--shape", type=_integers(4), action="append", metavar="B,T,d,p")
-    parser.add_argument("--rows", type=_integers(3), action="append", metavar="B,T,d")
+    parser.add_argument("--shape", type=integers(4), action="append", metavar="B,T,d,p")
+    parser.add_argument("--rows", type=integers(3), action="append", metavar="B,T,d")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each operation")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--revision", help="git revision to record where there is no git directory")
     return parser
 
 
-def _integers(count: int) -> Callable[[str], tuple[int, ...]]:
+def integers(count: int) -> Callable[[str], tuple[int, ...]]:
+    """Parses an option of so many positive integers, with commas between them."""
+
     def parse(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(","))
         if len(numbers) != count or min(numbers) < 1:

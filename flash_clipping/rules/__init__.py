@@ -5,6 +5,7 @@ from flash_clipping.rules import (  # noqa: F401
     convolution,
     embedding,
     experts,
+    hyper_connections,
     linear,
     mixture_of_experts,
     normalization,

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
+from flash_clipping.layers import HyperConnections
 from tests.certificate.attacks import Attack, groups_of_ids, product_rows, sum_rows
 
 #: Inputs of the model and gradients of its outputs, without a batch axis.
@@ -269,6 +270,13 @@ def channels(attack: Attack, dtype: torch.dtype) -> Sample:
     return (x.mT.contiguous(),), (G.mT.contiguous(),)
 
 
+def connections(attack: Attack, dtype: torch.dtype) -> Sample:
+    """Two streams, equal at all positions where rows shall cancel; three outputs."""
+    d = attack.d + 1
+    (x,), (G,) = norm_layer(attack, dtype, n=2 * d)
+    return (x.unflatten(-1, (2, d)),), (G[:, :d], G[:, d : d + 2], G[:, -4:].unflatten(-1, (2, 2)))
+
+
 def bare(attack: Attack, dtype: torch.dtype) -> Sample:
     A, G = product_rows(attack, dtype)
     x = torch.randn(1, attack.p, generator=attack.generator()).repeat(attack.T, 1)
@@ -339,6 +347,9 @@ SUBJECTS: dict[str, Subject] = {
     "GroupNorm": Subject(lambda a: nn.GroupNorm(2, 4), channels, lengths=(2, 3, 4, 8, 16, 64)),
     "InstanceNorm": Subject(
         lambda a: nn.InstanceNorm1d(4, affine=True), channels, lengths=(2, 3, 4, 8, 16, 64)
+    ),
+    "Hyper-connections": Subject(
+        lambda a: HyperConnections(a.d + 1, 2, iterations=3), connections, lengths=(2, 4, 16)
     ),
     "MultiheadAttention": Subject(
         lambda a: SelfAttention(a.d), attention, ALGORITHMS, lengths=(2, 3, 4, 8, 16)

@@ -38,6 +38,7 @@ jit.JITFunction.run = compile_only
 from flash_clipping.ops.clipped_sum import triton as clipped_sum_triton
 from flash_clipping.ops.embedding import triton as embedding_triton
 from flash_clipping.ops.gram import triton as gram_triton
+from flash_clipping.ops.hyper_connections import triton as hyper_connections_triton
 from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
@@ -46,6 +47,7 @@ from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.segments import Segments, triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
+from flash_clipping.ops.stream_mix import triton as stream_mix_triton
 
 segments_triton.grouped_mm = lambda X, Y: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
@@ -112,6 +114,18 @@ for dtype in (torch.bfloat16, torch.float32):
         config = segments_triton.sums_config(dtype, 64.0)
     groups, out = torch.arange(3), torch.empty(3, 128, 256)
     segments_triton.launch_sums(*operands, blocks, coef, groups, out, config)
+    for n, D, S in ((4, 2560, 512), (3, 96, 8)):
+        m = n * n + 2 * n
+        x, vector = torch.empty(2, S, n, D, dtype=dtype), torch.empty(2, S, n)
+        params = torch.empty(m, n * D), torch.empty(3), torch.empty(m), torch.empty(n, D)
+        connect = (x, *params, 1e-6, 1e-6, 20)
+        hyper_connections_triton.hyper_connections(*connect)
+        comb = torch.empty(2, S, n, n)
+        grads = torch.empty(2, S), torch.empty(2, S, m), x[:, :, 0], vector, comb
+        hyper_connections_triton.hyper_connections_backward(*connect, *grads, True, True)
+        for transposed in (True, False):
+            mixed = stream_mix_triton.stream_mix(x, x[:, :, 0], vector, comb, transposed)
+            stream_mix_triton.stream_mix_backward(x, x[:, :, 0], vector, comb, mixed, transposed)
 print(" ".join(sorted(compiled)))
 """
 
@@ -125,16 +139,24 @@ KERNELS = {
     "spread_kernel",
     "tokens_kernel",
     "_clipped_sums_kernel",
+    "_gates_grad_kernel",
+    "_gates_kernel",
+    "_gather_kernel",
     "_gram_kernel",
     "_group_norm_kernel",
+    "_input_grad_kernel",
+    "_mix_kernel",
     "_noisy_means_kernel",
     "_norm_kernel",
     "_outer_kernel",
     "_pairs_kernel",
+    "_pre_grad_kernel",
     "_order_kernel",
     "_row_scale_kernel",
     "_row_sums_kernel",
     "_runs_kernel",
+    "_stream_mix_grad_kernel",
+    "_stream_mix_kernel",
     "_tied_kernel",
     "_weighted_sum_kernel",
     "_weighted_sums_kernel",

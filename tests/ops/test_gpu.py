@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from flash_clipping import ops
+from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
+from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
 from tests.ops.cases import relative_error, worst_relative_error
+from tests.support.hyper_connections import params_of
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +96,26 @@ def test_norm_layers_and_embeddings_far_from_the_start() -> None:
     assert worst_relative_error(sq, G[:, rows].double().sum(1).square().sum(1)) <= 1e-5
 
 
+def test_streams_far_from_the_start() -> None:
+    n, D = 2, 2048
+    x = torch.randn(1, FAR // (n * D), n, D, device="cuda", dtype=torch.bfloat16)
+    params = [p.cuda() for p in params_of(n, D)]
+    end = x[:, -4:]
+    connected = [hyper_connections(streams, *params) for streams in (x, end)]
+    mixed, dx = [], []
+    for streams, (h, post, comb, inv, mix) in zip((x, end), connected, strict=True):
+        mixed.append(stream_mix(streams, h, post, comb))
+        dx.append(stream_mix_backward(streams, h, post, comb, streams)[0])
+        grads = (inv, mix, h, post, comb)
+        found = hyper_connections_backward(
+            streams, *params, *grads, input_grad=True, matrix_grad=streams is end
+        )
+        assert found.x_BSnD is not None
+        dx.append(found.x_BSnD)
+    for one, other in ((connected[0].h_BSD, connected[1].h_BSD), mixed, dx[::2], dx[1::2]):
+        assert relative_error(one[:, -4:], other) <= 1e-2
+
+
 def test_nothing_waits_for_the_device() -> None:
     A = torch.randn(3, 40, 64, device="cuda", dtype=torch.bfloat16)
     G = torch.randn(3, 40, 96, device="cuda", dtype=torch.bfloat16)
@@ -101,6 +124,7 @@ def test_nothing_waits_for_the_device() -> None:
     rstd = torch.rand(3, 40, device="cuda")
     statistics = torch.rand(3, 4, device="cuda")
     flags = {"input_grad": True, "weight_grad": True, "bias_grad": True}
+    streams, params = torch.randn(3, 40, 4, 64, device="cuda"), [p.cuda() for p in params_of(4, 64)]
     for mode in ("default", "error"):  # the first round compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -117,5 +141,10 @@ def test_nothing_waits_for_the_device() -> None:
             ops.tied_cross_term(ids, A, A, G)
             ops.norm_backward(A, A, rstd, rstd, A[0, 0], **flags)
             ops.group_norm_grads(A.mT.contiguous(), A.mT.contiguous(), statistics, statistics)
+            h, post, comb, *saved = hyper_connections(streams, *params)
+            stream_mix(streams, h, post, comb)
+            stream_mix_backward(streams, h, post, comb, streams)
+            grads = (*saved, h, post, comb)
+            hyper_connections_backward(streams, *params, *grads, input_grad=True, matrix_grad=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -243,7 +243,9 @@ def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
         squares(flash, tuple(x.to(dtype) for x in inputs(4, 5))).backward()
     assert len(met) == 2
     for factor in met:
-        wide = SegmentedOuter(factor.A.sorted().double(), factor.G.sorted().double(), factor.segments)
+        wide = SegmentedOuter(
+            factor.A.sorted().double(), factor.G.sorted().double(), factor.segments
+        )
         expected = wide.dense().flatten(1).square().sum(1)
         assert_close(factor.sqnorms("auto"), expected, 1e-5, "norms")
 

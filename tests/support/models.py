@@ -12,6 +12,7 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_clipping.layers import HyperConnections
 from tests.support.oracle import LossPerSample
 
 
@@ -50,6 +51,21 @@ class TransposedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.first(x)))
+
+
+class Connected(nn.Module):
+    """Three streams around a linear layer; their parameters nowhere near where they begin."""
+
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.hc, self.layer = HyperConnections(width, 3, iterations=3), nn.Linear(width, width)
+        for param in self.hc.parameters():
+            nn.init.normal_(param, std=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = torch.stack([x, x.roll(1, -1), x.tanh()], dim=2)
+        h, post, comb = self.hc(streams)
+        return self.hc.combine(streams, self.layer(h), post, comb)
 
 
 class Scale(nn.Module):
@@ -303,6 +319,7 @@ CASES: dict[str, Case] = {
         floats(3, 2, 3, 4, 5),
     ),
     "generic": Case(lambda: Wrapped(nn.Linear(4, 6), Scale(6), nn.Linear(6, 3)), floats(5, 7, 4)),
+    "hyper_connections": Case(Connected, floats(5, 7, 4)),
     "bare_parameters": Case(Tokens, floats(5, 4, 3)),
     "instance_norm1d": Case(
         lambda: Wrapped(

@@ -1,0 +1,258 @@
+"""Hyper-connections as a module.
+
+B samples, S positions, n streams, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from flash_clipping._compat import transforms_are_active
+from flash_clipping.ops import hyper_connections as ops
+from flash_clipping.ops import stream_mix as mixing
+from flash_clipping.ops.hyper_connections import reference as ops_reference
+from flash_clipping.ops.runtime.backend import BACKENDS
+from flash_clipping.ops.stream_mix import reference as mixing_reference
+
+SHARE_KEPT = 5.0
+"""Logit of the diagonal of ``comb`` to begin with: with four streams, 0.98 of each stays."""
+
+
+class HyperConnections(nn.Module):
+    """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880) around one sublayer.
+
+    In place of one residual stream a decoder carries n. What a sublayer reads is a weighted sum of
+    them, what it writes goes to each by a weight, and they are mixed by a doubly stochastic matrix;
+    all weights depend on the position. A decoder layer has one such module for its attention and
+    one for its MLP::
+
+        h, post, comb = self.hc(x)                  # x [B, S, n, D], h [B, S, D]
+        y = self.attention(self.norm(h))            # [B, S, D]
+        x = self.hc.combine(x, y, post, comb)       # [B, S, n, D]
+
+    Parameters are used in :meth:`forward` only, so in a wrapped model they are trained privately,
+    with a rule of their own (``flash_clipping.rules.hyper_connections``). Not wrapped, the module
+    is differentiated like any other. Formulas stand at
+    :func:`flash_clipping.ops.hyper_connections.hyper_connections`.
+
+    Args:
+        dim: features D of a stream.
+        streams: n, from 2 to 8.
+        iterations: of Sinkhorn's algorithm.
+        norm_eps, hc_eps: added to mean squares, and to what becomes ``pre`` and ``comb``.
+        transposed: streams mix by ``combᵀ x``, as in ``transformers``' DeepSeek-V4; by ``comb x``
+            where False, as in Liger's ``LigerMHC``.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        device: of the parameters.
+
+    Attributes:
+        phi: ``[n² + 2n, n·D]``; rows of ``pre``, of ``post``, then of ``comb`` row by row.
+        alpha: ``[3]``, factors of ``pre``, ``post`` and ``comb``'s logits.
+        bias: ``[n² + 2n]``.
+        gamma: ``[n, D]``, inside of the product with ``phi`` and not in the mean square.
+
+    Parameters are in fp32, and computed with in fp32 whatever the streams' dtype is. To begin with,
+    ``h`` is the mean of the streams, ``post`` is one and ``comb`` nearly the identity: equal
+    streams are one ordinary residual stream, and ``alpha`` of 0.01 lets them grow apart.
+
+    Raises:
+        ValueError: a size or an epsilon that cannot be.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        streams: int = 4,
+        *,
+        iterations: int = 20,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        transposed: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if streams not in ops.STREAMS or dim < 1:
+            raise ValueError(
+                f"HyperConnections: found dim={dim} and streams={streams}; expected a positive dim "
+                f"and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
+            )
+        if iterations < 1 or not (norm_eps > 0 and hc_eps > 0):
+            raise ValueError(
+                f"HyperConnections: found iterations={iterations}, norm_eps={norm_eps} and "
+                f"hc_eps={hc_eps}; expected at least one iteration, and both above 0."
+            )
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"HyperConnections: backend is {backend!r}; expected one of {', '.join(BACKENDS)}."
+            )
+        self.dim = dim
+        self.streams = streams
+        self.settings = ops.Settings(norm_eps, hc_eps, iterations)
+        self.transposed = transposed
+        self.backend = backend
+        logits = streams * streams + 2 * streams
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self.phi = nn.Parameter(torch.empty(logits, streams * dim, **fp32))
+        self.alpha = nn.Parameter(torch.empty(3, **fp32))
+        self.bias = nn.Parameter(torch.empty(logits, **fp32))
+        self.gamma = nn.Parameter(torch.empty(streams, dim, **fp32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        n = self.streams
+        nn.init.normal_(self.phi, std=0.02)
+        nn.init.constant_(self.alpha, 0.01)
+        nn.init.ones_(self.gamma)
+        with torch.no_grad():
+            self.bias.zero_()
+            self.bias[:n] = -math.log(n - 1)  # sigmoid of this is 1 / n
+            self.bias[2 * n :].view(n, n).fill_diagonal_(SHARE_KEPT)
+
+    def extra_repr(self) -> str:
+        settings = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items())
+        return f"{self.dim}, streams={self.streams}, {settings}, transposed={self.transposed}"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the sublayer reads, and how it goes on.
+
+        Args:
+            x: ``[B, ..., n, D]``, any floating dtype.
+
+        Returns:
+            ``h [B, ..., D]`` in the dtype of ``x``, and in fp32 (float64 for float64)
+            ``post [B, ..., n]`` and ``comb [B, ..., n, n]``.
+
+        Raises:
+            ValueError: a shape that does not fit.
+        """
+        x_BSnD = self.positions(x)
+        params = (self.phi, self.alpha, self.bias, self.gamma)
+        if _is_transformed():
+            with torch.autocast(x.device.type, enabled=False):
+                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, *params, *self.settings)
+        else:
+            h, post, comb = _Connect.apply(x_BSnD, *params, self.settings, self.backend)
+        return self.like(x, h), self.like(x, post), self.like(x, comb)
+
+    def combine(self, x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """The streams after the sublayer, ``[B, ..., n, D]`` in the dtype of ``x``.
+
+        Uses no parameter, so that autograd alone differentiates it in a wrapped model as well.
+
+        Args:
+            x: the streams that :meth:`forward` read.
+            y: what the sublayer wrote, ``[B, ..., D]``.
+            post, comb: what :meth:`forward` returned.
+
+        Raises:
+            ValueError: a shape that does not fit.
+        """
+        x_BSnD = self.positions(x)
+        if y.shape != (*x.shape[:-2], self.dim):
+            raise ValueError(
+                f"HyperConnections.combine: y has shape {tuple(y.shape)}; expected "
+                f"{(*x.shape[:-2], self.dim)}, as x has shape {tuple(x.shape)}."
+            )
+        B, S, n, D = x_BSnD.shape
+        inputs = (x_BSnD, y.reshape(B, S, D), post.reshape(B, S, n), comb.reshape(B, S, n, n))
+        if _is_transformed():
+            with torch.autocast(x.device.type, enabled=False):
+                mixed = mixing_reference.stream_mix(*inputs, self.transposed)
+        else:
+            mixed = _Mix.apply(*inputs, self.transposed, self.backend)
+        return mixed.view(x.shape)
+
+    def positions(self, x: Tensor) -> Tensor:
+        """``x`` as ``[B, S, n, D]``."""
+        if x.dim() < 3 or x.shape[-2:] != (self.streams, self.dim):
+            raise ValueError(
+                f"HyperConnections: x has shape {tuple(x.shape)}; expected [B, ..., "
+                f"{self.streams}, {self.dim}]. Make streams of hidden states [B, S, D] with "
+                f"hidden.unsqueeze(-2).expand(-1, -1, {self.streams}, -1)."
+            )
+        if x.dim() == 3:
+            return x.unsqueeze(1)
+        return x if x.dim() == 4 else x.flatten(1, -3)
+
+    @staticmethod
+    def like(x: Tensor, result: Tensor) -> Tensor:
+        """A result ``[B, S, ...]`` with the axes of positions that ``x`` has."""
+        return result if x.dim() == 4 else result.reshape(*x.shape[:-2], *result.shape[2:])
+
+
+def _is_transformed() -> bool:
+    """Whether a compiler or a transform of ``torch.func`` looks at the operations themselves."""
+    return torch.compiler.is_compiling() or transforms_are_active()
+
+
+class _Connect(torch.autograd.Function):
+    """The forward of a module that is not wrapped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        phi: Tensor,
+        alpha: Tensor,
+        bias: Tensor,
+        gamma: Tensor,
+        settings: ops.Settings,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        result = ops.hyper_connections(x, phi, alpha, bias, gamma, settings, backend=backend)
+        ctx.save_for_backward(x, phi, alpha, bias, gamma, result.inv_BS, result.mix_BSm)
+        ctx.settings, ctx.backend = settings, backend
+        return result.h_BSD, result.post_BSn, result.comb_BSnn
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dh: Tensor, dpost: Tensor, dcomb: Tensor) -> Any:
+        x, phi, alpha, bias, gamma, inv, mix = ctx.saved_tensors
+        _, needs_phi, _, _, needs_gamma, *_ = ctx.needs_input_grad
+        grads = ops.hyper_connections_backward(
+            *(x, phi, alpha, bias, gamma, inv, mix, dh, dpost, dcomb),
+            settings=ctx.settings,
+            input_grad=ctx.needs_input_grad[0],
+            matrix_grad=needs_phi or needs_gamma,
+            backend=ctx.backend,
+        )
+        dphi = dgamma = None
+        if grads.phi_BmK is not None and grads.gamma_BnD is not None:
+            dphi = grads.phi_BmK.sum(0).to(phi.dtype)
+            dgamma = grads.gamma_BnD.sum(0).to(gamma.dtype)
+        dalpha = grads.alpha_BS3.sum((0, 1)).to(alpha.dtype)
+        dbias = grads.bias_BSm.sum((0, 1)).to(bias.dtype)
+        return grads.x_BSnD, dphi, dalpha, dbias, dgamma, None, None
+
+
+class _Mix(torch.autograd.Function):
+    """The streams after the sublayer, in one pass forward and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        transposed: bool,
+        backend: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, y, post, comb)
+        ctx.transposed, ctx.backend = transposed, backend
+        return mixing.stream_mix(x, y, post, comb, transposed=transposed, backend=backend)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y, post, comb = ctx.saved_tensors
+        dx, dy, dpost, dcomb = mixing.stream_mix_backward(
+            x, y, post, comb, grad, transposed=ctx.transposed, backend=ctx.backend
+        )
+        return dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype), None, None

@@ -1,0 +1,71 @@
+"""Hyper-connections: a product over positions, and sums over them.
+
+B samples, S positions, n streams, D features, K = n·D, m = n² + 2n logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flash_clipping.factors import Dense, Factor, Outer, RowSum, accumulation_dtype
+from flash_clipping.layers import HyperConnections
+from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
+from flash_clipping.rules.registry import Needs, Rule, register_rule
+
+
+@register_rule(HyperConnections)
+class HyperConnectionsRule(Rule):
+    """``dphi_b = dmix_bᵀ flat(x_b·gamma)``: a linear map with as few outputs as there are logits.
+
+    The per-sample gradients of ``phi`` and ``gamma`` come from one product, which the kernel that
+    computes the input's gradient forms while it holds ``x`` anyway. With more positions than logits
+    that of ``phi`` is smaller than its operands, and kept; with fewer, these are.
+    """
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        params = (layer.phi, layer.alpha, layer.bias, layer.gamma)
+        x_BSnD = layer.positions(x)
+        result = hyper_connections(x_BSnD, *params, layer.settings, backend=layer.backend)
+        outputs = (result.h_BSD, result.post_BSn, result.comb_BSnn)
+        saved = (x, *params, result.inv_BS, result.mix_BSm)
+        return tuple(layer.like(x, output) for output in outputs), saved
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        x, phi, alpha, bias, gamma, inv_BS, mix_BSm = saved
+        x_BSnD = layer.positions(x)
+        B, S, n, D = x_BSnD.shape
+        dh, dpost, dcomb = grad_output
+        grads = hyper_connections_backward(
+            x_BSnD,
+            phi,
+            alpha,
+            bias,
+            gamma,
+            inv_BS,
+            mix_BSm,
+            dh.reshape(B, S, D),
+            dpost.reshape(B, S, n),
+            dcomb.reshape(B, S, n, n),
+            layer.settings,
+            input_grad=needs.input,
+            matrix_grad=not needs.params.isdisjoint(("phi", "gamma")),
+            backend=needs.backend,
+        )
+        factors: dict[str, Factor] = {
+            "alpha": RowSum(grads.alpha_BS3),
+            "bias": RowSum(grads.bias_BSm),
+        }
+        if grads.phi_BmK is not None and grads.gamma_BnD is not None:
+            factors["gamma"] = Dense(grads.gamma_BnD)
+            factors["phi"] = Dense(grads.phi_BmK)
+            if "phi" in needs.params and grads.phi_BmK.shape[1] > S:
+                wide = accumulation_dtype(x.dtype)
+                scaled_BSnD = x_BSnD.to(wide) * gamma.to(wide)
+                factors["phi"] = Outer(scaled_BSnD.flatten(2), grads.mix_BSm)
+        dx = None if grads.x_BSnD is None else grads.x_BSnD.view_as(x)
+        return dx, {name: factors[name] for name in needs.params}

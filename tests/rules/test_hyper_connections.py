@@ -1,0 +1,378 @@
+"""Hyper-connections: private, ordinary, and as other libraries have them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.factors import Dense, Outer
+from flash_clipping.layers import HyperConnections
+from flash_clipping.ops.runtime.backend import is_interpreting
+from flash_clipping.rules import Needs, find_rule
+from tests.support.autograd import float64s, squares, truth_by_autograd
+from tests.support.hyper_connections import NAMES, connect, mix, params_of, sections
+from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.wrapping import MODES, WRAPPERS
+
+
+class Plain(HyperConnections):
+    """The same module as tests write it out, for autograd."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own: Any = self
+        flat = x.reshape(-1, self.streams, self.dim)
+        results = torch.func.vmap(lambda x_nD: connect(x_nD, own, *own.settings))(flat)
+        h, post, comb = (r.reshape(*x.shape[:-2], *r.shape[1:]) for r in results)
+        return h, post, comb
+
+    def combine(self, x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        inputs = [t.flatten(0, x.dim() - 3) for t in (x, y, post, comb)]  # a row for each position
+        mixed = torch.func.vmap(lambda *one: mix(*one, self.transposed))(*inputs)
+        return mixed.view(x.shape)
+
+
+def scramble(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Every module's parameters far from where they begin, gamma among them."""
+    for i, part in enumerate(module.modules()):
+        if isinstance(part, HyperConnections):
+            values = params_of(part.streams, part.dim, seed + i)
+            for name, value in zip(NAMES, values, strict=True):
+                getattr(part, name).data.copy_(value)
+    return module
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, streams: int, kind: type[HyperConnections], **options: Any):
+        super().__init__()
+        self.hc = kind(dim, streams, **options)
+        self.layer = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, post, comb = self.hc(x)
+        return self.hc.combine(x, torch.tanh(self.layer(h)), post, comb)
+
+
+class Decoder(nn.Module):
+    """Its first block reads streams that need no gradient where ``embed`` is False."""
+
+    def __init__(
+        self,
+        streams: int = 4,
+        dim: int = 6,
+        kind: type[HyperConnections] = HyperConnections,
+        embed: bool = True,
+        **options: Any,
+    ):
+        super().__init__()
+        torch.manual_seed(0)
+        self.streams, self.dim = streams, dim
+        self.embed = nn.Linear(dim, dim) if embed else nn.Identity()
+        self.blocks = nn.Sequential(*(Block(dim, streams, kind, **options) for _ in range(2)))
+        scramble(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        streams = torch.stack([hidden.roll(i, -1) for i in range(self.streams)], -2)
+        weights = torch.linspace(-1, 2, self.streams, dtype=x.dtype, device=x.device)
+        # Not their plain sum, which no doubly stochastic matrix changes.
+        out: Tensor = (self.blocks(streams) * weights.unsqueeze(-1)).sum(-2)
+        return out
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if type(module) is HyperConnections:
+            module.__class__ = Plain
+    return model
+
+
+def check(
+    model: Decoder,
+    batch: tuple[Tensor, ...],
+    tolerance: float = 1e-9,
+    wrapper: str = "wrapped",
+    mode: str = "one_pass",
+) -> None:
+    """Norms and clipped sums of every parameter, and of every section, in two steps."""
+    wide = tuple(x.double() for x in batch)
+    truth = truth_by_autograd(plain_copy(model).double(), wide, squares)
+    bound = truth.norms.median().item()
+    flash = WRAPPERS[wrapper](model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        squares(flash if wrapper == "wrapped" else model, batch).backward()
+        assert_close(flash.get_norm_sample(), truth.norms, tolerance, "norms")
+        for name, expected in truth.clipped(bound).items():
+            param: Any = model.get_parameter(name)
+            assert_close(param._norm_sample, truth.param_norms[name], tolerance, name)
+            assert_close(param.grad, expected, 10 * tolerance, name)
+            if ".hc." in name:
+                kind = name.rpartition(".")[2]
+                wanted = sections(kind, expected[None], model.streams)
+                for part, grad in sections(kind, param.grad[None], model.streams).items():
+                    assert_close(grad, wanted[part], 10 * tolerance, f"{part} of {name}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_norms_and_clipped_sums(wrapper: str, mode: str) -> None:
+    check(Decoder().double(), float64s(3, 5, 6), wrapper=wrapper, mode=mode)
+
+
+@pytest.mark.parametrize("positions", [(), (1,), (5,), (30,), (3, 4)], ids=str)
+@pytest.mark.parametrize("streams", [2, 4, 8])
+def test_streams_and_positions(streams: int, positions: tuple[int, ...]) -> None:
+    """Fewer positions than logits, more of them, one, and on several axes."""
+    check(Decoder(streams).double(), float64s(3, *positions, 6))
+
+
+@pytest.mark.parametrize("embed", [True, False])
+@pytest.mark.parametrize("trained", [*NAMES, "layer", "hc"])
+def test_parts_of_a_model(trained: str, embed: bool) -> None:
+    model = Decoder(2, embed=embed).double()
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name.split("."))
+    check(model, float64s(3, 9, 6))
+
+
+def test_comb_without_transpose() -> None:
+    check(Decoder(transposed=False).double(), float64s(3, 5, 6))
+    assert "transposed=False" in repr(HyperConnections(4, transposed=False))
+
+
+def test_fp32() -> None:
+    check(Decoder(dim=40), (torch.randn(3, 30, 40),), tolerance=1e-5)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="kernels are compiled for the GPU in this run")
+@pytest.mark.filterwarnings("error::flash_clipping.ops.TritonFallbackWarning")
+def test_kernels_in_a_rule() -> None:
+    found = []
+    for backend in ("triton", "torch"):
+        layer = scramble(HyperConnections(6, 2, iterations=3, backend=backend))
+        rule, needs = find_rule(layer), Needs((True,), frozenset(NAMES), backend)
+        assert rule is not None
+        outputs, saved = rule.forward(layer, torch.linspace(-1, 1, 2 * 9 * 12).view(2, 9, 2, 6))
+        dx, factors = rule.backward(layer, saved, tuple(map(torch.sin, outputs)), needs)
+        found.append([*outputs, dx, *(factors[name].dense() for name in NAMES)])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error::flash_clipping.ops.TritonFallbackWarning")
+@pytest.mark.parametrize("positions", [5, 200])
+def test_kernels_in_a_step_on_the_gpu(positions: int) -> None:
+    model, x = Decoder(dim=96), torch.randn(3, positions, 96)
+    truth = truth_by_autograd(plain_copy(model).double(), (x.double(),), squares)
+    flash = GradSampleModuleFlashClipping(model.cuda(), max_grad_norm=1.0)
+    squares(lambda x: flash(x.cuda()).cpu(), (x,)).backward()
+    assert_close(flash.get_norm_sample().cpu(), truth.norms, 1e-4, "norms")
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_sample_that_is_not_finite_adds_nothing() -> None:
+    poisoned = float64s(4, 9, 6)[0]
+    poisoned[1, 2, 3] = float("nan")
+    found = []
+    for x in (poisoned, poisoned[[0, 2, 3]]):
+        model = Decoder(2).double()
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.5, loss_reduction="sum")
+        flash(x).square().sum().backward()
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert grad is not None and found[1][name] is not None
+        assert_close(grad, found[1][name], 1e-9, name)
+
+
+def test_which_form_the_gradient_of_phi_has() -> None:
+    """The smaller one."""
+    layer = HyperConnections(6, 2)
+    rule, needs = find_rule(layer), Needs((True,), frozenset(NAMES), "auto")
+    assert rule is not None
+    for S, kind in ((7, Outer), (8, Dense)):
+        outputs, saved = rule.forward(layer, torch.randn(3, S, 2, 6))
+        _, factors = rule.backward(layer, saved, tuple(map(torch.ones_like, outputs)), needs)
+        assert type(factors["phi"]) is kind
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hyper-connections.md").read_text()
+    block = page.split("<!-- tested: hyper-connections -->")[1].split("```")[1]
+    exec(block.removeprefix("python\n"), {})  # noqa: S102
+    assert "tensor([" in capsys.readouterr().out
+
+
+# -- not wrapped ----------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    squares(model, (x,)).backward()
+    assert x.grad is not None
+    return {"x": x.grad, **{name: param.grad for name, param in model.named_parameters()}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_ordinary_gradients(transposed: bool) -> None:
+    model = Decoder(transposed=transposed).double()
+    (x,) = float64s(3, 5, 6)
+    expected = gradients(plain_copy(model), x)
+    for name, grad in gradients(model, x).items():
+        assert_close(grad, expected[name], 1e-9, name)
+
+
+@pytest.mark.parametrize("trained", [*NAMES, "nothing"])
+def test_ordinary_gradients_of_one(trained: str) -> None:
+    hc = scramble(HyperConnections(6, 2)).double()
+    for name, param in hc.named_parameters():
+        param.requires_grad_(name == trained)
+    (x,) = float64s(2, 3, 2, 6)
+    x.requires_grad_(trained == "nothing")
+    found = []
+    for module in (hc, plain_copy(hc)):
+        module.__class__ = Plain if found else HyperConnections
+        (wanted,) = (p for p in (x, *module.parameters()) if p.requires_grad)
+        loss = torch.stack([output.sin().sum() for output in module(x)]).sum()
+        found += torch.autograd.grad(loss, wanted)
+    assert_close(found[0], found[1], 1e-9)
+
+
+def test_a_compiler_sees_the_operations() -> None:
+    model = scramble(Block(6, 2, HyperConnections, iterations=2)).double()
+    (x,) = float64s(3, 5, 2, 6)
+    expected = gradients(model, x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = x.clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    squares(compiled, (x,)).backward()
+    for name, param in model.named_parameters():
+        assert_close(param.grad, expected[name], 1e-9, name)
+
+
+def test_inside_a_compiled_private_model() -> None:
+    """By itself, between two graphs, as any layer with a rule of its own."""
+    model = scramble(Block(6, 2, HyperConnections, iterations=2)).double()
+    (x,) = float64s(3, 5, 2, 6)
+    truth = truth_by_autograd(plain_copy(model), (x,), squares)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash.compile(backend="aot_eager")
+    squares(flash, (x,)).backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")
+
+
+def test_transforms_see_the_operations() -> None:
+    model = Decoder(2).double()
+    batch = float64s(3, 5, 6)
+    losses = lambda m, batch: m(*batch).square().flatten(1).sum(1)  # noqa: E731
+    found = per_sample_truth(model, batch, losses)
+    expected = truth_by_autograd(plain_copy(model), batch, lambda m, b: losses(m, b).mean())
+    assert_close(found.norms, expected.norms, 1e-9)
+
+
+def test_autocast_changes_nothing() -> None:
+    hc = scramble(HyperConnections(40))
+    x = torch.randn(2, 5, 4, 40)
+    expected = hc(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, one in zip(hc(x), expected, strict=True):
+            assert torch.equal(found, one)
+
+
+def test_as_it_begins_it_is_one_residual_stream() -> None:
+    hc = HyperConnections(40).double()
+    hc.alpha.data.zero_()
+    x = torch.randn(2, 5, 1, 40, dtype=torch.float64).expand(2, 5, 4, 40)
+    h, post, comb = hc(x)
+    assert_close(h, x[:, :, 0], 1e-4)
+    y = torch.randn_like(h)
+    assert_close(hc.combine(x, y, post, comb), x + y.unsqueeze(2), 1e-4)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="streams=1; expected a positive dim and 2 to 8"):
+        HyperConnections(8, 1)
+    with pytest.raises(ValueError, match="hc_eps=0"):
+        HyperConnections(8, hc_eps=0)
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        HyperConnections(8, backend="cuda")
+    hc = HyperConnections(8)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5, 8\).*expand\(-1, -1, 4, -1\)"):
+        hc(torch.randn(2, 5, 8))
+    x = torch.randn(2, 5, 4, 8)
+    _, post, comb = hc(x)
+    with pytest.raises(ValueError, match=r"y has shape \(2, 4, 8\); expected \(2, 5, 8\)"):
+        hc.combine(x, torch.randn(2, 4, 8), post, comb)
+
+
+# -- other libraries ------------------------------------------------------------------------------
+
+
+def test_as_transformers_has_it() -> None:
+    """A whole decoder layer of DeepSeek-V4, with simple functions for its sublayers."""
+    theirs = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = SimpleNamespace(
+        hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, hidden_size=24
+    )
+    ours = [scramble(HyperConnections(24), seed) for seed in (1, 2)]
+    their_own = [theirs.DeepseekV4HyperConnection(config) for _ in ours]
+    for one, other in zip(ours, their_own, strict=True):
+        one.gamma.data.fill_(1)  # they have none
+        for name, their_name in (("phi", "fn"), ("alpha", "scale"), ("bias", "base")):
+            getattr(other, their_name).data.copy_(getattr(one, name))
+    layer = SimpleNamespace(
+        attn_hc=their_own[0],
+        ffn_hc=their_own[1],
+        input_layernorm=torch.sin,
+        post_attention_layernorm=torch.cos,
+        self_attn=lambda h: (2 * h, None),
+        mlp=lambda h, input_ids: 3 * h,
+    )
+    x = torch.randn(2, 5, 4, 24)
+    expected = theirs.DeepseekV4DecoderLayer.forward(layer, x)
+    found = x
+    for hc, sublayer in zip(ours, (lambda h: 2 * h.sin(), lambda h: 3 * h.cos()), strict=True):
+        h, post, comb = hc(found)
+        found = hc.combine(found, sublayer(h), post, comb)
+    assert_close(found, expected, 1e-5)
+    weights = torch.randn_like(x)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    for one, other in zip(ours, their_own, strict=True):
+        for name, their_name in (("phi", "fn"), ("alpha", "scale"), ("bias", "base")):
+            assert_close(getattr(one, name).grad, getattr(other, their_name).grad, 1e-5, name)
+
+
+def test_as_liger_has_it() -> None:
+    """Its kernels run on the same device as ours, here in the interpreter."""
+    theirs = pytest.importorskip("liger_kernel.transformers.mhc")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = nn.Linear(32, 32, bias=False, device=device)
+    other = theirs.LigerMHC(
+        layer, hc=4, c=32, pre_eps=1e-6, phi_dtype=torch.float32, allow_fp32=True
+    ).to(device)
+    ours = scramble(HyperConnections(32, transposed=False, device=device))
+    assert isinstance(ours, HyperConnections)
+    ours.gamma.data.fill_(1)  # it has none
+    other.phi.data.copy_(ours.phi.mT)
+    other.b.data.copy_(ours.bias)
+    for name, value in zip(("pre", "post", "res"), ours.alpha, strict=True):
+        getattr(other, f"alpha_{name}").data.copy_(value)
+    x = torch.randn(2, 5, 4, 32, device=device)
+    h, post, comb = ours(x)
+    found, expected = ours.combine(x, layer(h), post, comb), other(x)
+    assert_close(found, expected, 1e-4)
+    weights = torch.randn_like(x)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert_close(ours.phi.grad, other.phi.grad.mT, 1e-4)
+    assert_close(ours.bias.grad, other.b.grad, 1e-4)
