@@ -18,7 +18,7 @@ FLOORS = [
     {"flash_clipping.integration"},
     {"flash_clipping.capture"},
     {"flash_clipping.rules", "flash_clipping.finish"},
-    {"flash_clipping.factors"},
+    {"flash_clipping.factors", "flash_clipping.layers"},
     {"flash_clipping.ops"},
     {"flash_clipping.ops.runtime"},
     {"flash_clipping.errors", "flash_clipping._compat"},

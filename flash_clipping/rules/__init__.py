@@ -8,6 +8,7 @@ from flash_clipping.rules import (  # noqa: F401
     linear,
     normalization,
     opacus_layers,
+    product_key_experts,
 )
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
 
