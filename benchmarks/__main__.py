@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks import certificate, memory, plot, report, step, versions, walk
+from benchmarks import certificate, memory, plot, product_key, report, step, versions, walk
 from benchmarks.options import UsageError
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         return _kernels(arguments[1:], console)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (step, memory, plot, report, certificate, versions, walk):
+    for module in (step, memory, plot, report, certificate, versions, walk, product_key):
         module.add_parser(commands)
     commands.add_parser("kernels", help="each op against its floor (benchmarks/kernels.py)")
     options = parser.parse_args(arguments)
