@@ -87,7 +87,7 @@ class ScaledLookup(Factor):
     def doubt(self, backend: str) -> Tensor | None:
         dtype = accumulation_dtype(self.X_BTd.dtype)
         scale_BT = self.scale_BTL.to(dtype).abs().masked_fill(self._none_BTL, 0).sum(2)
-        norm_BT = torch.linalg.vector_norm(self.X_BTd, dim=2, dtype=dtype)
+        norm_BT = certificate.squared_rows(self.X_BTd, dtype).sqrt_()
         # As above: a position without rows may hold anything.
         norm_BT = norm_BT.masked_fill(self._none_BTL.all(2), 0)
         return certificate.doubt((scale_BT * norm_BT).sum(1))
