@@ -70,6 +70,13 @@ def test_the_step_to_be_graphed_trains_as_without():
     assert torch.equal(*trained)
 
 
+def test_product_keys_train():
+    names = {}
+    exec(block("tested: product keys", "docs/product-key-router.md"), names)
+    norms = names["model"].get_norm_sample()
+    assert norms.shape == (4,) and norms.isfinite().all() and (norms > 0).all()
+
+
 def test_drop_in_replaces_the_norms_of_opacus():
     # In a process of its own: the registration is global.
     script = """
