@@ -101,6 +101,7 @@ class ProductKeyRouter(nn.Module):
         return f"experts={self.side**2}, k={self.k}, heads={self.heads}"
 
 
+@torch.compiler.disable  # it has a kernel: it runs by itself, between two graphs
 def route(
     logits_x: Tensor,
     logits_y: Tensor,
