@@ -435,3 +435,27 @@ def test_group_normalization_is_of_each_token() -> None:
     plain = nn.GroupNorm(3, 12)
     plain.load_state_dict(norm.state_dict())
     assert_close(norm(x), plain(x.flatten(0, 1)).view_as(x), 1e-6)
+
+
+def test_autocast() -> None:
+    """Projections in bf16, tables in fp32: the same norms, to the digits of bf16."""
+    model, batch = Model(heads=2, shared=4), inputs(4, 9, dtype=torch.float32)
+    flash, norms = GradSampleModuleFlashClipping(model, max_grad_norm=1.0), []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            output = flash(*batch)
+        squared_loss(lambda x: x, (output.float(),)).mean().backward()
+        norms.append(flash.get_norm_sample())
+    assert_close(norms[1], norms[0], 0.05)
+
+
+@pytest.mark.parametrize("axes", [(0, 5), (3, 0)], ids=str)
+def test_no_samples_and_no_tokens(axes: tuple[int, ...]) -> None:
+    model = Model(heads=2, padding=True).double()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(*inputs(2, 5)).sum().backward()
+    model.zero_grad()
+    flash(*inputs(*axes)).sum().backward()
+    for table in (model.experts.tables.down, model.experts.tables.up):
+        assert table.grad is not None and not table.grad.any()
