@@ -48,7 +48,6 @@ class ExpertTablesRule(Rule):
         x_Nd, grad_Nd, chosen_NL, none_NL, weights_NL = map(
             _rows, (x, grad_output, chosen, none, weights)
         )
-        weights_NL = weights_NL.masked_fill(none_NL, 0)
         with torch.enable_grad():
             leaf_NL = before_NL.detach().requires_grad_()
             act_NL = layer.act(leaf_NL)
@@ -60,7 +59,7 @@ class ExpertTablesRule(Rule):
         )
         of_act_NL = (grad_unit_NL * weights_NL).to(act_NL.dtype)
         (grad_before_NL,) = torch.autograd.grad(act_NL, leaf_NL, of_act_NL)
-        # 0 of no expert: it was multiplied by a gradient, which may be infinite.
+        # Of no expert: its weight may be anything. The factors do not read its scale.
         grad_before_NL = grad_before_NL.masked_fill(none_NL, 0)
         act_NL = act_NL.detach()
         grads: list[Tensor | None] = [None, None, None]

@@ -195,17 +195,19 @@ def test_a_sample_that_is_not_finite(value: float) -> None:
 class Routed(nn.Module):
     """Experts that the caller chooses."""
 
-    def __init__(self, indices: Tensor, weights: Tensor):
+    def __init__(self, indices: Tensor, weights: Tensor, unread: float = 0.0):
         super().__init__()
         torch.manual_seed(0)
         self.before, self.tables = nn.Linear(6, D), ExpertTables(D, 10)
-        self.indices, self.weights = indices, weights
+        self.indices, self.weights, self.unread = indices, weights, unread
 
     def forward(self, x: Tensor, sample: Tensor) -> Tensor:
         h = torch.tanh(self.before(x))
         indices, weights = self.indices[sample], self.weights[sample]
-        # Of no expert, a weight may be anything.
-        weights = (weights * h[..., :1].exp()).masked_fill((indices < 0) | (indices > 9), NAN)
+        none = (indices < 0) | (indices > 9)
+        # Of no expert, a weight may be anything; and so may a token without any.
+        weights = (weights * h[..., :1].exp()).masked_fill(none, NAN)
+        h = h.masked_fill(none.all(-1, keepdim=True), self.unread)
         y: Tensor = self.tables(h, indices, weights)
         return y
 
@@ -228,6 +230,9 @@ def test_no_expert_adds_nothing_and_has_no_gradient() -> None:
     truth = per_sample_truth(model, batch, squared_loss)
     for wanted, found in ((indices, weights), (with_none, any_weights)):
         model, batch = routed(wanted.to(torch.int32), found)
+        with torch.no_grad():  # experts that nobody chose may hold anything
+            for table in (model.tables.down, model.tables.up):
+                table[[0, 9]] = NAN
         plain = copy.deepcopy(model)
         flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
         squared_loss(flash, batch).sum().backward()
@@ -240,6 +245,19 @@ def test_no_expert_adds_nothing_and_has_no_gradient() -> None:
         for tables in (model.tables, plain.tables):
             for table in (tables.down, tables.up):
                 assert not table.grad[[0, 1, 8, 9]].any()
+
+
+def test_the_rule_does_not_read_tokens_without_experts() -> None:
+    indices = torch.randint(10, (3, 4, 2), generator=torch.Generator().manual_seed(0))
+    indices[:, 2], indices[1, 1, 0] = -1, -1
+    results = []
+    for unread in (0.0, NAN):
+        model = Routed(indices, torch.ones(3, 4, 2, dtype=torch.float64), unread).double()
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+        squared_loss(flash, (*inputs(3, 4), torch.arange(3))).sum().backward()
+        results.append([flash.get_norm_sample(), *(p.grad for p in model.parameters())])
+    for first, second in zip(*results, strict=True):
+        assert first.isfinite().all() and torch.equal(first, second)
 
 
 def test_tokens_without_experts_may_hold_anything() -> None:
