@@ -18,6 +18,7 @@ from benchmarks import (
     memory,
     mixtures,
     plot,
+    product_key,
     report,
     step,
     versions,
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         certificate,
         mixtures,
         hyper_connections,
+        product_key,
         versions,
         walk,
     )

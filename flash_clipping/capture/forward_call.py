@@ -45,6 +45,7 @@ class Witness(Protocol):
         rows: int | None = None,
         also: Sequence[Tensor] = (),
         folded: bool = False,
+        low: bool = False,
     ) -> bool: ...
 
     def forget(self, path: str) -> None: ...

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from flash_clipping.capture.bare import BareParameter, to_samples
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.row_values import is_low
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Rule
 
@@ -51,7 +52,10 @@ def samples_in(
             )
         else:
             sure = x.requires_grad or call.batch_size is None
-            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
+            # Indices beside values of 16 bits (a token's experts) may come out otherwise for
+            # another batch size, as these values do.
+            low = not x.is_floating_point() and any(map(is_low, inputs))
+            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure, low=low)
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):

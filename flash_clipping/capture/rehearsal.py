@@ -73,6 +73,7 @@ class _Witness:
         rows: int | None = None,
         also: Sequence[Tensor] = (),
         folded: bool = False,
+        low: bool = False,
     ) -> bool:
         tainted = sure or any(tensor in self.taint for tensor in (x, *also))
         size = self.size()
@@ -86,7 +87,7 @@ class _Witness:
             beside=beside,
             folded=folded,
             answer=answer,
-            low=is_low(x),
+            low=low or is_low(x),
             digest=None if rows is not None or beside else digest_of(x, axis),
         )
         return answer

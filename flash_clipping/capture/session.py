@@ -260,6 +260,7 @@ class ClippingSession:
         beside: bool = False,
         rows: int | None = None,
         also: Sequence[Tensor] = (),
+        low: bool = False,
     ) -> bool:
         """Whether the rows of something that a tapped layer reads are samples.
 
@@ -272,6 +273,7 @@ class ClippingSession:
             beside: it stands beside such a tensor in one operation.
             rows: how many rows it has, if not the size of its axis.
             also: other tensors that it stands for.
+            low: what it holds was chosen by values of a few digits.
         """
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
@@ -286,7 +288,15 @@ class ClippingSession:
         folded = path in self.folded
         if call.witness is not None:
             return call.witness.reads_samples(
-                read, x, axis, sure=sure, beside=beside, rows=rows, also=also, folded=folded
+                read,
+                x,
+                axis,
+                sure=sure,
+                beside=beside,
+                rows=rows,
+                also=also,
+                folded=folded,
+                low=low,
             )
         recomputed = in_backward()
         known = self.evidence.known(read, any_call=recomputed)

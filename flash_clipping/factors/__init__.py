@@ -5,6 +5,7 @@ from flash_clipping.factors.convolution import Convolution
 from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Rearranged, Stacked, merge
+from flash_clipping.factors.scaled_lookup import ScaledLookup
 from flash_clipping.factors.segmented import SegmentedOuter, in_segments
 from flash_clipping.factors.vector import RowSum, VectorStack
 
@@ -17,6 +18,7 @@ __all__ = [
     "Outer",
     "Rearranged",
     "RowSum",
+    "ScaledLookup",
     "SegmentedOuter",
     "Stacked",
     "TiedEmbedding",

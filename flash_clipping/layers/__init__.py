@@ -2,10 +2,14 @@
 
 from flash_clipping.layers.hyper_connections import HyperConnections
 from flash_clipping.layers.mixture_of_experts import MixtureOfExperts, RoutedExperts, TopKRouter
+from flash_clipping.layers.product_key_experts import ProductKeyExperts
+from flash_clipping.layers.product_key_router import ProductKeyRouter
 
 __all__ = [
     "HyperConnections",
     "MixtureOfExperts",
+    "ProductKeyExperts",
+    "ProductKeyRouter",
     "RoutedExperts",
     "TopKRouter",
 ]

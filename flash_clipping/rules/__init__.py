@@ -11,6 +11,7 @@ from flash_clipping.rules import (  # noqa: F401
     normalization,
     opacus_layers,
     peft_experts,
+    product_key_experts,
 )
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
 

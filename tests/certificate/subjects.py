@@ -19,6 +19,7 @@ from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from flash_clipping.layers import HyperConnections
+from flash_clipping.layers.product_key_experts import ExpertTables
 from tests.certificate.attacks import Attack, groups_of_ids, product_rows, sum_rows
 
 #: Inputs of the model and gradients of its outputs, without a batch axis.
@@ -93,6 +94,14 @@ class Folded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class Experts(ExpertTables):
+    """Each expert passes on what it reads: rows of ``up`` receive the output's gradient."""
+
+    def __init__(self, width: int):
+        super().__init__(width, VOCABULARY, "relu")
+        nn.init.constant_(self.down, 1 / width)
 
 
 class Bag(nn.Module):
@@ -228,6 +237,16 @@ def bag(attack: Attack, dtype: torch.dtype) -> Sample:
     return (ids, weights), ((torch.randn(attack.d, generator=gen) * scale).to(dtype),)
 
 
+def experts(attack: Attack, dtype: torch.dtype) -> Sample:
+    """Every position reads two rows, with weights of both signs; some read one row twice."""
+    gen = attack.generator()
+    ids = [groups_of_ids(attack, VOCABULARY, gen) for _ in range(2)]
+    weights = torch.tensor([1.0, -1.0]).expand(attack.T, 2)
+    x = torch.ones(attack.T, attack.d, dtype=dtype)
+    G = sum_rows(attack, attack.d, dtype)
+    return (x, torch.stack(ids, 1), weights.to(dtype)), (G,)
+
+
 def tied(attack: Attack, dtype: torch.dtype) -> Sample:
     """The table's rows receive the opposite of what the head's do."""
     gen = attack.generator()
@@ -341,6 +360,7 @@ SUBJECTS: dict[str, Subject] = {
     "Conv3d": Subject(lambda a: nn.Conv3d(a.d, a.p, 1), voxels, ALGORITHMS),
     "Embedding": Subject(lambda a: nn.Embedding(VOCABULARY, a.d), embedding),
     "EmbeddingBag": Subject(lambda a: Bag(a.d), bag),
+    "Expert tables": Subject(lambda a: Experts(a.d), experts),
     "Tied embedding": Subject(lambda a: Tied(a.d), tied, ALGORITHMS),
     "LayerNorm": Subject(lambda a: nn.LayerNorm(a.d + 1), norm_layer),
     "RMSNorm": Subject(lambda a: nn.RMSNorm(a.d + 1), norm_layer),

@@ -77,6 +77,13 @@ def test_a_mixture_of_experts_is_trained():
     assert all(p.grad is not None for p in trained)
 
 
+def test_product_keys_train():
+    names = {}
+    exec(block("tested: product keys", "docs/product-key-router.md"), names)
+    norms = names["model"].get_norm_sample()
+    assert norms.shape == (4,) and norms.isfinite().all() and (norms > 0).all()
+
+
 def test_drop_in_replaces_the_norms_of_opacus():
     # In a process of its own: the registration is global.
     script = """

@@ -42,6 +42,7 @@ from flash_clipping.ops.hyper_connections import triton as hyper_connections_tri
 from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
+from flash_clipping.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
@@ -84,6 +85,10 @@ for dtype in (torch.bfloat16, torch.float32):
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
     embedding_triton.tied_cross_term(ids, A, A, G, 3)
+    for width, k in ((5, 25), (64, 16), (1024, 32), (4096, 128)):
+        logits, chosen = torch.empty(64, width, dtype=dtype), ids.int()[:, :k]
+        product_key_triton.product_key_scores(logits, logits, k)
+        product_key_triton.product_key_backward(chosen.to(dtype), chosen, logits, logits)
     clipped_sum_triton.clipped_sums_many([(A, G)], coef)  # small
     pairs = [(A, G), (A, A)]
     (kind,) = clipped_sum_triton.kinds_of(pairs)
@@ -147,6 +152,7 @@ KERNELS = {
     "_input_grad_kernel",
     "_mix_kernel",
     "_noisy_means_kernel",
+    "_logits_grad_kernel",
     "_norm_kernel",
     "_outer_kernel",
     "_pairs_kernel",
@@ -157,6 +163,7 @@ KERNELS = {
     "_runs_kernel",
     "_stream_mix_grad_kernel",
     "_stream_mix_kernel",
+    "_scores_kernel",
     "_tied_kernel",
     "_weighted_sum_kernel",
     "_weighted_sums_kernel",

@@ -140,6 +140,8 @@ def test_nothing_waits_for_the_device() -> None:
             ops.embedding_clipped_sum(ids, A, coef, 50)
             ops.tied_cross_term(ids, A, A, G)
             ops.norm_backward(A, A, rstd, rstd, A[0, 0], **flags)
+            _, chosen = ops.product_key_scores(A[0], A[1], 16)
+            ops.product_key_backward(A[0, :, :16], chosen, A[0], A[1])
             ops.group_norm_grads(A.mT.contiguous(), A.mT.contiguous(), statistics, statistics)
             h, post, comb, *saved = hyper_connections(streams, *params)
             stream_mix(streams, h, post, comb)

@@ -1,0 +1,103 @@
+"""Tables of experts with one hidden unit each: their rows' gradients are multiples of one vector.
+
+B samples, T positions, N = B·T, L experts of a position, d features, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_clipping.factors import Factor, ScaledLookup
+from flash_clipping.factors.scaled_lookup import BUFFER
+from flash_clipping.layers.product_key_experts import ExpertTables
+from flash_clipping.rules.registry import Needs, Rule, as_BTd, register_rule
+
+
+@register_rule(ExpertTables)
+class ExpertTablesRule(Rule):
+    """Of every position are kept its input, output gradient and L numbers, never L rows of a table:
+    rows that were looked up are formed for some positions at a time, and again in backward.
+    """
+
+    def forward(
+        self, layer: Any, x: Tensor, indices: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        chosen, none = layer.experts_of(indices)
+        down_Ed, up_Ed = layer.down, layer.up
+        x_Nd, chosen_NL, none_NL, weights_NL = map(_rows, (x, chosen, none, weights))
+        before, outputs = [], []
+        for n in _pieces(chosen_NL, x_Nd):
+            u_nLd = _looked_up(down_Ed, chosen_NL[n], none_NL[n])
+            before_nL = (u_nLd * x_Nd[n].unsqueeze(1)).sum(2).masked_fill(none_NL[n], 0)
+            unit_nL = layer.act(before_nL) * weights_NL[n].masked_fill(none_NL[n], 0)
+            v_nLd = _looked_up(up_Ed, chosen_NL[n], none_NL[n])
+            outputs.append((v_nLd * unit_nL.unsqueeze(2)).sum(1).to(x.dtype))
+            before.append(before_nL)
+        y = torch.cat(outputs).view(x.shape)
+        return y, (x, chosen, none, weights, torch.cat(before), down_Ed, up_Ed)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+        x, chosen, none, weights, before_NL, down_Ed, up_Ed = saved
+        x_Nd, grad_Nd, chosen_NL, none_NL, weights_NL = map(
+            _rows, (x, grad_output, chosen, none, weights)
+        )
+        with torch.enable_grad():
+            leaf_NL = before_NL.detach().requires_grad_()
+            act_NL = layer.act(leaf_NL)
+        grad_unit_NL = torch.cat(
+            [
+                (_looked_up(up_Ed, chosen_NL[n], none_NL[n]) * grad_Nd[n].unsqueeze(1)).sum(2)
+                for n in _pieces(chosen_NL, x_Nd)
+            ]
+        )
+        of_act_NL = (grad_unit_NL * weights_NL).to(act_NL.dtype)
+        (grad_before_NL,) = torch.autograd.grad(act_NL, leaf_NL, of_act_NL)
+        # Of no expert: its weight may be anything. The factors do not read its scale.
+        grad_before_NL = grad_before_NL.masked_fill(none_NL, 0)
+        act_NL = act_NL.detach()
+        grads: list[Tensor | None] = [None, None, None]
+        if needs.inputs[0]:
+            grad_x = [
+                (_looked_up(down_Ed, chosen_NL[n], none_NL[n]) * grad_before_NL[n].unsqueeze(2))
+                .sum(1)
+                .to(x.dtype)
+                for n in _pieces(chosen_NL, x_Nd)
+            ]
+            grads[0] = torch.cat(grad_x).view(x.shape)
+        if needs.inputs[2]:
+            of_weights_NL = (grad_unit_NL * act_NL).masked_fill(none_NL, 0)
+            grads[2] = of_weights_NL.to(weights.dtype).view(weights.shape)
+        ids_BTL = as_BTd(chosen.masked_fill(none, -1))
+        experts = len(down_Ed)
+        factors: dict[str, Factor] = {}
+        if "down" in needs.params:
+            scale_BTL = grad_before_NL.view(ids_BTL.shape)
+            factors["down"] = ScaledLookup(ids_BTL, scale_BTL, as_BTd(x), experts)
+        if "up" in needs.params:
+            scale_BTL = (act_NL * weights_NL).view(ids_BTL.shape)
+            factors["up"] = ScaledLookup(ids_BTL, scale_BTL, as_BTd(grad_output), experts)
+        return tuple(grads), factors
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _pieces(chosen_NL: Tensor, x_Nd: Tensor) -> Iterator[slice]:
+    """Positions that are served at a time: by shapes alone."""
+    (N, L), d = chosen_NL.shape, x_Nd.shape[1]
+    step = max(1, BUFFER // max(1, L * d))
+    for n in range(0, max(1, N), step):  # one piece at least, of no position if there is none
+        yield slice(n, n + step)
+
+
+def _looked_up(table_Ed: Tensor, chosen_nL: Tensor, none_nL: Tensor) -> Tensor:
+    """``[n, L, d]``, and zeros in the place of no expert."""
+    return F.embedding(chosen_nL, table_Ed).masked_fill(none_nL.unsqueeze(2), 0)
