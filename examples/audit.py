@@ -2,6 +2,7 @@
 
     python examples/audit.py            # the lower bound stays under the accountant's ε
     python examples/audit.py --broken   # clipping 50 times too loose: the audit notices
+    python examples/audit.py --model current   # experts with LoRA, product keys, hyper-connections
 
 One training run is enough (Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training
 Run", NeurIPS 2023, arXiv:2305.08846). Each of m canaries is put into the training data by a fair
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from language_model import CURRENT, blocks, through
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -100,19 +102,40 @@ def epsilon_lower_bound(
 # -- the run that is audited ----------------------------------------------------------------------
 
 
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(8 * 4 * 4, CLASSES),
+    )
+
+
+class CurrentLayers(nn.Module):
+    """An image as a sequence of its rows, read by a block of the language model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, CURRENT.d)
+        self.blocks = blocks(CURRENT, layers=1)
+        self.classes = nn.Linear(CURRENT.d, CLASSES)
+
+    def forward(self, x_B1HW: Tensor) -> Tensor:
+        x_BHd = self.rows(x_B1HW.squeeze(1))
+        return self.classes(through(self.blocks, x_BHd, CURRENT).mean(1))
+
+
+MODELS = {"convolutions": convolutions, "current": CurrentLayers}
+
+
 class AuditedModel(nn.Module):
     """A small image classifier, and one input feature for each canary."""
 
-    def __init__(self, canaries: int):
+    def __init__(self, canaries: int, image: nn.Module):
         super().__init__()
         self.canaries = canaries
-        self.image = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1, stride=2),
-            nn.GroupNorm(2, 8),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(8 * 4 * 4, CLASSES),
-        )
+        self.image = image
         self.feature = nn.Linear(canaries, CLASSES, bias=False)
         nn.init.zeros_(self.feature.weight)
 
@@ -164,7 +187,7 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
         torch.cat([y, label_M[included_M]]),
     )
 
-    model = AuditedModel(m).to(args.device)
+    model = AuditedModel(m, MODELS[args.model]()).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = data.loader(math.ceil(len(data) / args.batches))
     engine = FlashPrivacyEngine()
@@ -253,6 +276,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--broken", action="store_true", help="clip 50 times too loosely")
+    parser.add_argument("--model", choices=tuple(MODELS), default="convolutions")
     parser.add_argument("--canaries", type=int, default=1000, help="coins to throw")
     parser.add_argument("--guesses", type=int, default=300, help="canaries not to abstain on")
     parser.add_argument("--samples", type=int, default=1000, help="other training data")

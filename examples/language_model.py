@@ -3,6 +3,11 @@
     python examples/language_model.py                  # flash clipping, ε ≤ 8 at δ = 1e-5
     python examples/language_model.py --method ghost   # the same with Opacus' ghost clipping
     python examples/language_model.py --device cuda --precision bf16
+    python examples/language_model.py --ffn moe --router product-key --residual mhc --lora 16
+
+The last has the layers of current language models: experts with LoRA on a frozen base, a
+product-key router, and hyper-connections in place of one residual stream. All of it is private.
+In examples/, `flash-clipping check language_model:subject` compares it with one sample at a time.
 
 The text is `pydoc_data.topics`, which CPython ships (about 470 kB). The unit of privacy is one
 chunk of `--chunk-length` bytes. B chunks, T positions, d features, H heads, k features of a head,
@@ -11,14 +16,24 @@ f hidden features of the feed-forward layer, V byte values.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from training import InMemoryDataset, Report, Task, argument_parser, run
+
+from flash_clipping.layers import (
+    HyperConnections,
+    MixtureOfExperts,
+    ProductKeyRouter,
+    RoutedExperts,
+    TopKRouter,
+)
 
 V = 256
 HELD_OUT = 0.1  # share of the chunks
@@ -66,29 +81,94 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x_BTd)) * self.up(x_BTd))
 
 
-class Block(nn.Module):
-    def __init__(self, d: int, heads: int, f: int):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(d)
-        self.attention = Attention(d, heads)
-        self.feed_forward_norm = nn.RMSNorm(d)
-        self.feed_forward = SwiGLU(d, f)
+class ProductKeys(nn.Module):
+    """A product-key router as `RoutedExperts` takes one: experts, and weights (not logarithms)."""
 
-    def forward(self, x_BTd: torch.Tensor) -> torch.Tensor:
-        x_BTd = x_BTd + self.attention(self.attention_norm(x_BTd))
-        return x_BTd + self.feed_forward(self.feed_forward_norm(x_BTd))
+    def __init__(self, d: int, experts: int, k: int):
+        super().__init__()
+        self.router = ProductKeyRouter(d, experts, k)
+
+    def forward(self, x_BTd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        score_BTk, expert_BTk = self.router(x_BTd)
+        return expert_BTk, score_BTk.exp()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What blocks are made of.
+
+    Attributes:
+        d, heads: features, and heads of attention.
+        ffn: "swiglu", or "moe" for experts.
+        router: of experts: "softmax" or "product-key".
+        residual: "plain", or "mhc" for hyper-connections.
+        lora: rank of LoRA on experts, which are then frozen; 0 trains the experts.
+    """
+
+    d: int = 64
+    heads: int = 4
+    ffn: str = "swiglu"
+    router: str = "softmax"
+    residual: str = "plain"
+    lora: int = 0
+    experts: int = 16
+    k: int = 4
+    streams: int = 4
+
+    def feed_forward(self) -> nn.Module:
+        f = self.d * 8 // 3
+        if self.ffn == "swiglu":
+            return SwiGLU(self.d, f)
+        make_router = ProductKeys if self.router == "product-key" else TopKRouter
+        router = make_router(self.d, self.experts, self.k)
+        return RoutedExperts(router, MixtureOfExperts(self.d, f // 2, self.experts, rank=self.lora))
+
+
+class Residual(nn.Module):
+    """A sublayer behind a normalization, and what becomes of its output."""
+
+    def __init__(self, layout: Layout, sublayer: nn.Module):
+        super().__init__()
+        self.norm, self.sublayer = nn.RMSNorm(layout.d), sublayer
+        self.connections: HyperConnections | None = None
+        if layout.residual == "mhc":
+            self.connections = HyperConnections(layout.d, layout.streams)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, T, d]`, or with hyper-connections `[B, T, streams, d]`."""
+        if self.connections is None:
+            return x + self.sublayer(self.norm(x))
+        h_BTd, post, comb = self.connections(x)
+        return self.connections.combine(x, self.sublayer(self.norm(h_BTd)), post, comb)
 
 
 class Decoder(nn.Module):
-    def __init__(self, d: int, heads: int, f: int, layers: int):
+    def __init__(self, layout: Layout, layers: int):
         super().__init__()
-        self.embedding = nn.Embedding(V, d)
-        self.blocks = nn.Sequential(*(Block(d, heads, f) for _ in range(layers)))
-        self.norm = nn.RMSNorm(d)
-        self.head = nn.Linear(d, V, bias=False)
+        self.layout = layout
+        self.embedding = nn.Embedding(V, layout.d)
+        self.blocks = blocks(layout, layers)
+        self.norm = nn.RMSNorm(layout.d)
+        self.head = nn.Linear(layout.d, V, bias=False)
 
     def forward(self, id_BT: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(id_BT))))
+        return self.head(self.norm(through(self.blocks, self.embedding(id_BT), self.layout)))
+
+
+def blocks(layout: Layout, layers: int) -> nn.Sequential:
+    """Attention and feed-forward in turn."""
+    sublayers: list[nn.Module] = []
+    for _ in range(layers):
+        sublayers.append(Residual(layout, Attention(layout.d, layout.heads)))
+        sublayers.append(Residual(layout, layout.feed_forward()))
+    return nn.Sequential(*sublayers)
+
+
+def through(blocks: nn.Module, x_BTd: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What blocks make of this; with hyper-connections, in as many streams, which are added up."""
+    if layout.residual != "mhc":
+        return blocks(x_BTd)
+    return blocks(x_BTd.unsqueeze(2).expand(-1, -1, layout.streams, -1)).sum(2)
 
 
 class ChunkLoss(nn.Module):
@@ -121,6 +201,38 @@ def data(
     )
 
 
+def layout_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Layout:
+    if args.ffn != "moe" and (args.lora or args.router != "softmax"):
+        parser.error("--lora and --router are of experts: add --ffn moe.")
+    if args.router == "product-key" and math.isqrt(args.experts) ** 2 != args.experts:
+        parser.error(f"--router product-key needs a square of --experts, found {args.experts}.")
+    return Layout(
+        d=args.width,
+        heads=args.heads,
+        ffn=args.ffn,
+        router=args.router,
+        residual=args.residual,
+        lora=args.lora,
+        experts=args.experts,
+        k=args.choices,
+    )
+
+
+#: Experts with LoRA, product keys and hyper-connections.
+CURRENT = Layout(ffn="moe", router="product-key", residual="mhc", lora=16)
+
+
+def subject() -> tuple[nn.Module, torch.Tensor]:
+    """A model of the current layers and a batch, for `flash-clipping check`."""
+    torch.manual_seed(0)
+    model = Decoder(CURRENT, layers=1)
+    for name, param in model.named_parameters():
+        if name.endswith("_B"):  # of LoRA: at first 0, and then A has no gradient
+            nn.init.normal_(param, std=0.1)
+    train, _ = data(chunk_length=24, max_chunks=8, device="cpu")
+    return model, train.tensors[0][:5]
+
+
 def main(argv: Sequence[str] | None = None) -> Report:
     parser = argument_parser(
         "Train a byte-level language model on Python's documentation, privately.",
@@ -134,7 +246,15 @@ def main(argv: Sequence[str] | None = None) -> Report:
     parser.add_argument("--width", type=int, default=64, help="features d (%(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="(%(default)s)")
+    add = parser.add_argument
+    add("--ffn", choices=("swiglu", "moe"), default="swiglu", help="(%(default)s)")
+    add("--router", choices=("softmax", "product-key"), default="softmax", help="of experts")
+    add("--residual", choices=("plain", "mhc"), default="plain", help="(%(default)s)")
+    add("--lora", type=int, default=0, metavar="R", help="freeze experts, train LoRA of rank R")
+    add("--experts", type=int, default=16, help="(%(default)s)")
+    add("--choices", type=int, default=4, help="experts of a byte (%(default)s)")
     args = parser.parse_args(argv)
+    layout = layout_of(parser, args)
     torch.manual_seed(args.seed)
     train, held_out = data(args.chunk_length, args.max_chunks, args.device)
 
@@ -148,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
 
     task = Task(
         name="language_model",
-        model=Decoder(args.width, args.heads, f=args.width * 8 // 3, layers=args.layers),
+        model=Decoder(layout, layers=args.layers),
         criterion=ChunkLoss(),
         train=train,
         evaluate=bits_per_byte,

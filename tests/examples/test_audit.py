@@ -116,8 +116,11 @@ def test_guesses_are_counted(audit: ModuleType) -> None:
 SHORT = ["--device", "cpu", "--samples", "200", "--canaries", "200", "--guesses", "60"]
 
 
-def test_a_short_audit_runs(audit: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    found = audit.main([*SHORT, "--epochs", "2"])
+@pytest.mark.parametrize("model", ["convolutions", "current"])
+def test_a_short_audit_runs(
+    audit: ModuleType, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    found = audit.main([*SHORT, "--epochs", "2", "--model", model])
     assert not found.violated and found.as_expected
     assert found.epsilon <= 4.0 and 60 < found.included < 140
     out = capsys.readouterr().out

@@ -43,6 +43,28 @@ def test_methods_report_and_agree(example, name, capsys):
         torch.testing.assert_close(losses[method], losses["flash"], rtol=1e-4, atol=1e-4)
 
 
+CURRENT = ["--ffn=moe", "--router=product-key", "--residual=mhc", "--lora=4"]
+
+
+@pytest.mark.parametrize("name", ["language_model"])
+def test_current_layers(example, name):
+    """Experts, product keys and hyper-connections train in both ways."""
+    command = [*TINY[name], CPU, *CURRENT, "--max-steps=2"]
+    report = example.main(command)
+    assert 0 < report.epsilon < 8
+    again = example.main([*command, "--method=nonprivate"])
+    assert report.losses[0] == pytest.approx(again.losses[0], rel=1e-4)
+    with pytest.raises(SystemExit):
+        example.main([CPU, "--lora=4"])
+
+
+@pytest.mark.parametrize("name", ["language_model"])
+def test_current_layers_are_checked(example, name, capsys):
+    from flash_clipping.__main__ import main
+
+    assert main(["check", "language_model:subject", "--removals=2"]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["language_model"])
 def test_bf16_autocast(example, name):
     command = [*TINY[name], CPU, "--max-steps=3"]
