@@ -114,8 +114,10 @@ def test_every_section_is_that_of_autograd(case: Case, shape: tuple[int, ...]) -
 
 @every_case
 def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tolerance = 1e-3
     if case.dtype == torch.float16 and case.backend == "triton" and case.device == "cpu":
-        # The way of bf16, whose products the interpreter cannot do.
+        # The way of bf16, whose products the interpreter cannot do: two halves are nearly fp32.
+        tolerance = 2e-5
         kernels = importlib.import_module("flash_clipping.ops.hyper_connections.triton")
         monkeypatch.setattr(kernels, "_splits", lambda dtype: True)
     elif case.backend == "triton":
@@ -128,7 +130,7 @@ def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyP
     for name, per_sample in by_name(found).items():
         wanted = sections(name, expected.params[name], 4)
         for part, grad in sections(name, per_sample, 4).items():
-            assert relative_error(grad, wanted[part]) <= 1e-3, part
+            assert relative_error(grad, wanted[part]) <= tolerance, part
 
 
 @every_case

@@ -33,7 +33,8 @@ Not chosen by the batch's size, so that a sample is rounded alike in every batch
 STREAMED = 1024
 """Columns at a time of what only moves memory: eight for each thread, of all streams, so that sums
 over streams stay in one thread."""
-STAGES = 3
+STAGES = {True: 3, False: 2}
+"""Loads in flight with operands of 16 bits and with fp32: within 99 KiB of shared memory."""
 
 
 @triton.jit
@@ -235,7 +236,8 @@ def hyper_connections(
     inv_BS = torch.empty((B, S), dtype=torch.float32, device=x.device)
     # Enough programs for all multiprocessors, where there are few positions.
     rows = tiles.next_power_of_2(tiles.cdiv(N, tiles.sm_count(x.device)))
-    rows = max(16, min(MIX_ROWS, rows))
+    rows = max(16, min(MIX_ROWS if _room(m) <= 32 else MIX_ROWS // 2, rows))
+    splits = _splits(x.dtype)
     launch(
         _mix_kernel,
         tiles.cdiv(N, rows),
@@ -250,10 +252,10 @@ def hyper_connections(
         ROWS=rows,
         COLUMNS=MIX_COLUMNS,
         LOGITS=_room(m),
-        SPLIT=_splits(x.dtype),
+        SPLIT=splits,
         PRECISION=tiles.dot_precision(torch.float32),
         num_warps=8 if rows == MIX_ROWS else 4,
-        num_stages=STAGES,
+        num_stages=STAGES[splits],
     )
     pre_BSn, post_BSn, comb_BSnn, _ = gates(
         mix_BSm, inv_BS, alpha_3, bias_m, n, hc_eps, iterations, keep=False
@@ -332,7 +334,7 @@ def hyper_connections_backward(
     dx = torch.empty_like(x) if input_grad else None
     product_BmK = parts_BCmK = None
     if input_grad or matrix_grad:
-        logits = _room(m)
+        logits, splits = _room(m), _splits(x.dtype)
         columns = max(16, min(128 if logits <= 32 else 64, tiles.next_power_of_2(D)))
         blocks = tiles.cdiv(D, columns)
         chunks = tiles.cdiv(S, CHUNK)
@@ -360,9 +362,9 @@ def hyper_connections_backward(
             ROWS=GRAD_ROWS,
             COLUMNS=columns,
             LOGITS=logits,
-            SPLIT=_splits(x.dtype),
+            SPLIT=splits,
             PRECISION=tiles.dot_precision(torch.float32),
-            STAGES=STAGES,
+            STAGES=STAGES[splits],
             num_warps=4,
         )
         if parts_BCmK is not None:
