@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from flash_clipping._compat import never_compiled
 from flash_clipping.ops.product_key import product_key_backward, product_key_scores
 
 MakeNorm = Callable[[int], nn.Module]
@@ -101,7 +102,7 @@ class ProductKeyRouter(nn.Module):
         return f"experts={self.side**2}, k={self.k}, heads={self.heads}"
 
 
-@torch.compiler.disable  # it has a kernel: it runs by itself, between two graphs
+@never_compiled  # it has a kernel: it runs by itself, between two graphs
 def route(
     logits_x: Tensor,
     logits_y: Tensor,
