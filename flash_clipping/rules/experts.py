@@ -125,15 +125,19 @@ class ExpertsRule(Rule):
         """The module of ``transformers``."""
         return layer
 
-    def tensors(self, layer: Any) -> list[Tensor]:
+    def beside(self, layer: Any) -> Any:
+        """What its forward computes with now, besides parameters; the next three are given it."""
+        return None
+
+    def tensors(self, layer: Any, beside: Any) -> list[Tensor]:
         """All that its forward multiplies with, or adds."""
         return [getattr(layer, name) for name in names_of(layer)]
 
-    def arithmetic(self, layer: Any, params: Sequence[Tensor]) -> RoutedRows:
+    def arithmetic(self, layer: Any, params: Sequence[Tensor], beside: Any) -> RoutedRows:
         """What it computes with these for :meth:`tensors`."""
         return arithmetic_of(layer, params)
 
-    def factors(self, layer: Any, found: Gradients) -> dict[str, Factor]:
+    def factors(self, found: Gradients, beside: Any) -> dict[str, Factor]:
         """By the names of parameters."""
         return factors_of(found)
 
@@ -167,19 +171,22 @@ class ExpertsRule(Rule):
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
         segments = routing(chosen_BTk, self.experts(layer).num_experts)
-        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *self.tensors(layer))
+        beside, dtype = self.beside(layer), hidden_BTd.dtype
+        tensors = self.tensors(layer, beside)
+        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *tensors)
         hidden_Md, *params = operands
         weight_Mk = weight_BTk.flatten(0, 1)
-        y_Md, up_Nu = self.arithmetic(layer, params).forward(hidden_Md, weight_Mk, segments)
-        y_BTd = y_Md.to(hidden_BTd.dtype).view(hidden_BTd.shape)
-        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, hidden_BTd.dtype, *params)
+        rows = self.arithmetic(layer, params, beside)
+        y_Md, up_Nu = rows.forward(hidden_Md, weight_Mk, segments)
+        y_BTd = y_Md.to(dtype).view(hidden_BTd.shape)
+        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
-        hidden_Md, weight_Mk, up_Nu, segments, dtype, *params = saved
+        hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params = saved
         hidden_wanted, _, weight_wanted = needs.inputs
-        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params).backward(
+        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params, beside).backward(
             grad_output.flatten(0, 1),
             hidden_Md,
             weight_Mk,
@@ -192,4 +199,4 @@ class ExpertsRule(Rule):
         B, T = grad_output.shape[:2]
         grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
         grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
-        return (grad, None, grad_weight), self.factors(layer, found)
+        return (grad, None, grad_weight), self.factors(found, beside)

@@ -109,6 +109,22 @@ def test_several_adapters() -> None:
     check(model, inputs(3, 5))
 
 
+def test_other_adapters_by_the_time_of_backward() -> None:
+    model = with_lora(block())
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    grads = []
+    for changed in (False, True):
+        model.zero_grad()
+        loss = squares(flash, inputs(3, 5))
+        wrapper = model.base_model.model.experts
+        if changed:
+            wrapper.scaling["default"] *= 7
+            wrapper._disable_adapters = True
+        loss.backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *grads))
+
+
 def test_the_base_beside() -> None:
     model = with_lora(block(ExpertsWithBiases))
     for name, param in model.named_parameters():
