@@ -31,9 +31,19 @@ from flash_clipping.rules.registry import (
     register_family,
 )
 
-#: Relative difference between an expert block's own output and the rule's at which it is refused.
-DIFFERENT = {torch.float64: 1e-9, torch.float32: 1e-3}
-DIFFERENT_LOW = 5e-2
+#: Relative difference between what a block computes and what its rule does at which it is refused,
+#: by the dtype in which it was multiplied.
+_DIFFERENT = {torch.float64: 1e-9, torch.float32: 1e-3}
+_DIFFERENT_LOW = 5e-2
+
+
+def difference(own: Tensor, ruled: Tensor, dtype: torch.dtype) -> str:
+    """How much two results differ; empty where it is rounding in this dtype."""
+    own, ruled = own.double(), ruled.double()
+    error = float(torch.dist(own, ruled) / own.norm().clamp(min=1e-300))
+    within = error <= _DIFFERENT.get(dtype, _DIFFERENT_LOW)
+    return "" if within else f"relative difference {error:.1e}"
+
 
 MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj")
 
@@ -150,22 +160,17 @@ class ExpertsRule(Rule):
             with torch.no_grad():
                 own_Md = type(layer).forward(layer, *tokens)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
-                self._compare(layer, own_Md, output_BTd.flatten(0, 1))
+                # Under autocast, that of the tokens that were multiplied.
+                found = difference(own_Md, output_BTd.flatten(0, 1), saved[0].dtype)
+                if found:
+                    raise UnsupportedLayer(
+                        "its attributes are those of experts that transformers can run by any of "
+                        f"its implementations, but they compute something else ({found}). Give it "
+                        "a rule of its own (flash_clipping.register_rule), or freeze its "
+                        "parameters."
+                    )
                 self._checked.add(layer)
         return output_BTd, saved
-
-    def _compare(self, layer: Any, own_Md: Tensor, ruled_Md: Tensor) -> None:
-        """A block's own output, of whatever implementation, and the rule's."""
-        dtype = self.experts(layer).down_proj.dtype
-        own_Md, ruled_Md = own_Md.double(), ruled_Md.double()
-        error = float(torch.dist(own_Md, ruled_Md) / own_Md.norm().clamp(min=1e-300))
-        if not error <= DIFFERENT.get(dtype, DIFFERENT_LOW):
-            raise UnsupportedLayer(
-                "its attributes are those of experts that transformers can run by any of its "
-                f"implementations, but they compute something else (relative difference "
-                f"{error:.1e}). Give it a rule of its own (flash_clipping.register_rule), or "
-                "freeze its parameters."
-            )
 
     def _forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor

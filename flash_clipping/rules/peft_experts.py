@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from flash_clipping.factors import Factor, Rearranged
 from flash_clipping.layers.routed_rows import Gradients, LowRank, RoutedRows
 from flash_clipping.rules.experts import (
-    DIFFERENT,
-    DIFFERENT_LOW,
     ExpertsRule,
     are_experts,
     arithmetic_of,
+    difference,
     factors_of,
     names_of,
 )
@@ -130,6 +129,12 @@ def _low_rank_matrices(A: Tensor, B: Tensor, experts: int) -> tuple[Tensor, Tens
     return A.unflatten(0, (experts, -1)), B.unflatten(1, (-1, experts)).movedim(-1, 0).contiguous()
 
 
+def _waves(rows: int, columns: int, step: float, like: Tensor) -> Tensor:
+    """Values of no pattern, without a draw from the user's generators."""
+    numbers = torch.arange(rows * columns, device=like.device, dtype=torch.float64)
+    return (numbers * step).sin().view(rows, columns).to(like.dtype)
+
+
 def _check_layout(wrapper: Any, adapter: str) -> None:
     """Compare PEFT's own product with that of the matrices as they are taken here: on other values,
     as B is 0 at first, and for few features, as the product has as many elements as the experts.
@@ -137,14 +142,8 @@ def _check_layout(wrapper: Any, adapter: str) -> None:
     Raises:
         UnsupportedLayer: they differ.
     """
-    A, B = (module.weight.detach() for module in _pair(wrapper, adapter))
-    probes = [
-        (torch.arange(rows * columns, device=A.device, dtype=torch.float64) * step)
-        .sin()
-        .view(rows, columns)
-        .to(A.dtype)
-        for rows, columns, step in ((len(A), 3, 0.7), (4, B.shape[1], 1.7))
-    ]
+    A, B = (module.weight for module in _pair(wrapper, adapter))
+    probes = _waves(len(A), 3, 0.7, A), _waves(4, B.shape[1], 1.7, A)
     stand_in = copy.copy(wrapper)
     of_stand_in = dict(wrapper._modules)
     for name, probe in zip(("lora_A", "lora_B"), probes, strict=True):
@@ -153,19 +152,18 @@ def _check_layout(wrapper: Any, adapter: str) -> None:
         of_stand_in[name] = nn.ModuleDict({adapter: holder})
     stand_in.__dict__["_modules"] = of_stand_in
     experts = wrapper.get_base_layer()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(A.device.type, enabled=False):
         own = stand_in.get_delta_weight(adapter)
-        wide_A, wide_B = (probe.double() for probe in probes)
-        A_Erd, B_Epr = _low_rank_matrices(wide_A, wide_B, experts.num_experts)
-        ruled = B_Epr @ A_Erd * wrapper.scaling[adapter]
+        A_Erd, B_Epr = _low_rank_matrices(*probes, experts.num_experts)
+        ruled = B_Epr.double() @ A_Erd.double() * wrapper.scaling[adapter]
         ruled = ruled.mT if experts.is_transposed else ruled
-    error = float("inf")
-    if own.shape == ruled.shape:
-        error = float(torch.dist(own.double(), ruled) / ruled.norm().clamp(min=1e-300))
-    if not error <= DIFFERENT.get(own.dtype, DIFFERENT_LOW):
+    shape = f"shape {tuple(own.shape)} in the place of {tuple(ruled.shape)}"
+    # Either of the two may be in low precision.
+    narrow = min(own.dtype, A.dtype, key=lambda dtype: dtype.itemsize)
+    if found := difference(own, ruled, narrow) if own.shape == ruled.shape else shape:
         raise UnsupportedLayer(
             f"PEFT adds something else to {wrapper.parameter_name} than the product of its low "
-            f"ranks as this version of flash_clipping knows it (relative difference {error:.1e}). "
+            f"ranks as this version of flash_clipping knows it ({found}). "
             "Use LoRA on the model's linear layers (target_modules), or freeze these adapters."
         )
 

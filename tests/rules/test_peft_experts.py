@@ -171,6 +171,26 @@ def test_float32_adapters_beside_bfloat16() -> None:
             assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_autocast(family: str) -> None:
+    """Both round in bf16, but not alike: that is no other computation."""
+    parameters = [f"mlp.{name}" for name in BOTH]
+    for model in (mixture(family), with_lora(mixture(family), parameters)):
+        truth = copy.deepcopy(model)
+        flash = GradSampleModuleFlashClipping(model.float(), max_grad_norm=1e9)
+        batch = tokens()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = language_loss(flash, batch)
+        loss.backward()
+        language_loss(truth, batch).backward()
+        pairs = zip(model.parameters(), truth.parameters(), strict=True)
+        grads = [(p.grad.double(), len(batch[0]) * q.grad) for p, q in pairs if q.requires_grad]
+        found, expected = (
+            torch.cat([g.flatten() for g in side]) for side in zip(*grads, strict=True)
+        )
+        assert (found - expected).norm() <= 0.05 * expected.norm()
+
+
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("T", [3, 40])
 def test_a_sample_that_is_not_finite(T: int) -> None:
