@@ -31,9 +31,19 @@ from flash_clipping.rules.registry import (
     register_family,
 )
 
-#: Relative difference between an expert block's own output and the rule's at which it is refused.
-DIFFERENT = {torch.float64: 1e-9, torch.float32: 1e-3}
-DIFFERENT_LOW = 5e-2
+#: Relative difference between what a block computes and what its rule does at which it is refused,
+#: by the dtype in which it was multiplied.
+_DIFFERENT = {torch.float64: 1e-9, torch.float32: 1e-3}
+_DIFFERENT_LOW = 5e-2
+
+
+def difference(own: Tensor, ruled: Tensor, dtype: torch.dtype) -> str:
+    """How much two results differ; empty where it is rounding in this dtype."""
+    own, ruled = own.double(), ruled.double()
+    error = float(torch.dist(own, ruled) / own.norm().clamp(min=1e-300))
+    within = error <= _DIFFERENT.get(dtype, _DIFFERENT_LOW)
+    return "" if within else f"relative difference {error:.1e}"
+
 
 MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj")
 
@@ -125,15 +135,19 @@ class ExpertsRule(Rule):
         """The module of ``transformers``."""
         return layer
 
-    def tensors(self, layer: Any) -> list[Tensor]:
+    def beside(self, layer: Any) -> Any:
+        """What its forward computes with now, besides parameters; the next three are given it."""
+        return None
+
+    def tensors(self, layer: Any, beside: Any) -> list[Tensor]:
         """All that its forward multiplies with, or adds."""
         return [getattr(layer, name) for name in names_of(layer)]
 
-    def arithmetic(self, layer: Any, params: Sequence[Tensor]) -> RoutedRows:
+    def arithmetic(self, layer: Any, params: Sequence[Tensor], beside: Any) -> RoutedRows:
         """What it computes with these for :meth:`tensors`."""
         return arithmetic_of(layer, params)
 
-    def factors(self, layer: Any, found: Gradients) -> dict[str, Factor]:
+    def factors(self, found: Gradients, beside: Any) -> dict[str, Factor]:
         """By the names of parameters."""
         return factors_of(found)
 
@@ -146,40 +160,38 @@ class ExpertsRule(Rule):
             with torch.no_grad():
                 own_Md = type(layer).forward(layer, *tokens)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
-                self._compare(layer, own_Md, output_BTd.flatten(0, 1))
+                # Under autocast, that of the tokens that were multiplied.
+                found = difference(own_Md, output_BTd.flatten(0, 1), saved[0].dtype)
+                if found:
+                    raise UnsupportedLayer(
+                        "its attributes are those of experts that transformers can run by any of "
+                        f"its implementations, but they compute something else ({found}). Give it "
+                        "a rule of its own (flash_clipping.register_rule), or freeze its "
+                        "parameters."
+                    )
                 self._checked.add(layer)
         return output_BTd, saved
-
-    def _compare(self, layer: Any, own_Md: Tensor, ruled_Md: Tensor) -> None:
-        """A block's own output, of whatever implementation, and the rule's."""
-        dtype = self.experts(layer).down_proj.dtype
-        own_Md, ruled_Md = own_Md.double(), ruled_Md.double()
-        error = float(torch.dist(own_Md, ruled_Md) / own_Md.norm().clamp(min=1e-300))
-        if not error <= DIFFERENT.get(dtype, DIFFERENT_LOW):
-            raise UnsupportedLayer(
-                "its attributes are those of experts that transformers can run by any of its "
-                f"implementations, but they compute something else (relative difference "
-                f"{error:.1e}). Give it a rule of its own (flash_clipping.register_rule), or "
-                "freeze its parameters."
-            )
 
     def _forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
         segments = routing(chosen_BTk, self.experts(layer).num_experts)
-        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *self.tensors(layer))
+        beside, dtype = self.beside(layer), hidden_BTd.dtype
+        tensors = self.tensors(layer, beside)
+        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *tensors)
         hidden_Md, *params = operands
         weight_Mk = weight_BTk.flatten(0, 1)
-        y_Md, up_Nu = self.arithmetic(layer, params).forward(hidden_Md, weight_Mk, segments)
-        y_BTd = y_Md.to(hidden_BTd.dtype).view(hidden_BTd.shape)
-        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, hidden_BTd.dtype, *params)
+        rows = self.arithmetic(layer, params, beside)
+        y_Md, up_Nu = rows.forward(hidden_Md, weight_Mk, segments)
+        y_BTd = y_Md.to(dtype).view(hidden_BTd.shape)
+        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
-        hidden_Md, weight_Mk, up_Nu, segments, dtype, *params = saved
+        hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params = saved
         hidden_wanted, _, weight_wanted = needs.inputs
-        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params).backward(
+        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params, beside).backward(
             grad_output.flatten(0, 1),
             hidden_Md,
             weight_Mk,
@@ -192,4 +204,4 @@ class ExpertsRule(Rule):
         B, T = grad_output.shape[:2]
         grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
         grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
-        return (grad, None, grad_weight), self.factors(layer, found)
+        return (grad, None, grad_weight), self.factors(found, beside)

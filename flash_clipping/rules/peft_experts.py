@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,11 +23,10 @@ from torch import Tensor, nn
 from flash_clipping.factors import Factor, Rearranged
 from flash_clipping.layers.routed_rows import Gradients, LowRank, RoutedRows
 from flash_clipping.rules.experts import (
-    DIFFERENT,
-    DIFFERENT_LOW,
     ExpertsRule,
     are_experts,
     arithmetic_of,
+    difference,
     factors_of,
     names_of,
 )
@@ -59,6 +59,31 @@ def are_wrapped_experts(layer: nn.Module) -> bool:
     names = [wrapper.parameter_name for _, wrapper in wrappers]
     matrices = [name for name in names_of(experts) if getattr(experts, name).dim() == 3]
     return len(set(names)) == len(names) and set(names) <= set(matrices)
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """Low ranks that a forward computes with.
+
+    Attributes:
+        path: of the wrapper, from the outermost one.
+        wrapper: the wrapper.
+        name: of the adapter.
+        scale: of the product.
+    """
+
+    path: str
+    wrapper: Any
+    name: str
+    scale: float
+
+    @property
+    def A_name(self) -> str:
+        return f"{self.path}lora_A.{self.name}.weight"
+
+    @property
+    def B_name(self) -> str:
+        return f"{self.path}lora_B.{self.name}.weight"
 
 
 def _active(wrapper: Any) -> list[str]:
@@ -101,21 +126,24 @@ def _B_as_parameter(x: Tensor) -> Tensor:
 
 def _low_rank_matrices(A: Tensor, B: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """``[E, r, d]`` and ``[E, p, r]`` of the parameters."""
-    return A.unflatten(0, (experts, -1)), B.unflatten(1, (-1, experts)).movedim(-1, 0)
+    return A.unflatten(0, (experts, -1)), B.unflatten(1, (-1, experts)).movedim(-1, 0).contiguous()
+
+
+def _waves(rows: int, columns: int, step: float, like: Tensor) -> Tensor:
+    """Values of no pattern, without a draw from the user's generators."""
+    numbers = torch.arange(rows * columns, device=like.device, dtype=torch.float64)
+    return (numbers * step).sin().view(rows, columns).to(like.dtype)
 
 
 def _check_layout(wrapper: Any, adapter: str) -> None:
-    """Compare PEFT's own product with that of the matrices as they are taken here, on other
-    values: B is 0 at first.
+    """Compare PEFT's own product with that of the matrices as they are taken here: on other values,
+    as B is 0 at first, and for few features, as the product has as many elements as the experts.
 
     Raises:
         UnsupportedLayer: they differ.
     """
-    probes: list[Tensor] = []
-    for i, module in enumerate(_pair(wrapper, adapter)):
-        weight = module.weight.detach()
-        values = torch.arange(weight.numel(), device=weight.device, dtype=torch.float64)
-        probes.append((values * (0.7 + i)).sin().view_as(weight).to(weight.dtype))
+    A, B = (module.weight for module in _pair(wrapper, adapter))
+    probes = _waves(len(A), 3, 0.7, A), _waves(4, B.shape[1], 1.7, A)
     stand_in = copy.copy(wrapper)
     of_stand_in = dict(wrapper._modules)
     for name, probe in zip(("lora_A", "lora_B"), probes, strict=True):
@@ -124,19 +152,18 @@ def _check_layout(wrapper: Any, adapter: str) -> None:
         of_stand_in[name] = nn.ModuleDict({adapter: holder})
     stand_in.__dict__["_modules"] = of_stand_in
     experts = wrapper.get_base_layer()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(A.device.type, enabled=False):
         own = stand_in.get_delta_weight(adapter)
-        A, B = (probe.double() for probe in probes)
-        A_Erd, B_Epr = _low_rank_matrices(A, B, experts.num_experts)
-        ruled = B_Epr @ A_Erd * wrapper.scaling[adapter]
+        A_Erd, B_Epr = _low_rank_matrices(*probes, experts.num_experts)
+        ruled = B_Epr.double() @ A_Erd.double() * wrapper.scaling[adapter]
         ruled = ruled.mT if experts.is_transposed else ruled
-    error = float("inf")
-    if own.shape == ruled.shape:
-        error = float(torch.dist(own.double(), ruled) / ruled.norm().clamp(min=1e-300))
-    if not error <= DIFFERENT.get(own.dtype, DIFFERENT_LOW):
+    shape = f"shape {tuple(own.shape)} in the place of {tuple(ruled.shape)}"
+    # Either of the two may be in low precision.
+    narrow = min(own.dtype, A.dtype, key=lambda dtype: dtype.itemsize)
+    if found := difference(own, ruled, narrow) if own.shape == ruled.shape else shape:
         raise UnsupportedLayer(
             f"PEFT adds something else to {wrapper.parameter_name} than the product of its low "
-            f"ranks as this version of flash_clipping knows it (relative difference {error:.1e}). "
+            f"ranks as this version of flash_clipping knows it ({found}). "
             "Use LoRA on the model's linear layers (target_modules), or freeze these adapters."
         )
 
@@ -163,47 +190,42 @@ class PeftExpertsRule(ExpertsRule):
     def experts(self, layer: Any) -> Any:
         return layer.get_base_layer()
 
-    def tensors(self, layer: Any) -> list[Tensor]:
-        experts = self.experts(layer)
-        tensors = super().tensors(experts)
-        for _, wrapper, adapter in self._adapters(layer):
+    def beside(self, layer: Any) -> tuple[_Adapter, ...]:
+        """As they are now: backward may come when others are active."""
+        found = []
+        for path, wrapper in _unwrapped(layer)[0]:
             known = self._layouts.setdefault(wrapper, set())
-            if adapter not in known:
-                _check_layout(wrapper, adapter)
-                known.add(adapter)
-            tensors += [module.weight.to(tensors[0].dtype) for module in _pair(wrapper, adapter)]
+            for name in _active(wrapper):
+                if name not in known:
+                    _check_layout(wrapper, name)
+                    known.add(name)
+                found.append(_Adapter(path, wrapper, name, wrapper.scaling[name]))
+        return tuple(found)
+
+    def tensors(self, layer: Any, beside: Sequence[_Adapter]) -> list[Tensor]:
+        tensors = super().tensors(self.experts(layer), None)
+        dtype = tensors[0].dtype
+        for it in beside:
+            tensors += [module.weight.to(dtype) for module in _pair(it.wrapper, it.name)]
         return tensors
 
-    def arithmetic(self, layer: Any, params: Sequence[Tensor]) -> RoutedRows:
-        experts = self.experts(layer)
+    def arithmetic(
+        self, layer: Any, params: Sequence[Tensor], beside: Sequence[_Adapter]
+    ) -> RoutedRows:
+        _, prefix, experts = _unwrapped(layer)
         base = len(names_of(experts))
         low_ranks: dict[str, list[LowRank]] = {}
-        matrices = iter(params[base:])
-        for path, wrapper, adapter in self._adapters(layer):
-            A_Erd, B_Epr = _low_rank_matrices(next(matrices), next(matrices), experts.num_experts)
-            low_rank = LowRank(
-                A_Erd,
-                (B_Epr,),
-                wrapper.scaling[adapter],
-                f"{path}lora_A.{adapter}.weight",
-                (f"{path}lora_B.{adapter}.weight",),
-            )
-            low_ranks.setdefault(wrapper.parameter_name, []).append(low_rank)
-        prefix = _unwrapped(layer)[1]
+        for i, it in enumerate(beside):
+            A, B = params[base + 2 * i : base + 2 * i + 2]
+            A_Erd, B_Epr = _low_rank_matrices(A, B, experts.num_experts)
+            low_rank = LowRank(A_Erd, (B_Epr,), it.scale, it.A_name, (it.B_name,))
+            low_ranks.setdefault(it.wrapper.parameter_name, []).append(low_rank)
         return arithmetic_of(experts, params[:base], prefix, low_ranks)
 
-    def factors(self, layer: Any, found: Gradients) -> dict[str, Factor]:
+    def factors(self, found: Gradients, beside: Sequence[_Adapter]) -> dict[str, Factor]:
         factors = factors_of(found)
-        for path, _, adapter in self._adapters(layer):
-            for low, arrange in (("lora_A", _A_as_parameter), ("lora_B", _B_as_parameter)):
-                name = f"{path}{low}.{adapter}.weight"
+        for it in beside:
+            for name, arrange in ((it.A_name, _A_as_parameter), (it.B_name, _B_as_parameter)):
                 if name in factors:
                     factors[name] = Rearranged(factors[name], arrange)
         return factors
-
-    @staticmethod
-    def _adapters(layer: Any) -> Iterator[tuple[str, Any, str]]:
-        """Path of the wrapper, the wrapper, and the adapter that it computes with."""
-        for path, wrapper in _unwrapped(layer)[0]:
-            for adapter in _active(wrapper):
-                yield path, wrapper, adapter

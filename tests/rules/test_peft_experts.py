@@ -109,6 +109,22 @@ def test_several_adapters() -> None:
     check(model, inputs(3, 5))
 
 
+def test_other_adapters_by_the_time_of_backward() -> None:
+    model = with_lora(block())
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    grads = []
+    for changed in (False, True):
+        model.zero_grad()
+        loss = squares(flash, inputs(3, 5))
+        wrapper = model.base_model.model.experts
+        if changed:
+            wrapper.scaling["default"] *= 7
+            wrapper._disable_adapters = True
+        loss.backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *grads))
+
+
 def test_the_base_beside() -> None:
     model = with_lora(block(ExpertsWithBiases))
     for name, param in model.named_parameters():
@@ -153,6 +169,26 @@ def test_float32_adapters_beside_bfloat16() -> None:
     for name, param in model.named_parameters():
         if param.requires_grad:
             assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_autocast(family: str) -> None:
+    """Both round in bf16, but not alike: that is no other computation."""
+    parameters = [f"mlp.{name}" for name in BOTH]
+    for model in (mixture(family), with_lora(mixture(family), parameters)):
+        truth = copy.deepcopy(model)
+        flash = GradSampleModuleFlashClipping(model.float(), max_grad_norm=1e9)
+        batch = tokens()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = language_loss(flash, batch)
+        loss.backward()
+        language_loss(truth, batch).backward()
+        pairs = zip(model.parameters(), truth.parameters(), strict=True)
+        grads = [(p.grad.double(), len(batch[0]) * q.grad) for p, q in pairs if q.requires_grad]
+        found, expected = (
+            torch.cat([g.flatten() for g in side]) for side in zip(*grads, strict=True)
+        )
+        assert (found - expected).norm() <= 0.05 * expected.norm()
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
