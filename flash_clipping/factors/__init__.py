@@ -6,6 +6,7 @@ from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Stacked, merge
 from flash_clipping.factors.segmented import SegmentedOuter, in_segments
+from flash_clipping.factors.units import OfUnits, UnitMap, by_units
 from flash_clipping.factors.vector import RowSum, VectorStack
 
 __all__ = [
@@ -14,13 +15,16 @@ __all__ = [
     "Dense",
     "Factor",
     "Lookup",
+    "OfUnits",
     "Outer",
     "RowSum",
     "SegmentedOuter",
     "Stacked",
     "TiedEmbedding",
+    "UnitMap",
     "VectorStack",
     "accumulation_dtype",
+    "by_units",
     "in_segments",
     "merge",
 ]

@@ -20,9 +20,9 @@ from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
-    Mode,
 )
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
 from flash_clipping.integration.sampling import (
     NotPoissonWarning,
