@@ -85,6 +85,9 @@ class ExpertsRule(Rule):
     def __init__(self) -> None:
         self._checked: WeakSet[nn.Module] = WeakSet()
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
