@@ -34,10 +34,18 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
         return
     counts = losses.shape[:1] if session.batch_first else losses.shape[:2]
     if call is not None and call.units is not None:
-        # Of rows, of units, or of positions: all are added up, whoever they belong to.
-        units = call.units
-        if counts[0] in (samples, units.count, len(units.map)):
+        # All are added up, whoever they belong to. Of a row with several units there is no loss:
+        # a mean over its positions would be shared by all of these.
+        counts_known = call.units.count, len(call.units.map)
+        if counts[0] in counts_known:
             return
+        if call.units.by_position:
+            raise FlashClippingError(
+                f"the criterion: found {counts[0]} losses; expected one for each of the "
+                f"{counts_known[1]} positions, or of the {counts_known[0]} units, which are parts "
+                "of rows. A mean over a row would be shared by all units in it: call the criterion "
+                "on logits.flatten(0, 1) and labels.flatten(), without shape=."
+            )
     if samples not in counts:
         raise FlashClippingError(
             f"the criterion: found {counts[0]} losses, but the model was called with a batch "

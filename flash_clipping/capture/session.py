@@ -81,6 +81,8 @@ class ClippingSession:
         self.sum_dtype = sum_dtype
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
+        #: The units of the last call of the root, where they are parts of rows.
+        self.positions: Units | None = None
         #: Makes the records of a backward pass; who watches one puts a class of its own here.
         self.backward_pass_class: type[BackwardPass] = BackwardPass
         self.enabled = False
@@ -225,6 +227,7 @@ class ClippingSession:
             witness=witness,
             units=units,
         )
+        self.positions = units if units is not None and units.by_position else None
         self._forwards.add(forward)
         self._current_forward = weakref.ref(forward)
         return forward
@@ -303,6 +306,8 @@ class ClippingSession:
                 "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
                 "of the operator, use plain Python for it, or freeze the layer's parameters."
             )
+        if self.positions is not None:  # such a layer has got every position as a row
+            return (x.shape[axis] if rows is None else rows) == len(self.positions.map)
         read = call.next_read(path)
         folded = path in self.folded
         if call.witness is not None:

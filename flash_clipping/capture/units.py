@@ -65,6 +65,23 @@ class Units:
         given = self._given()
         return given is not None and (given, self._version) == (other._given(), other._version)
 
+    def scale_of_mean(self) -> float:
+        """What a row's own gradient is, in terms of what arrives from a mean over rows.
+
+        Raises:
+            FlashClippingError: units are parts of rows: no mean is known that their losses do not
+                share.
+        """
+        if not self.by_position:
+            return float(self.shape[0])
+        raise FlashClippingError(
+            'the model: units are parts of rows, and loss_reduction="mean". A mean over tokens '
+            "makes the gradient of one document depend on how many tokens the others have, so that "
+            'no clipping bounds what one adds. Wrap the model with loss_reduction="sum" and add up '
+            "the losses of positions, each divided by what is public, or by the length of its own "
+            "document; or use the engine's criterion, which adds up."
+        )
+
     def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
         """What was recorded row by row, for units.
 
@@ -113,6 +130,10 @@ class UnitsOfCalls:
         self.from_loader = False
         self.announced: tuple[Tensor, int] | None = None
         self.are_items = False
+        #: Where units are parts of rows: layers that were rehearsed, and kinds of calls in which
+        #: documents were seen not to reach each other.
+        self.proven: set[str] = set()
+        self.apart: set[Any] = set()
 
     @property
     def name(self) -> str | None:
@@ -168,7 +189,7 @@ class UnitsOfCalls:
         if given.device.type == "meta":
             raise FlashClippingError(f"{where}: found a tensor without values, on meta.")
         if isinstance(self.sample_of, Offsets):
-            if rows != 1 and not self._is_flat(tensors):
+            if rows != 1 and not self._is_flat(tensors):  # [T], or one row
                 raise FlashClippingError(
                     f"{where}: found a batch of {rows} rows; expected one, in which documents lie "
                     "end to end. For several rows give the unit of every position, [R, T]."
@@ -260,7 +281,37 @@ class UnitsOfCalls:
     def _of_offsets(
         self, where: str, given: Tensor, tensors: list[Tensor], drawn: int | None
     ) -> Units:
-        raise NotImplementedError
+        """The unit of every position, from where units begin; whoever holds the offsets knows how
+        many there are."""
+        if given.dim() != 1 or not len(given):
+            raise FlashClippingError(
+                f"{where}: found a tensor of shape {tuple(given.shape)}; expected [U + 1]: where "
+                "each of U documents begins, and where the last ends."
+            )
+        flat = self._is_flat(tensors)
+        positions = tensors[0].shape[0] if flat else _positions(tensors, 1)
+        if positions is None:
+            raise FlashClippingError(
+                f"{where}: found no input of the model with an axis of positions; expected "
+                "[1, T, ...] or [T]."
+            )
+        offsets = given.detach().to(torch.int64)
+        count = len(offsets) - 1
+        told = drawn if self.are_items else None
+        if told is not None and told != count:
+            raise FlashClippingError(
+                f"{where}: found {count} documents, but the loader drew {told} items one by one. "
+                "Make every item of the dataset one document."
+            )
+        self._check(
+            (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= positions),
+            f"{where}: found offsets that do not begin at 0, fall, or go beyond the "
+            f"{positions} positions of the batch.",
+        )
+        places_T = torch.arange(positions, device=offsets.device)
+        index_T = torch.searchsorted(offsets, places_T, right=True) - 1
+        index_T = index_T.masked_fill(index_T >= count, -1)
+        return Units(index_T.unsqueeze(0), count, given)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -320,7 +320,7 @@ class BackwardPass:
         if self.session.loss_reduction != "mean":
             return 1.0
         # The mean is over rows, whoever they belong to.
-        return float(self.batch_size or 0) if self.units is None else float(self.units.shape[0])
+        return float(self.batch_size or 0) if self.units is None else self.units.scale_of_mean()
 
     def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""

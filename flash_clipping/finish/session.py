@@ -41,8 +41,10 @@ class Units(Protocol):
 
     #: How many units there are.
     count: int
-    #: Rows of the batch, and positions of each where units are parts of rows.
-    shape: tuple[int, ...]
+
+    def scale_of_mean(self) -> float:
+        """What a row's own gradient is, in terms of what arrives from a mean over rows."""
+        ...
 
     def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
         """What was recorded row by row, for units."""

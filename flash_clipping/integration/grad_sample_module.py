@@ -24,9 +24,10 @@ from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
-from flash_clipping.capture.units import Offsets
+from flash_clipping.capture.units import Offsets, Units
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
@@ -224,7 +225,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
         units = session.units_of(given, tensors)
-        if session.may_rehearse() and (
+        if session.may_rehearse() and units is not None and units.by_position:
+            self._rehearse(module, args, kwargs, positions=units)
+        elif session.may_rehearse() and (
             session.rehearsed != self._guards.count or may_tell_more(session, args, kwargs)
         ):
             self._rehearse(module, args, kwargs)
@@ -262,13 +265,18 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: ForwardCall | None = None,
+        positions: Units | None = None,
     ) -> None:
         """See which rows are samples; after ``call``, whether it was right about that."""
         forward: Callable[..., Any] = module.forward
         if isinstance(forward, TwoPassForward):
             forward = forward.original
+        given = module, forward, self._session, args, kwargs
         with self._taps.regions.as_compiled():
-            rehearse(module, forward, self._session, args, kwargs, call)
+            if positions is None:
+                rehearse(*given, call)
+            else:
+                rehearse_positions(*given, positions, self._guards.count)
 
     def expect_samples(self, n: int | None) -> None:
         """Tell how many samples the loader drew for the next forward.

@@ -1,0 +1,150 @@
+"""Layers of a model whose units are parts of rows: documents packed end to end.
+
+``R`` rows of the batch, ``T`` positions of each, ``N = R·T``, ``U`` units, ``d`` features.
+
+A layer that does the same with every position gets these as rows of its own, ``[N, ...]``, and what
+it records of them becomes what belongs to units. All others are refused. That the documents of one
+row do not reach each other, and that what a layer reads at a position is that position's, is shown
+by :mod:`flash_clipping.capture.position_rehearsal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flash_clipping.capture.position_rehearsal import PositionWitness
+from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.units import Units
+from flash_clipping.errors import FlashClippingError
+
+_ALONE = (
+    "Give every document a row of its own, padded to one length, with a map of rows; or freeze "
+    "this layer's parameters."
+)
+
+
+def refuse_layer(path: str, found: str, advice: str = _ALONE) -> NoReturn:
+    """Say why a layer cannot be served where units are parts of rows."""
+    raise FlashClippingError(
+        f"{path}: units are parts of rows (sample_of with a map of positions), and {found}. "
+        f"{advice}"
+    )
+
+
+class Positions:
+    """How one call's inputs become rows, one for each position, and its output positions again."""
+
+    def __init__(self, path: str, units: Units):
+        self.path, self.units = path, units
+        self._folded = False
+
+    def rows(self, args: tuple[Any, ...], least: int = 1) -> tuple[Any, ...]:
+        """The same arguments with ``[N, ...]`` in the place of ``[R, T, ...]``.
+
+        ``least``: axes that a floating tensor has behind its positions.
+        """
+        R, T = self.units.shape
+        found: list[Any] = []
+        for x in args:
+            if not isinstance(x, Tensor):
+                found.append(x)
+                continue
+            behind = least if x.is_floating_point() else 0
+            if x.dim() >= 2 + behind and tuple(x.shape[:2]) == (R, T):
+                found.append(x.flatten(0, 1))
+            elif x.dim() >= 1 + behind and x.shape[0] == R * T:
+                found.append(x)
+                self._folded = True
+            else:
+                refuse_layer(
+                    self.path,
+                    f"it reads a tensor of shape {tuple(x.shape)}; expected [{R}, {T}, ...], as "
+                    "the map has",
+                    "Keep all positions on the second axis of what it reads, in their order; or "
+                    "freeze this layer's parameters.",
+                )
+        return tuple(found)
+
+    def back(self, output: Tensor) -> Tensor:
+        """The output ``[N, ...]`` as the layer's own."""
+        R, T = self.units.shape
+        return output if self._folded else output.unflatten(0, (R, T))
+
+
+def note_read(
+    path: str, session: ClippingSession, rows: Tensor, given: tuple[Any, ...], recomputed: bool
+) -> None:
+    """A layer reads these rows: note it in a rehearsal; afterwards it must have been seen there.
+
+    Raises:
+        FlashClippingError: it is reached for the first time.
+    """
+    call = session.current_forward
+    if recomputed or call is None:
+        return
+    if isinstance(call.witness, PositionWitness):
+        call.begin_call(path)
+        call.witness.note(call.next_read(path), rows, given)
+    elif path not in session.units_of_calls.proven:
+        session.units_of_calls.apart.clear()
+        raise FlashClippingError(
+            f"{path}: this layer was reached for the first time, and units are parts of rows: it "
+            "was not seen whether documents reach each other in what it reads. It is looked at "
+            "before the next forward: clear the gradients and run this step again."
+        )
+
+
+def by_position(
+    path: str,
+    session: ClippingSession,
+    units: Units,
+    own: Callable[..., Any],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recomputed: bool,
+) -> Tensor:
+    """A module without a rule, which gets every position as a row ``[N, 1, ...]``.
+
+    Args:
+        own: its forward.
+        run: its forward where what it records is recorded.
+
+    Raises:
+        FlashClippingError: it is called with something else than one tensor; or computes something
+            else of positions that come one by one, in a rehearsal.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        refuse_layer(
+            path,
+            "this module uses parameters itself and is called with something else than one tensor",
+        )
+    positions = Positions(path, units)
+    (rows,) = positions.rows(args)
+    note_read(path, session, rows, args, recomputed)
+    output = run(rows.unsqueeze(1))
+    if not isinstance(output, Tensor) or output.shape[:2] != (len(rows), 1):
+        refuse_layer(path, "this module returns something else than one row for each")
+    output = positions.back(output.squeeze(1))
+    call = session.current_forward
+    if not recomputed and call is not None and call.witness is not None:
+        with torch.no_grad(), session.bypass():
+            expected = own(*args)
+        low = is_low(expected) or is_low(output)
+        if not _are_close(expected, output.detach(), DIFFERENT_LOW if low else DIFFERENT):
+            refuse_layer(path, "this module does not work position by position")
+    return output
+
+
+def _are_close(expected: Any, found: Tensor, different: float) -> bool:
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        return False
+    expected, found = expected.double(), found.double()
+    error = (expected - found).abs().max() if found.numel() else expected.new_zeros(())
+    scale = expected.abs().max() if found.numel() else error
+    return bool(error <= different * scale) or not bool(torch.isfinite(scale))
