@@ -46,6 +46,7 @@ class PositionWitness:
     """Notes what layers read in one rehearsal."""
 
     taint: Taint
+    positions: int
     notes: dict[Read, _Note] = field(default_factory=dict)
     offsets: Tensor | None = None
 
@@ -56,8 +57,15 @@ class PositionWitness:
         digest_N = digest_of(rows if rows.dim() > 1 else rows.unsqueeze(1), 0)
         self.notes[read] = _Note(digest_N, tainted, is_low(rows))
 
-    def reads_samples(self, *_: Any, **__: Any) -> bool:
-        return True  # of stand-ins, in a module that has got positions as rows
+    def reads_samples(
+        self, read: Read, x: Tensor, axis: int, *, rows: int | None = None, **_: Any
+    ) -> bool:
+        """Of what a module's own parameters meet, which has got positions as rows."""
+        if (x.shape[axis] if rows is None else rows) != self.positions:
+            return False
+        if rows is None:
+            self.notes[read] = _Note(digest_of(x, axis), True, is_low(x))
+        return True
 
     def forget(self, path: str) -> None:
         for read in [read for read in self.notes if read[0] == path]:
@@ -72,7 +80,8 @@ class _PositionRehearsals(Rehearsals):
         self.units: Units | None = units
 
     def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
-        return PositionWitness(taint)
+        assert self.units is not None
+        return PositionWitness(taint, len(self.units.map))
 
 
 def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -306,9 +306,10 @@ class ClippingSession:
                 "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
                 "of the operator, use plain Python for it, or freeze the layer's parameters."
             )
-        if self.positions is not None:  # such a layer has got every position as a row
-            return (x.shape[axis] if rows is None else rows) == len(self.positions.map)
         read = call.next_read(path)
+        if self.positions is not None and call.witness is None:
+            # Such a layer has got every position as a row.
+            return (x.shape[axis] if rows is None else rows) == len(self.positions.map)
         folded = path in self.folded
         if call.witness is not None:
             return call.witness.reads_samples(

@@ -41,7 +41,8 @@ from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owne
 from flash_clipping.capture.positions import (
     Positions,
     by_position,
-    note_read,
+    contained,
+    frozen,
     refuse_layer,
 )
 from flash_clipping.capture.session import ClippingSession
@@ -175,6 +176,8 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.parameters.computed else self.rule
         if not params:
+            if session.positions is not None and session.recording:
+                return frozen(session, self.original, args, kwargs)
             if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
@@ -408,16 +411,11 @@ class Tap(FactorSource):
             refuse_layer(self.path, "it is called inside samples(...), or reads parameters")
         if not isinstance(args[0], Tensor) or args[0].device != params[0].device:
             refuse_input(self.path, args[0], params[0])
-        if not rule.works_by_position(self.layer):
-            refuse_layer(self.path, "this layer does not work position by position")
         positions = Positions(self.path, session.positions)
-        rows = positions.rows(args)
-        note_read(self.path, session, rows[0], args, recomputed)
-        if self._rule_folds:
-            rows = tuple(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in rows)
+        rows = positions.taken(rule, self.layer, session, args, recomputed)
         place = 0 if call is None else call.note_reader(rows[0])
         output = apply_tapped_layer(self, trainable, call, place, recomputed, None, *rows, *params)
-        return output.flatten(0, 1) if self._rule_folds else positions.back(output)
+        return positions.back(contained(output.flatten(0, 1) if self._rule_folds else output))
 
     def _by_sample(
         self, args: tuple[Any, ...], axis: int, call: ForwardCall | None

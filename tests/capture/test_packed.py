@@ -169,21 +169,38 @@ def test_checkpointing(reentrant: bool) -> None:
     compare(flash, model, truth, 1.0)
 
 
-def test_a_document_that_is_not_finite() -> None:
+@pytest.mark.parametrize("where", ["loss", "table", "frozen table", "head"])
+def test_a_document_that_is_not_finite(where: str) -> None:
+    """It adds nothing, and attention does not carry it to others of its row (0 · inf is NaN)."""
     model = Reader().double()
-    rows: list[Row] = [list(enumerate(documents()))]
+    own = documents()
+    own[1][2] = VOCABULARY - 1  # a token that no other document has
+    for document in (own[0], own[2], own[3]):
+        document.clamp_(max=VOCABULARY - 2)
+    rows: list[Row] = [list(enumerate(own))]
+    if "table" in where:
+        model.table.weight.data[-1] = torch.inf
+    if "frozen" in where:
+        model.table.weight.requires_grad_(False)
+    if where == "head":
+        model.out.requires_grad_(False)  # gradients pass it on their way
     truth = truth_of(copy.deepcopy(model), rows)
     flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
     ids, places, numbers = packed(rows)
-    weight = torch.where(numbers == 1, torch.inf, 1.0).double()
+    bad = torch.inf if where in ("loss", "head") else 1.0
+    weight = torch.where(numbers == 1, bad, 1.0).double()
     (losses(flash(ids, places, numbers)) * weight).sum().backward()
-    coef = flash.get_clipping_coef()
-    assert coef[1] == 0
-    others = [0, 2, 3]
+    coef, others = flash.get_clipping_coef(), [0, 2, 3]
+    assert torch.isfinite(coef).all() and (coef[others] > 0).all()
     assert_close(flash.get_norm_sample()[others], truth.norms[others], 1e-9)
+    if "frozen" in where:
+        return
+    assert coef[1] == 0
     for name, grads in truth.grads.items():
-        expected = torch.einsum("u,u...->...", coef[others], grads[others])
-        assert_close(model.get_parameter(name).grad, expected, 1e-8, name)
+        param = model.get_parameter(name)
+        if param.requires_grad:
+            expected = torch.einsum("u,u...->...", coef[others], grads[others])
+            assert_close(param.grad, expected, 1e-8, name)
 
 
 class ByOffsets(Reader):
