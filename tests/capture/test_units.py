@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Offsets, samples
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+    Offsets,
+    samples,
+)
 from tests.support.autograd import float64s
 from tests.support.cases import make_case
+from tests.support.graphs import PlayedByHand
 from tests.support.mixtures import mixture, tokens
 from tests.support.models import CASES, Mixed, Wrapped, mixed_batch, squared_loss
+from tests.support.oracle import assert_close
 from tests.support.units import MIXED, check_units, index_for, truth_by_unit
 from tests.support.wrapping import MODES, WRAPPERS
 
@@ -221,6 +230,41 @@ def test_several_calls_of_one_map() -> None:
     check_units(network(), batch, loss)
 
 
+COMPILED = ["linear_3d", "embedding", "layer_norm", "conv2d_groups", "bare_parameters"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    model, batch = make_case(CASES[name], torch.float64)
+
+    def compiled(flash: Any) -> None:
+        flash.compile(backend="eager", fullgraph=True)
+
+    check_units(
+        model, batch, CASES[name].loss, plain=copy.deepcopy(model), prepare=compiled, steps=2
+    )
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
+def test_ways_to_clip(clipping: str) -> None:
+    model, x = network(), float64s(7, 5, 4)[0]
+    bounds: Any = [0.1 * (i + 1) for i in range(6)] if clipping == "per_layer" else 0.5
+    truth = truth_by_unit(copy.deepcopy(model), (x,), torch.tensor(MIXED), squared_loss, 3)
+    flash = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bounds, clipping=clipping, sample_of="user"
+    )
+    squared_loss(lambda x: flash(x, user=torch.tensor(MIXED)), (x,)).mean().backward()  # type: ignore[arg-type]
+    for place, (name, grads) in enumerate(truth.grads.items()):
+        if clipping == "per_layer":
+            coef = (bounds[place] / (truth.param_norms[name] + 1e-6)).clamp(max=1)
+        else:
+            coef = 0.5 / (truth.norms + 0.01)
+        expected = torch.einsum("u,u...->...", coef, grads)
+        assert_close(model.get_parameter(name).grad, expected, 1e-8, name)
+
+
 # -- the scale, and what an infinite row does ------------------------------------------------------
 
 
@@ -347,6 +391,20 @@ def test_calls_of_two_maps() -> None:
     with pytest.raises(FlashClippingError, match="several times before backward"):
         (first + second).square().mean().backward()
     assert all(p.grad is None for p in flash.parameters())
+
+
+def test_a_step_that_is_captured() -> None:
+    """Without a graph (on a CPU) it runs as it is."""
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+
+    def step(x: Tensor, user: Tensor) -> None:
+        flash(x, user=user).square().mean().backward()
+
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    GraphedStep(step, flash)(x, torch.tensor(MIXED))
+    assert len(flash.get_norm_sample()) == 3
+    with pytest.raises(FlashClippingError, match="GraphedStep: the step clips privacy units"):
+        PlayedByHand(step, flash)(x, torch.tensor(MIXED))
 
 
 def test_rows_are_still_rehearsed() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.integration.unit_sampling import UnitSampler, UnitsOfRows
+from tests.capture.test_packed import Reader
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
@@ -338,6 +339,62 @@ def test_items_that_are_joined_are_refused(change: Any) -> None:
         for x, _, item in loader:
             if len(x) > 2:
                 module(x, item=change(item))
+
+
+class Documents(Dataset[Any]):
+    """Token ids of documents of different lengths."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 17, (1 + index % 5,), generator=generator)
+
+
+def in_one_row(documents: list[Tensor]) -> dict[str, Tensor]:
+    numbers = [torch.full((len(d),), n) for n, d in enumerate(documents)]
+    places = [torch.arange(len(d)) for d in documents]
+    columns = {"ids": documents, "places": places, "document": numbers}
+    return {name: torch.cat(found)[None] for name, found in columns.items()}
+
+
+def test_documents_that_are_packed() -> None:
+    """Drawn one by one, packed by the collate function, clipped one by one."""
+    loader = DataLoader(Documents(), batch_size=4, collate_fn=in_one_row)
+    model = Reader()
+    module, optimizer, criterion, loader = private(
+        model=model, loader=loader, units=None, sample_of="document", max_grad_norm=0.1
+    )
+    torch.manual_seed(1)
+    sizes = []
+    for _ in range(3):
+        for batch in loader:
+            optimizer.zero_grad()
+            logits = module(**batch)
+            criterion(logits.flatten(0, 1), batch["ids"].flatten() % 4).backward()
+            sizes.append(len(module.get_norm_sample()))
+            assert sizes[-1] == int(batch["document"].max() + 1 if batch["ids"].numel() else 0)
+            optimizer.step()
+    assert min(sizes) == 0 and max(sizes) > 4
+    assert optimizer.expected_batch_size == 4
+
+
+def test_logical_batches_of_documents() -> None:
+    """Items are split between physical batches, and no unit is."""
+    loader = DataLoader(Documents(), batch_size=8, collate_fn=in_one_row)
+    module, optimizer, criterion, loader = private(
+        model=Reader(), loader=loader, units=None, sample_of="document"
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as batches:
+        for batch in batches:
+            optimizer.zero_grad()
+            logits = module(**batch)
+            criterion(logits.flatten(0, 1), batch["ids"].flatten() % 4).backward()
+            assert len(module.get_norm_sample()) <= 3
+            optimizer.step()
 
 
 # -- what is refused -------------------------------------------------------------------------------
