@@ -343,6 +343,39 @@ def test_removing_a_unit(name: str) -> None:
             assert change <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 3, bias=False), nn.Conv1d(5, 2, 3, bias=False), nn.Embedding(9, 4)]
+)
+def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
+    """What rounding may hide of a unit's norm grows with the norms of its rows."""
+    torch.manual_seed(0)
+    is_table = isinstance(layer, nn.Embedding)
+    x = torch.randint(9, (1, 5)) if is_table else torch.randn(1, 5, 4)
+    flash = GradSampleModuleFlashClipping(
+        nn.Sequential(layer), sample_of="user", loss_reduction="sum"
+    )
+    rows = flash(x.repeat(3, *[1] * (x.dim() - 1)), user=torch.tensor([0, 0, 1]))
+    sign = torch.tensor([1.0, -1.0, 1.0]).view(3, *[1] * (rows.dim() - 1))
+    (rows.square() * sign).sum().backward()
+    cancelled, alone = flash.get_norm_sample()
+    assert cancelled < 1e-3 * alone
+    assert flash.upper_bounds[0] >= 0.9 * 2.0**-10.5 * 2 * alone
+    assert flash.upper_bounds[1] < 1.1 * alone
+
+
+def test_the_map_may_be_changed_afterwards() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    norms, x = [], torch.randn(7, 5, 4, dtype=torch.float64)
+    for change in (False, True):
+        index = torch.tensor(MIXED)
+        loss = flash(x, user=index).square().mean()
+        if change:
+            index.zero_()
+        loss.backward()
+        norms.append(flash.get_norm_sample())
+    assert torch.equal(*norms)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

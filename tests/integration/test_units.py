@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.integration.unit_sampling import UnitSampler, UnitsOfRows
-from tests.capture.test_packed import Reader
 from tests.support.oracle import assert_close
+from tests.support.packed import Reader
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
 from tests.support.wrapping import MODES
