@@ -164,7 +164,8 @@ def _sources(units: Units, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:
     """Those that hold what documents say, not where they are: no map, places or masks."""
     index_N = units.map.index_M
-    candidates = []
+    candidates: list[Tensor] = []
+    places: list[Tensor] = []
     for x in sources:
         flat = x.detach().reshape(len(index_N), -1)
         if flat.shape[1] == 1 and not x.is_floating_point():
@@ -174,10 +175,11 @@ def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:
                 continue
             one = (inside[1:] == inside[:-1]) & (inside[1:] >= 0)
             if bool((values.diff()[one] == 1).all()) and bool(one.any()):
+                places.append(x)
                 continue
         candidates.append(x)
     said = [x for x in candidates if x.dim() > 2 or len(x.detach().flatten().unique()) > 2]
-    return said or candidates
+    return said or candidates or places[:1]  # tokens may be consecutive, too; they come first
 
 
 def _kept(documents: list[int]) -> list[list[int]]:

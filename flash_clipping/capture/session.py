@@ -142,6 +142,7 @@ class ClippingSession:
             two_pass_in=None,
             plans=Plans(),  # parameters go by their id there
             captured=None,
+            positions=None,
         )
         return state
 

@@ -63,7 +63,8 @@ class Units:
         if mine.device.type == others.device.type == "cpu":
             return torch.equal(mine, others)
         given = self._given()
-        return given is not None and (given, self._version) == (other._given(), other._version)
+        same = given is not None and given is other._given()
+        return same and self._version == other._version
 
     def scale_of_mean(self) -> float:
         """What a row's own gradient is, in terms of what arrives from a mean over rows.
@@ -134,6 +135,9 @@ class UnitsOfCalls:
         #: documents were seen not to reach each other.
         self.proven: set[str] = set()
         self.apart: set[Any] = set()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy's next forward is of no loader's batch
+        return self.__dict__ | {"announced": None}
 
     @property
     def name(self) -> str | None:
@@ -233,7 +237,8 @@ class UnitsOfCalls:
         if drawn is not None:
             count = drawn
         elif on_cpu:
-            count = int(index.max()) + 1 if index.numel() else 0
+            # Never more than rows, as on a GPU: numbers of units are of this batch.
+            count = min(int(index.max()) + 1, index.numel()) if index.numel() else 0
         elif index.dim() == 1:
             count = len(index)  # at most; units without rows have a norm of 0
         else:
@@ -257,7 +262,7 @@ class UnitsOfCalls:
         """Every item that the loader drew is a unit, and the other way round."""
         bins = index.flatten().masked_fill(index.flatten() < 0, drawn)
         present = torch.zeros(drawn + 1, dtype=torch.bool, device=index.device)
-        present[bins] = True
+        present.index_fill_(0, bins, True)
         self._check(
             present[:drawn].all(),
             f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "

@@ -53,7 +53,10 @@ class UnitMap:
         if device == self.index_M.device:
             return self
         if device not in self._on:
-            self._on[device] = UnitMap(self.index_M.to(device, non_blocking=True), self.count)
+            index_M = self.index_M
+            if device.type == "cuda" and index_M.device.type == "cpu":
+                index_M = index_M.pin_memory()  # the copy does not wait then
+            self._on[device] = UnitMap(index_M.to(device, non_blocking=True), self.count)
         return self._on[device]
 
     def segments(self, positions: int = 1) -> Segments:

@@ -77,8 +77,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         sample_of: the name of an argument of the forward that says what a sample is, where that is
             no row: an integer tensor with the user, patient or document of every row ``[R]`` or
             position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
-            :class:`~flash_clipping.Offsets`. See the page on privacy units. "Sample" means such a
-            *unit* then, and ``B`` their number.
+            :class:`~flash_clipping.Offsets`. "Sample" means such a *unit* then, and ``B`` their
+            number; with ``loss_reduction="mean"`` the mean is over rows.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -279,7 +279,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 rehearse_positions(*given, positions, self._guards.count)
 
     def expect_samples(self, n: int | None) -> None:
-        """Tell how many samples the loader drew for the next forward.
+        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.
 
         From now on, a forward that records gradients must be called with that many samples, until
         another number is given; ``None`` if it is not known.

@@ -302,6 +302,16 @@ def test_a_layer_between_that_reaches_others() -> None:
         flash(*one_row())
 
 
+def test_tokens_that_look_like_places() -> None:
+    """Both are consecutive; tokens come first."""
+    ids, places, numbers = one_row((3, 4), padding=0)
+    flash = GradSampleModuleFlashClipping(Causal(), sample_of="document", loss_reduction="sum")
+    with pytest.raises(FlashClippingError, match="from one document to another"):
+        flash(places, places, numbers)
+    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
+    flash(places, places, numbers)
+
+
 def test_several_documents_come_later() -> None:
     """With one alone nothing can be seen, and nothing is concluded."""
     flash = GradSampleModuleFlashClipping(Causal(), sample_of="document", loss_reduction="sum")
@@ -420,6 +430,15 @@ def test_offsets_that_are_wrong() -> None:
     ids, places, _ = packed([[(0, documents()[0])], [(1, documents()[1])]])
     with pytest.raises(FlashClippingError, match="batch of 2 rows; expected one"):
         flash(ids, places, starts=torch.tensor([0, 3]))
+
+
+def test_copies_between_steps() -> None:
+    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
+    for _ in range(2):
+        losses(flash(*one_row())).sum().backward()
+        assert len(flash.get_norm_sample()) == 4
+        flash = copy.deepcopy(flash)
+        flash.zero_grad()
 
 
 def test_no_documents() -> None:
