@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
@@ -150,20 +150,25 @@ class UnitsOfCalls:
         return self.sample_of is not None or self.from_loader
 
     def argument(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """The argument that holds the map, and the keywords that are the model's own."""
         name = self.name
         if name is None:
             return None, kwargs
-        params = inspect.signature(forward).parameters
-        if name in params:
+        signature, takes_any = _signature(root)
+        while takes_any and name not in signature.parameters:
+            inner = getattr(root, "module", None)  # of Opacus' data parallelism, say
+            if not isinstance(inner, nn.Module):
+                break
+            root = inner
+            signature, takes_any = _signature(root)
+        if name in signature.parameters:
             try:
-                bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+                bound = signature.bind_partial(*args, **kwargs).arguments
             except TypeError:
                 return kwargs.get(name), kwargs  # the forward itself will raise it
             return bound.get(name), kwargs
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in params.values())
         if isinstance(self.sample_of, Offsets) and takes_any:
             return kwargs.get(name), kwargs  # attention reads it
         return kwargs.get(name), {key: kwargs[key] for key in kwargs if key != name}
@@ -320,6 +325,13 @@ class UnitsOfCalls:
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _signature(module: nn.Module) -> tuple[inspect.Signature, bool]:
+    """That of a module's forward, and whether it takes any keyword."""
+    found = inspect.signature(module.forward)
+    kinds = [param.kind for param in found.parameters.values()]
+    return found, inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _positions(tensors: list[Tensor], rows: int) -> int | None:

@@ -218,7 +218,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         session = self._session
-        given, kwargs = session.units_of_calls.argument(module.forward, args, kwargs)
+        given, kwargs = session.units_of_calls.argument(module, args, kwargs)
         if not session.enabled:
             return args, kwargs
         session.enter_forward()

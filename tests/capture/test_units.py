@@ -115,16 +115,28 @@ def test_the_model_reads_the_map() -> None:
             assert user is not None
             return self.layer(x) * (1 + user[:, None])
 
+    class Around(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    torch.manual_seed(1)
     x, index = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
-    flash = GradSampleModuleFlashClipping(Reading(), sample_of="user", loss_reduction="sum")
     norms = []
-    for arguments in ({"user": index}, {}):
-        flash.zero_grad()
+    for make, arguments in (
+        (Reading, {"user": index}),
+        (Reading, {}),
+        (lambda: Around(Reading()), {"user": index}),
+    ):
+        flash = GradSampleModuleFlashClipping(make(), sample_of="user", loss_reduction="sum")
         by_place = () if arguments else (index,)
         flash(x, *by_place, **arguments).square().sum().backward()
         norms.append(flash.get_norm_sample())
     assert norms[0].shape == (2,)
-    assert torch.equal(*norms)
+    assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
 
 
 def test_parameters_of_several_uses() -> None:

@@ -152,7 +152,7 @@ def test_random_architecture_time_first(layout: str) -> None:
 def test_random_architecture_of_units(layout: str) -> None:
     """The same for units of several rows."""
 
-    @profile(8)
+    @profile(6)
     @given(plan=plans(layout))
     def holds(plan: Plan) -> None:
         check_plan(plan, units=True)
