@@ -244,6 +244,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             for key, default in defaults.items():  # asked for by name
                 if (asked := self._module_options[key]) != default:
                     expected[key] = tuple(asked) if key == "folded_modules" else asked
+            if self._units is not None:
+                expected["sample_of"] = None
             found = {key: getattr(module, key) for key in expected}
             if found != expected:
                 raise ValueError(

@@ -420,6 +420,12 @@ def test_refused_arguments(options: dict[str, Any], words: str) -> None:
         private(**options)
 
 
+def test_a_model_that_takes_a_map_already() -> None:
+    wrapped = GradSampleModuleFlashClipping(TwoLayers(), sample_of="user")
+    with pytest.raises(ValueError, match=r"wrapped already, with .*'sample_of': 'user'"):
+        private(model=wrapped)
+
+
 def test_several_processes_are_refused() -> None:
     from flash_clipping.integration.unit_sampling import UnitLoader
 
