@@ -277,6 +277,31 @@ def test_ways_to_clip(clipping: str) -> None:
         assert_close(model.get_parameter(name).grad, expected, 1e-8, name)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_map", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_padding", "mixed"])
+def test_on_a_gpu(name: str, of_map: str) -> None:
+    """A map on the CPU says how many units there are; one on the GPU, that there are no more than
+    rows."""
+    case = CASES[name]
+    model, batch = make_case(case, torch.float64)
+    index = index_for(len(batch[0]))
+    count = int(index.max()) + 1
+    truth = truth_by_unit(copy.deepcopy(model), batch, index, case.loss, count)
+    flash = GradSampleModuleFlashClipping(model.cuda(), max_grad_norm=1.0, sample_of="user")
+
+    def with_units(*args: Tensor) -> Any:
+        return flash(*args, user=index.to(of_map))
+
+    case.loss(with_units, tuple(x.cuda() for x in batch)).mean().backward()  # type: ignore[arg-type]
+    norms = flash.get_norm_sample().cpu()
+    assert len(norms) == (count if of_map == "cpu" else len(index))
+    assert_close(norms[:count], truth.norms, 1e-9, "norms")
+    assert not norms[count:].any()
+    for param_name, expected in truth.clipped(1.0).items():
+        assert_close(model.get_parameter(param_name).grad.cpu(), expected, 1e-8, param_name)
+
+
 # -- the scale, and what an infinite row does ------------------------------------------------------
 
 
