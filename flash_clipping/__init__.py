@@ -1,6 +1,7 @@
 """Differentially private training at the speed of training without it, as an Opacus plugin."""
 
 from flash_clipping.capture.declared_rows import samples
+from flash_clipping.capture.units import Offsets
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
 from flash_clipping.finish.clipping import clipping_coefficients
@@ -34,6 +35,7 @@ __all__ = [
     "Lookup",
     "Needs",
     "NotPoissonWarning",
+    "Offsets",
     "Outer",
     "Rule",
     "clipping_coefficients",

@@ -13,6 +13,8 @@ def check_drawn(session: ClippingSession, forward: ForwardCall) -> None:
     """Refuse a batch that is not what the loader drew."""
     if session.drawn is None or not forward.recorded or session.drawn in forward.batch_sizes:
         return
+    if forward.units is not None:
+        return  # what was drawn are units, and the map was compared with their number
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
     raise FlashClippingError(
         f"the model: the loader drew {session.drawn} samples, but the model is called with a "
@@ -31,6 +33,19 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
     if not session.enabled or samples is None or not losses.dim():
         return
     counts = losses.shape[:1] if session.batch_first else losses.shape[:2]
+    if call is not None and call.units is not None:
+        # All are added up, whoever they belong to. Of a row with several units there is no loss:
+        # a mean over its positions would be shared by all of these.
+        counts_known = call.units.count, len(call.units.map)
+        if counts[0] in counts_known:
+            return
+        if call.units.by_position:
+            raise FlashClippingError(
+                f"the criterion: found {counts[0]} losses; expected one for each of the "
+                f"{counts_known[1]} positions, or of the {counts_known[0]} units, which are parts "
+                "of rows. A mean over a row would be shared by all units in it: call the criterion "
+                "on logits.flatten(0, 1) and labels.flatten(), without shape=."
+            )
     if samples not in counts:
         raise FlashClippingError(
             f"the criterion: found {counts[0]} losses, but the model was called with a batch "

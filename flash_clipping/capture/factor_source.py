@@ -95,6 +95,8 @@ class FactorSource:
 
     def _fold(self, factor: Factor) -> Factor:
         """Rows that the user declared to be parts of samples, as samples."""
+        if self.session.positions is not None:
+            return factor  # of positions, which become units
         samples = self.session.samples()
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
+from flash_clipping.capture.units import Units
 
 
 def in_backward() -> bool:
@@ -97,6 +98,8 @@ class ForwardCall:
     ended: bool = False
     #: Whether the norms of this call have been taken.
     spent: bool = False
+    #: Which privacy unit each row belongs to; ``None``: rows are samples.
+    units: Units | None = None
     #: Memory of the root's tensor inputs.
     input_storages: frozenset[int] = frozenset()
     #: Whether autograd is on: what then runs without it in this call is checkpointed.

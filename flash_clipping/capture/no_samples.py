@@ -188,7 +188,12 @@ class EmptyBatchForward(RootForward):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self.session
         call = session.current_forward
-        if call is None or call.batch_sizes[:1] != (0,) or not session.recording:
+        if call is None or not session.recording:
+            return self.original(*args, **kwargs)
+        positions = session.positions
+        if positions is not None and not len(positions.map):  # [1, 0], say
+            return self._without_samples(args, kwargs)
+        if call.batch_sizes[:1] != (0,):
             return self.original(*args, **kwargs)
         if self.has_bags and any(call.batch_sizes):
             return self.original(*args, **kwargs)

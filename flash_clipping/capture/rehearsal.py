@@ -23,6 +23,7 @@ from flash_clipping.capture.no_trace import (
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, are_alike, digest_of, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Taint
+from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
 
 #: What a model that does not run on another batch size, or on this one, raises.
@@ -137,6 +138,12 @@ class Rehearsals:
         self.followers: set[Read] = set()
         #: Another one after every rehearsal that told nothing: what is skipped at random changes.
         self.seed = len(session.undecided)
+        #: The units of this batch, where these are parts of rows.
+        self.units: Units | None = None
+
+    def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
+        """Who notes what layers read in one run."""
+        return _Witness(taint, self.followers, size)
 
     def sources(self, size: int) -> list[Tensor]:
         """The model's inputs that hold one row for each of ``size`` samples."""
@@ -184,8 +191,8 @@ class Rehearsals:
         tensors = batched_inputs(args, kwargs)
         before = session.current_forward
         taint = Taint(changed)
-        witness = _Witness(taint, self.followers, lambda: rehearsal.batch_size or 0)
-        rehearsal = session.begin_forward(tensors, witness)
+        witness = self.witness(taint, lambda: rehearsal.batch_size or 0)
+        rehearsal = session.begin_forward(tensors, witness, self.units)
         refused: FlashClippingError | None = None
         devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
         try:

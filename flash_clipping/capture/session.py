@@ -29,6 +29,7 @@ from flash_clipping.capture.refused_runs import (
     refuse_graph_capture,
     refuse_threads,
 )
+from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import Plans
@@ -51,6 +52,7 @@ class ClippingSession:
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
+        sample_of: which argument of the root's forward says what a sample is, if not a row.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ClippingSession:
         batch_first: bool,
         backend: str,
         sum_dtype: str,
+        sample_of: str | Offsets | None = None,
     ):
         self.key = next(_keys)
         self.clip = clip
@@ -76,6 +79,10 @@ class ClippingSession:
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.sum_dtype = sum_dtype
+        #: Who is told which privacy units rows belong to.
+        self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
+        #: The units of the last call of the root, where they are parts of rows.
+        self.positions: Units | None = None
         #: Makes the records of a backward pass; who watches one puts a class of its own here.
         self.backward_pass_class: type[BackwardPass] = BackwardPass
         self.enabled = False
@@ -135,6 +142,7 @@ class ClippingSession:
             two_pass_in=None,
             plans=Plans(),  # parameters go by their id there
             captured=None,
+            positions=None,
         )
         return state
 
@@ -187,7 +195,22 @@ class ClippingSession:
         if self._running.get("forward", call.thread) != call.thread:
             refuse_threads("backward", "forward")
 
-    def begin_forward(self, tensors: list[Tensor], witness: Witness | None = None) -> ForwardCall:
+    def units_of(self, given: Any, tensors: list[Tensor]) -> Units | None:
+        """The units of a call of the root with these tensors; ``given`` is the map, if it got one.
+
+        Raises:
+            FlashClippingError: a call that is recorded has no map, or one that does not fit.
+        """
+        if not self.units_of_calls.are_known or not torch.is_grad_enabled() or in_backward():
+            return None
+        return self.units_of_calls.of_call(given, tensors, self.drawn)
+
+    def begin_forward(
+        self,
+        tensors: list[Tensor],
+        witness: Witness | None = None,
+        units: Units | None = None,
+    ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
         if not in_backward():
             self.recover()  # also from a rehearsal that was broken off
@@ -203,7 +226,9 @@ class ClippingSession:
             batch_sizes=tuple(sizes),
             input_storages=frozenset(storages),
             witness=witness,
+            units=units,
         )
+        self.positions = units if units is not None and units.by_position else None
         self._forwards.add(forward)
         self._current_forward = weakref.ref(forward)
         return forward
@@ -285,6 +310,9 @@ class ClippingSession:
                 "of the operator, use plain Python for it, or freeze the layer's parameters."
             )
         read = call.next_read(path)
+        if self.positions is not None and call.witness is None:
+            # Such a layer has got every position as a row.
+            return (x.shape[axis] if rows is None else rows) == len(self.positions.map)
         folded = path in self.folded
         if call.witness is not None:
             return call.witness.reads_samples(
@@ -351,6 +379,12 @@ class ClippingSession:
         """Samples in the batch that the root module was called with."""
         sizes = {f.batch_size for f in self._forwards if not f.spent}
         return sizes.pop() if len(sizes) == 1 else None
+
+    def units(self) -> Units | None:
+        """The units of the calls whose norms have not been taken, all the same."""
+        if not self.units_of_calls.are_known:
+            return None
+        return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""

@@ -38,6 +38,13 @@ from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.layer_arguments import LayerArguments
 from flash_clipping.capture.layer_samples import refuse_input, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
+from flash_clipping.capture.positions import (
+    Positions,
+    by_position,
+    contained,
+    frozen,
+    refuse_layer,
+)
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
 from flash_clipping.errors import FlashClippingError
@@ -172,6 +179,8 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.parameters.computed else self.rule
         if not params:
+            if session.positions is not None and session.recording:
+                return frozen(session, self.original, args, kwargs)
             if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
@@ -182,6 +191,8 @@ class Tap(FactorSource):
                 "and no rule, so its rows cannot be told apart. Call it outside, write a rule for "
                 "it (flash_clipping.register_rule), or freeze its parameters."
             )
+        if session.positions is not None and is_grad_enabled():
+            return self._unruled_by_position(args, kwargs)
         if not self.generic:
             if is_grad_enabled():
                 return self._bare_forward(args, kwargs)
@@ -193,6 +204,20 @@ class Tap(FactorSource):
             if is_grad_enabled():
                 return self._generic_forward(args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _unruled_by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same where units are parts of rows."""
+        units, session = self.session.positions, self.session
+        assert units is not None
+        if self.generic:
+            refuse_layer(self.path, "this module runs by the generic rule")
+
+        def run(rows: Tensor) -> Any:
+            return self._bare_forward((rows,), {})
+
+        return by_position(
+            self.path, session, units, self.original, run, args, kwargs, in_backward()
+        )
 
     def _generic_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin_call()
@@ -320,6 +345,8 @@ class Tap(FactorSource):
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
         session, params = self.session, trainable[1]
+        if session.positions is not None:
+            return self._apply_by_position(rule, trainable, call, recomputed, args)
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -371,6 +398,27 @@ class Tap(FactorSource):
         if isinstance(output, Tensor):
             return output.transpose(0, axis)
         return tuple(part.transpose(0, axis) for part in output)
+
+    def _apply_by_position(
+        self,
+        rule: Rule,
+        trainable: Trainable,
+        call: ForwardCall | None,
+        recomputed: bool,
+        args: tuple[Any, ...],
+    ) -> Any:
+        """The same where units are parts of rows: every position is a row."""
+        session, params = self.session, trainable[1]
+        assert session.positions is not None
+        if declared_rows() is not None or any(isinstance(x, BareParameter) for x in args):
+            refuse_layer(self.path, "it is called inside samples(...), or reads parameters")
+        if not isinstance(args[0], Tensor) or args[0].device != params[0].device:
+            refuse_input(self.path, args[0], params[0])
+        positions = Positions(self.path, session.positions)
+        rows = positions.taken(rule, self.layer, session, args, recomputed)
+        place = 0 if call is None else call.note_reader(rows[0])
+        output = apply_tapped_layer(self, trainable, call, place, recomputed, None, *rows, *params)
+        return positions.back(contained(output.flatten(0, 1) if self._rule_folds else output))
 
     def _by_sample(
         self, args: tuple[Any, ...], axis: int, call: ForwardCall | None

@@ -7,6 +7,7 @@ from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Rearranged, Stacked, merge
 from flash_clipping.factors.scaled_lookup import ScaledLookup
 from flash_clipping.factors.segmented import SegmentedOuter, in_segments
+from flash_clipping.factors.units import OfUnits, UnitMap, by_units
 from flash_clipping.factors.vector import RowSum, VectorStack
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Dense",
     "Factor",
     "Lookup",
+    "OfUnits",
     "Outer",
     "Rearranged",
     "RowSum",
@@ -22,8 +24,10 @@ __all__ = [
     "SegmentedOuter",
     "Stacked",
     "TiedEmbedding",
+    "UnitMap",
     "VectorStack",
     "accumulation_dtype",
+    "by_units",
     "in_segments",
     "merge",
 ]

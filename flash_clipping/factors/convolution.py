@@ -6,7 +6,7 @@ elements of what one of these sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -227,3 +227,12 @@ class Convolution(Factor):
     def dense(self) -> Tensor:
         outer = self._outer(slice(None))
         return outer.dense().reshape(self.batch_size, *self.weight_shape)
+
+    def dense_in_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The same for a few samples at a time, in fp32 (float64 for float64)."""
+        dtype = accumulation_dtype(self.G.dtype)
+        for rows in self._chunks():
+            outer = self._outer(rows)
+            with full_precision(self.G.device):
+                grads = outer.G_BTp.mT.to(dtype) @ outer.A_BTd.to(dtype)
+            yield rows, grads.reshape(-1, *self.weight_shape)

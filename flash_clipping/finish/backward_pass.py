@@ -30,7 +30,7 @@ from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
-from flash_clipping.finish.session import Readers, Session
+from flash_clipping.finish.session import Readers, Session, Units
 from flash_clipping.ops.runtime.backend import asked_for
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -100,6 +100,11 @@ class BackwardPass:
         or if the call's parameters have other uses in the same call of the root, or may have.
         """
         # This runs for every layer of every backward: whatever can wait is done for all at once.
+        if (units := self.units) is not None:
+            factors = [
+                units.of_units(path, factor, param.device)
+                for param, factor in zip(params, factors, strict=True)
+            ]
         if self.coef is not None or self.norms_only:
             self._use_now(path, params, factors)
             return
@@ -113,6 +118,11 @@ class BackwardPass:
     def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
         """Take note of a batch without samples, which used these parameters."""
         self.without_samples = params
+
+    @cached_property
+    def units(self) -> Units | None:
+        """Which privacy unit each row belongs to that layers record."""
+        return self.session.units()
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -160,7 +170,8 @@ class BackwardPass:
         ]
 
     def _check_batch_size(self, path: str, found: int) -> None:
-        expected = self.session.expected_batch_sizes()
+        # Rows of units were counted where they became units.
+        expected = set() if self.units is not None else self.session.expected_batch_sizes()
         axis = "first" if self.session.batch_first else "second"
         advice = (
             f"The batch must be the {axis} axis of the input of every layer that has parameters: "
@@ -247,6 +258,8 @@ class BackwardPass:
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
+        if self.units is not None:
+            self.batch_size = self.units.count
         params = self.session.trainable()
         self.params = {id(param): param for param in params}
         keys = [id(param) for of_call in self.used for param in of_call]
@@ -304,8 +317,10 @@ class BackwardPass:
         return factors
 
     def _own_gradient_scale(self) -> float:
-        mean = self.session.loss_reduction == "mean"
-        return float(self.batch_size or 0) if mean else 1.0
+        if self.session.loss_reduction != "mean":
+            return 1.0
+        # The mean is over rows, whoever they belong to.
+        return float(self.batch_size or 0) if self.units is None else self.units.scale_of_mean()
 
     def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from flash_clipping.factors import Factor
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 
@@ -32,6 +34,21 @@ class Call(Protocol):
 
 #: A call of the root, and the place among its readers of a tapped layer's input.
 Readers: TypeAlias = tuple[Call, int]
+
+
+class Units(Protocol):
+    """Which privacy unit each row belongs to, that layers record."""
+
+    #: How many units there are.
+    count: int
+
+    def scale_of_mean(self) -> float:
+        """What a row's own gradient is, in terms of what arrives from a mean over rows."""
+        ...
+
+    def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
+        """What was recorded row by row, for units."""
+        ...
 
 
 class Session(Protocol):
@@ -58,6 +75,10 @@ class Session(Protocol):
 
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""
+        ...
+
+    def units(self) -> Units | None:
+        """Which privacy unit each row belongs to; ``None``: rows are samples."""
         ...
 
     def expected_batch_sizes(self) -> set[int]:

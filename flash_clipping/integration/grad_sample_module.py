@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from opacus.grad_sample import (
@@ -24,24 +24,21 @@ from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
-from flash_clipping.finish.clipping import Doubts, check_clipping, clipping_coefficients, total_norm
+from flash_clipping.capture.units import Offsets, Units
+from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.model_watch import ModelWatch
+from flash_clipping.integration.options import Mode, check_options
 from flash_clipping.integration.parallel import refuse_new_class
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
 from flash_clipping.integration.structure import Structure
 from flash_clipping.integration.unsupported import refuse_unsupported
-from flash_clipping.ops.runtime.backend import BACKENDS
-
-Mode = Literal["one_pass", "two_pass"]
-
-#: What clipped sums are left in: fp32, or the parameter's own dtype.
-SUM_DTYPES = ("float32", "parameter")
 
 
 class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
@@ -77,6 +74,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
             of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
             ``max_grad_norm``, where the noise is for one.
+        sample_of: the name of an argument of the forward that says what a sample is, where that is
+            no row: an integer tensor with the user, patient or document of every row ``[R]`` or
+            position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
+            :class:`~flash_clipping.Offsets`. "Sample" means such a *unit* then, and ``B`` their
+            number; with ``loss_reduction="mean"`` the mean is over rows.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -106,21 +108,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
         sum_dtype: str = "float32",
+        sample_of: str | Offsets | None = None,
     ):
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"loss_reduction={loss_reduction!r} is unknown; expected 'mean' or 'sum'."
-            )
-        _check_one_of("mode", mode, get_args(Mode))
-        _check_one_of("backend", backend, BACKENDS)
-        _check_one_of("sum_dtype", sum_dtype, SUM_DTYPES)
-        check_clipping(clipping)
+        check_options(loss_reduction, mode, backend, sum_dtype, clipping)
         refuse_unsupported(m)  # before Opacus says that the layer has buffers
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
         self.sum_dtype = sum_dtype
         self.folded_modules = tuple(folded_modules)
+        self.sample_of = sample_of
         #: The clipped sums that backward left in ``p.grad`` and nobody has taken yet.
         self.running_step = RunningStep(m)
         #: What the samples of the last backward were clipped by: at least the norms of what is
@@ -137,6 +134,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             batch_first=batch_first,
             backend=backend,
             sum_dtype=sum_dtype,
+            sample_of=sample_of,
         )
         GradSampleHooksFastGradientClipping.__init__(
             self,
@@ -218,20 +216,26 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         session = self._session
+        given, kwargs = session.units_of_calls.argument(module, args, kwargs)
         if not session.enabled:
-            return
+            return args, kwargs
         session.enter_forward()
         self._watch.before_forward(module)
-        if session.may_rehearse() and (
+        tensors = batched_inputs(args, kwargs)
+        units = session.units_of(given, tensors)
+        if session.may_rehearse() and units is not None and units.by_position:
+            self._rehearse(module, args, kwargs, positions=units)
+        elif session.may_rehearse() and (
             session.rehearsed != self._guards.count or may_tell_more(session, args, kwargs)
         ):
             self._rehearse(module, args, kwargs)
             session.rehearsed = self._guards.count
-        call = session.begin_forward(batched_inputs(args, kwargs))
+        call = session.begin_forward(tensors, units=units)
         check_drawn(session, call)
         session.returning = call
+        return args, kwargs
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -261,16 +265,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: ForwardCall | None = None,
+        positions: Units | None = None,
     ) -> None:
         """See which rows are samples; after ``call``, whether it was right about that."""
         forward: Callable[..., Any] = module.forward
         if isinstance(forward, TwoPassForward):
             forward = forward.original
+        given = module, forward, self._session, args, kwargs
         with self._taps.regions.as_compiled():
-            rehearse(module, forward, self._session, args, kwargs, call)
+            if positions is None:
+                rehearse(*given, call)
+            else:
+                rehearse_positions(*given, positions, self._guards.count)
 
     def expect_samples(self, n: int | None) -> None:
-        """Tell how many samples the loader drew for the next forward.
+        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.
 
         From now on, a forward that records gradients must be called with that many samples, until
         another number is given; ``None`` if it is not known.
@@ -439,8 +448,3 @@ class GradSampleModuleFlashClipping(
         if name == "__class__":
             refuse_new_class(self, value)
         super().__setattr__(name, value)
-
-
-def _check_one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")

@@ -164,6 +164,12 @@ class GraphedStep:
         device = self._device(modules, leaves)
         if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
+        if any(m._session.units_of_calls.are_known for m in self._wrapped(modules)):
+            refuse(
+                "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
+                "on the host: every replay would have that of the capture. Give one row for each "
+                "sample"
+            )
         circumstances = graph_key.circumstances(modules, self._wrapped(modules), device)
         name = (str(structure), *map(graph_key.layout, leaves)), circumstances
         graph = self._graphs.get(name)

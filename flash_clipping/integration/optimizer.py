@@ -28,6 +28,7 @@ from flash_clipping.integration.step_record import (
     rescaled,
     total_bound,
 )
+from flash_clipping.integration.unit_sampling import refuse_split_units
 from flash_clipping.ops.noise import noisy_means
 
 _check_unused, _mark_used, _draw_noise = functions_of_optimizer()
@@ -188,7 +189,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         caller = sys._getframe(1)
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             self._loop = None  # by hand
-        elif caller is not self._loop:
+            super().signal_skip_step(do_skip)
+            return
+        refuse_split_units(self._module)
+        if caller is not self._loop:
             self._loop, self._ahead = caller, None
             self._step_skip_queue.clear()
             self._discard("another loop over BatchMemoryManager's loader began")

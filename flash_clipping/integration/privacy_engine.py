@@ -12,17 +12,18 @@ from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
-from torch import nn
+from torch import Tensor, nn
 
 from flash_clipping._compat import check_engine, without_validator
+from flash_clipping.capture.units import Offsets
 from flash_clipping.integration.adaptive import AdaptiveBound
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
-    Mode,
 )
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
 from flash_clipping.integration.sampling import (
     NotPoissonWarning,
@@ -30,6 +31,13 @@ from flash_clipping.integration.sampling import (
     PoissonSampler,
     is_accounted_for,
     refuse_loader,
+)
+from flash_clipping.integration.unit_sampling import (
+    UnitLoader,
+    UnitSampler,
+    UnitsOfRows,
+    plain_dataset,
+    refuse_units,
 )
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
@@ -59,6 +67,8 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     #: What make_private_with_epsilon takes besides, while it runs.
     _of_epsilon: set[str] = set()
+    #: What make_private was told of the rows of the dataset.
+    _units: UnitsOfRows | None = None
     dataset: Any
     _warned_not_poisson = False
 
@@ -73,6 +83,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         sum_dtype: str = "float32",
         strict: bool = True,
         distributed: bool | None = None,
+        sample_of: str | Offsets | None = None,
+        units: Sequence[int] | Tensor | None = None,
+        max_rows_per_unit: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -96,6 +109,13 @@ class FlashPrivacyEngine(PrivacyEngine):
             distributed: ``False``: although ``torch.distributed`` runs several processes, each
                 trains a model of its own, and releases it by itself. By default such a model must
                 be a ``DifferentiallyPrivateDistributedDataParallel``; flash only.
+            sample_of: see :class:`~flash_clipping.GradSampleHooksFlashClipping`. The units of a
+                batch must be the items that the loader drew, each by itself; flash only.
+            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
+                dataset belongs to. Every step then draws these, not rows, and a batch is all rows
+                of those that were drawn; "sample" means such a *unit* from then on; flash only.
+            max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
+                time.
             **kwargs: as in Opacus; ``rand_on_empty`` must be false.
 
         Guarantees:
@@ -103,7 +123,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             the rate that is accounted; in several processes each sample is drawn by one of them. A
             step whose batch is empty runs no model and adds noise only. Gradients are divided by
             the expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a
-            public constant (:meth:`get_epsilon`).
+            public constant (:meth:`get_epsilon`). With ``units`` these are drawn, with the same
+            probability, and gradients are divided by the expected number of units.
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
@@ -114,7 +135,16 @@ class FlashPrivacyEngine(PrivacyEngine):
                 replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
+        refuse_units(
+            units,
+            max_rows_per_unit,
+            sample_of=sample_of,
+            flash=grad_sample_mode == "flash",
+            poisson=kwargs.get("poisson_sampling", True),
+        )
         if grad_sample_mode != "flash":
+            if sample_of is not None:
+                raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
@@ -131,7 +161,13 @@ class FlashPrivacyEngine(PrivacyEngine):
             "sum_dtype": sum_dtype,
             "clipping": "flat" if clipping == "adaptive" else clipping,
             "strict": strict,
+            "sample_of": sample_of,
         }
+        self._units = None
+        if units is not None:
+            rows = len(plain_dataset(kwargs["data_loader"]))
+            sample_rate = 1 / len(kwargs["data_loader"])
+            self._units = UnitsOfRows(units, rows, sample_rate, max_rows_per_unit)
         try:
             module, optimizer, criterion, data_loader = super().make_private(
                 grad_sample_mode=_FLASH, clipping=clipping, **kwargs
@@ -179,6 +215,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """Raise ``TypeError`` for an argument that nobody would read."""
         known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
         known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
+        known |= {"sample_of", "units", "max_rows_per_unit"}
         if clipping == "adaptive":
             known |= {*_ADAPTIVE}
         if unknown := [name for name in given if name not in known]:
@@ -202,10 +239,13 @@ class FlashPrivacyEngine(PrivacyEngine):
                 for key, value in kwargs.items()
                 if key in ("batch_first", "loss_reduction")
             }
-            defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
+            defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
+            defaults |= {"folded_modules": (), "sample_of": None}
             for key, default in defaults.items():  # asked for by name
                 if (asked := self._module_options[key]) != default:
                     expected[key] = tuple(asked) if key == "folded_modules" else asked
+            if self._units is not None:
+                expected["sample_of"] = None
             found = {key: getattr(module, key) for key in expected}
             if found != expected:
                 raise ValueError(
@@ -232,13 +272,18 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super()._prepare_data_loader(
                 data_loader, poisson_sampling=False, distributed=distributed, **kwargs
             )
+        dataset = plain_dataset(data_loader)
         if self.dataset is None:
-            self.dataset = data_loader.dataset
-        elif self.dataset is not data_loader.dataset:
+            self.dataset = dataset
+        elif self.dataset is not dataset:
             warnings.warn(
                 "This engine has accounted for another dataset object before. Epsilon is for one "
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
+            )
+        if self._units is not None:
+            return UnitLoader(
+                data_loader, self._units, self.secure_rng, distributed=distributed, **kwargs
             )
         loader = PoissonLoader.from_data_loader(
             data_loader, generator=self.secure_rng, distributed=distributed, **kwargs
@@ -250,6 +295,9 @@ class FlashPrivacyEngine(PrivacyEngine):
     def _watch_sampling(self, module: Any, optimizer: Any, loader: Any) -> None:
         """Announce batches to the model; warn when steps were not sampled as they are accounted."""
         sampler = loader.batch_sampler
+        units = module._session.units_of_calls
+        units.from_loader, units.announced = isinstance(sampler, UnitSampler), None
+        units.are_items = isinstance(sampler, PoissonSampler)
         if isinstance(sampler, PoissonSampler):
             sampler.announce.follow(module)
         elif not is_accounted_for(loader):
@@ -291,7 +339,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             For datasets that differ in one sample, *added or removed*, and any set of outcomes
             ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
             the model's parameters after every step. Replacing one sample by another is one removed
-            and one added, and costs more.
+            and one added, and costs more. With ``units`` or ``sample_of`` a sample is a unit: all
+            rows of a user, say, added or removed together.
 
             Public constants, the same for both datasets: the sample rate ``q``, the number of steps
             and the expected batch size ``q N`` that gradients are divided by, where ``N`` is
@@ -316,6 +365,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         kwargs.pop("clipping", None)
+        if self._units is not None:
+            # Opacus counted rows.
+            kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
         distributed = kwargs.pop("distributed", False)
         cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer

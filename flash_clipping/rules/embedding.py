@@ -22,6 +22,9 @@ class EmbeddingRule(Rule):
             gradient depends on the others.
     """
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(

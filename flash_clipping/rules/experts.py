@@ -151,6 +151,9 @@ class ExpertsRule(Rule):
         """By the names of parameters."""
         return factors_of(found)
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(
         self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:

@@ -32,6 +32,9 @@ def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
 class LinearRule(Rule):
     """Any number of axes between the batch and the features counts as positions."""
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         if is_autocasting():
@@ -56,6 +59,9 @@ class LinearRule(Rule):
 
 class TransposedLinearRule(Rule):
     """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
+
+    def works_by_position(self, layer: Any) -> bool:
+        return True
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]

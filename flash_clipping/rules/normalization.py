@@ -132,6 +132,9 @@ def _layer_norm_in_two(
 class LayerNormRule(Rule):
     """``dgamma_b = sum_t G_t * xhat_t`` and ``dbeta_b = sum_t G_t``."""
 
+    def works_by_position(self, layer: Any) -> bool:
+        return len(layer.normalized_shape) == 1
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x)
         weight, bias = weight_and_bias(layer)
@@ -167,6 +170,9 @@ DEFAULT_EPS = {
 @register_rule(nn.RMSNorm)
 class RMSNormRule(Rule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
+
+    def works_by_position(self, layer: Any) -> bool:
+        return len(layer.normalized_shape) == 1
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x)

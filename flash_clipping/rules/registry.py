@@ -85,6 +85,13 @@ class Rule(ABC):
         """
         return None
 
+    def works_by_position(self, layer: nn.Module) -> bool:
+        """Whether the layer does the same with every position of ``[R, T, ...]`` by itself.
+
+        Only then can positions of one row be of several privacy units. The rule gets them as rows.
+        """
+        return False
+
     @abstractmethod
     def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Compute the layer's output (or outputs) and what :meth:`backward` will need.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flash_clipping
 from flash_clipping import FlashPrivacyEngine
+from tests.support.hugging_face import gpt2
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,6 +83,29 @@ def test_product_keys_train():
     exec(block("tested: product keys", "docs/product-key-router.md"), names)
     norms = names["model"].get_norm_sample()
     assert norms.shape == (4,) and norms.isfinite().all() and (norms > 0).all()
+
+
+@pytest.mark.parametrize("marker", ["units", "views", "without the engine", "packed"])
+def test_the_page_on_privacy_units(marker):
+    names = training_objects() | {
+        name: getattr(flash_clipping, name)
+        for name in ("FlashPrivacyEngine", "GradSampleModuleFlashClipping")
+    }
+    names |= {"torch": torch, "DataLoader": DataLoader, "user_of_row": torch.arange(64) % 20}
+    if marker == "views":
+        data = TensorDataset(torch.randn(64, 2, 4), torch.randint(0, 3, (64,)))
+        names["loader"] = DataLoader(data, batch_size=16)
+    if marker == "without the engine":
+        names |= {"x": torch.randn(5, 4), "y": torch.arange(5) % 3}
+        names |= {"user": torch.tensor([0, 1, 0, 2, -1])}
+        names["criterion"] = nn.CrossEntropyLoss(reduction="none")
+    if marker == "packed":
+        names |= {"model": gpt2().float(), "dataset": [torch.arange(2 + n % 4) for n in range(16)]}
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    exec(block(f"tested: {marker}", "docs/units.md"), names)
+    private = names["private"] if "private" in names else names["model"]
+    assert torch.isfinite(private.get_norm_sample()).all()
+    assert marker != "without the engine" or len(private.get_norm_sample()) == 3
 
 
 def test_drop_in_replaces_the_norms_of_opacus():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.support.strategies import (
     plans,
     profile,
 )
+from tests.support.units import index_for
 
 TOLERANCE = 1e-9
 
@@ -68,11 +70,25 @@ def check_squares(found: Tensor, expected: Tensor, total: Tensor, what: str) -> 
     assert (error <= allowed).all(), f"{what}: found {found}, expected {expected}"
 
 
-def check_plan(plan: Plan) -> None:
+def of_units(truth: Truth, index: Tensor) -> Truth:
+    """The same for units, whose gradients are the sums over their rows."""
+    count, inside = int(index.max()) + 1, index >= 0
+    grads = {
+        name: g.new_zeros(count, *g.shape[1:]).index_add(0, index[inside], g[inside])
+        for name, g in truth.grads.items()
+    }
+    norms = {name: g.reshape(count, -1).norm(dim=1) for name, g in grads.items()}
+    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads)
+
+
+def check_plan(plan: Plan, units: bool = False) -> None:
     model = RandomModel(plan).double()
     # Ties can leave nothing that is read trainable: then there is no gradient, private or not.
     assume(losses(copy.deepcopy(model), batch_of(plan), plan).requires_grad)
     truth = truth_of(model, plan)
+    if units:
+        index = index_for(plan.batch_size)
+        truth = of_units(truth, index)
     bound = max(truth.norms.median().item(), 1e-3)  # clips some samples and not others
     wrap = GradSampleModuleFlashClipping if plan.wrap else GradSampleHooksFlashClipping
     flash = wrap(
@@ -81,8 +97,12 @@ def check_plan(plan: Plan) -> None:
         loss_reduction=plan.reduction,
         mode=plan.mode,
         batch_first=not plan.time_first,
+        sample_of="user" if units else None,
     )
-    loss = losses(flash if plan.wrap else model, batch_of(plan), plan)
+    called = flash if plan.wrap else model
+    if units:
+        called = functools.partial(called, user=index)
+    loss = losses(called, batch_of(plan), plan)
     (loss.mean() if plan.reduction == "mean" else loss.sum()).backward()
 
     check_squares(flash.get_norm_sample(), truth.norms, truth.norms, "norms")
@@ -124,6 +144,18 @@ def test_random_architecture_time_first(layout: str) -> None:
     @given(plan=plans(layout, time_first=True))
     def holds(plan: Plan) -> None:
         check_plan(plan)
+
+    holds()
+
+
+@pytest.mark.parametrize("layout", ["ids", "sequence", "image"])
+def test_random_architecture_of_units(layout: str) -> None:
+    """The same for units of several rows."""
+
+    @profile(6)
+    @given(plan=plans(layout))
+    def holds(plan: Plan) -> None:
+        check_plan(plan, units=True)
 
     holds()
 

@@ -136,6 +136,12 @@ class Region:
             or (call is not None and call.witness is not None)  # a rehearsal
         ):
             return self.inner(*args, **kwargs)
+        if session.positions is not None:
+            raise FlashClippingError(
+                f"{self.path}: it is compiled, and units are parts of rows (sample_of with a map "
+                "of positions), which compiled layers do not know. Leave the model uncompiled; or "
+                "give every document a row of its own, with a map of rows."
+            )
         if not session.recording:
             if session.enabled and call is not None and call.recorded and not in_backward():
                 # The first forward of re-entrant checkpointing, without autograd. How often a layer

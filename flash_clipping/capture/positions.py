@@ -1,0 +1,253 @@
+"""Layers of a model whose units are parts of rows: documents packed end to end.
+
+``R`` rows of the batch, ``T`` positions of each, ``N = R·T``, ``U`` units, ``d`` features.
+
+A layer that does the same with every position gets these as rows of its own, ``[N, ...]``, and what
+it records of them becomes what belongs to units. All others are refused. That the documents of one
+row do not reach each other, and that what a layer reads at a position is that position's, is shown
+by :mod:`flash_clipping.capture.position_rehearsal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.position_rehearsal import PositionWitness
+from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.units import Units
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.rules.registry import Rule
+
+_ALONE = (
+    "Give every document a row of its own, padded to one length, with a map of rows; or freeze "
+    "this layer's parameters."
+)
+
+
+def refuse_layer(path: str, found: str, advice: str = _ALONE) -> NoReturn:
+    """Say why a layer cannot be served where units are parts of rows."""
+    raise FlashClippingError(
+        f"{path}: units are parts of rows (sample_of with a map of positions), and {found}. "
+        f"{advice}"
+    )
+
+
+class Positions:
+    """How one call's inputs become rows, one for each position, and its output positions again.
+
+    Attributes:
+        folded: whether positions came as rows already, ``[N, ...]``.
+    """
+
+    def __init__(self, path: str, units: Units):
+        self.path, self.units = path, units
+        self.folded = False
+
+    def rows(self, args: tuple[Any, ...], least: int = 1) -> tuple[Any, ...]:
+        """The same arguments with ``[N, ...]`` in the place of ``[R, T, ...]``.
+
+        ``least``: axes that a floating tensor has behind its positions.
+        """
+        R, T = self.units.shape
+        found: list[Any] = []
+        for x in args:
+            if not isinstance(x, Tensor):
+                found.append(x)
+                continue
+            behind = least if x.is_floating_point() else 0
+            if x.dim() >= 2 + behind and tuple(x.shape[:2]) == (R, T):
+                found.append(x.flatten(0, 1))
+            elif x.dim() >= 1 + behind and x.shape[0] == R * T:
+                found.append(x)
+                self.folded = True
+            else:
+                refuse_layer(
+                    self.path,
+                    f"it reads a tensor of shape {tuple(x.shape)}; expected [{R}, {T}, ...], as "
+                    "the map has",
+                    "Keep all positions on the second axis of what it reads, in their order; or "
+                    "freeze this layer's parameters.",
+                )
+        return tuple(found)
+
+    def taken(
+        self,
+        rule: Rule,
+        layer: nn.Module,
+        session: ClippingSession,
+        args: tuple[Any, ...],
+        recomputed: bool,
+    ) -> tuple[Any, ...]:
+        """The same for a layer with a rule, as that takes them.
+
+        Raises:
+            FlashClippingError: a convolution, attention, a normalization over positions.
+        """
+        if not rule.works_by_position(layer):
+            refuse_layer(self.path, "this layer does not work position by position")
+        rows = self.rows(args)
+        note_read(self.path, session, rows[0], args, recomputed)
+        if rule.folds:
+            rows = tuple(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in rows)
+        return tuple(map(finite_gradients, rows))
+
+    def back(self, output: Tensor) -> Tensor:
+        """The output ``[N, ...]`` as the layer's own."""
+        R, T = self.units.shape
+        return output if self.folded else output.unflatten(0, (R, T))
+
+
+def note_read(
+    path: str, session: ClippingSession, rows: Tensor, given: tuple[Any, ...], recomputed: bool
+) -> None:
+    """A layer reads these rows: note it in a rehearsal; afterwards it must have been seen there.
+
+    Raises:
+        FlashClippingError: it is reached for the first time.
+    """
+    call = session.current_forward
+    if recomputed or call is None:
+        return
+    if isinstance(call.witness, PositionWitness):
+        call.begin_call(path)
+        call.witness.note(call.next_read(path), rows, given)
+    elif path not in session.units_of_calls.proven:
+        session.units_of_calls.apart.clear()
+        raise FlashClippingError(
+            f"{path}: this layer was reached for the first time, and units are parts of rows: it "
+            "was not seen whether documents reach each other in what it reads. It is looked at "
+            "before the next forward: clear the gradients and run this step again."
+        )
+
+
+def by_position(
+    path: str,
+    session: ClippingSession,
+    units: Units,
+    own: Callable[..., Any],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recomputed: bool,
+) -> Any:
+    """A module without a rule, which gets every position as a row ``[N, 1, ...]``.
+
+    Args:
+        own: its forward.
+        run: its forward where what it records is recorded.
+
+    Raises:
+        FlashClippingError: it is called with something else than one tensor; or computes something
+            else of positions that come one by one, in a rehearsal.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        refuse_layer(
+            path,
+            "this module uses parameters itself and is called with something else than one tensor",
+        )
+    positions = Positions(path, units)
+    (rows,) = positions.rows(args)
+    note_read(path, session, rows, args, recomputed)
+    rows = rows if positions.folded else rows.unsqueeze(1)
+    output = run(finite_gradients(rows))
+    parts = output if isinstance(output, tuple) else (output,)
+    if any(not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(rows) for x in parts):
+        refuse_layer(path, "this module returns something else than one row for each")
+    alone = not positions.folded
+    found = tuple(
+        positions.back(contained(x).squeeze(1))
+        if alone and x.dim() == rows.dim() and x.shape[1] == 1
+        else contained(x)
+        for x in parts
+    )
+    call = session.current_forward
+    if not recomputed and call is not None and call.witness is not None:
+        with torch.no_grad(), session.bypass():
+            expected = own(*args)
+        _compare(path, expected if isinstance(output, tuple) else (expected,), found)
+    return found if isinstance(output, tuple) else found[0]
+
+
+def _compare(path: str, expected: Any, found: tuple[Tensor, ...]) -> None:
+    """Refuse a module that computes something else of positions that come one by one."""
+    for x, y in zip(expected, found, strict=True):
+        if x.shape == y.shape and (not x.numel() or not x.is_floating_point()):
+            continue
+        same = x.shape == y.shape
+        if same:
+            error, scale = (x.double() - y.double()).abs().max(), x.double().abs().max()
+            different = DIFFERENT_LOW if is_low(x) or is_low(y) else DIFFERENT
+            same = bool(error <= different * scale) or not bool(torch.isfinite(scale))
+        if not same:
+            refuse_layer(path, "this module does not work position by position")
+
+
+# -- a document that is not finite -------------------------------------------------------------
+# Attention between layers multiplies what is masked by 0, and 0 · inf is NaN: one document would
+# take all others of its row with it, and the sum would change by more than what one may add. So
+# positions that are not finite do not leave a layer, forward or backward.
+
+
+def contained(output: Tensor) -> Tensor:
+    """The same with zeros at positions that are not finite, whose gradient becomes inf: so is the
+    norm of their unit then, which adds nothing."""
+    if not output.is_floating_point():
+        return output
+    found: Tensor = _Contained.apply(output)
+    return found
+
+
+def finite_gradients(x: Any) -> Any:
+    """The same, whose gradient is 0 at positions where it is not finite."""
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    return _FiniteGradients.apply(x)
+
+
+def frozen(session: ClippingSession, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A layer without trainable parameters, which positions that are not finite do not leave."""
+    R, T = session.positions.shape if session.positions is not None else (0, 0)
+
+    def has_positions(x: Any) -> bool:
+        return isinstance(x, Tensor) and (tuple(x.shape[:2]) == (R, T) or x.shape[:1] == (R * T,))
+
+    output = own(*(finite_gradients(x) if has_positions(x) else x for x in args), **kwargs)
+    if not has_positions(output) or not output.is_floating_point():
+        return output
+    return _FiniteGradients.apply(output.masked_fill(_not_finite(output, R, T), 0))
+
+
+def _not_finite(x: Tensor, *lead: int) -> Tensor:
+    """Where a position is not finite, to be broadcast over ``x``."""
+    axes = 2 if lead and tuple(x.shape[:2]) == lead else 1
+    if x.dim() == axes:
+        return ~torch.isfinite(x)
+    return ~torch.isfinite(x).flatten(axes).all(-1).view(*x.shape[:axes], *[1] * (x.dim() - axes))
+
+
+class _Contained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        lost = _not_finite(x)
+        ctx.save_for_backward(lost)
+        return x.masked_fill(lost, 0)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:  # type: ignore[override]
+        (lost,) = ctx.saved_tensors
+        return G.masked_fill(lost, torch.inf)
+
+
+class _FiniteGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:  # type: ignore[override]
+        return G.masked_fill(_not_finite(G), 0)

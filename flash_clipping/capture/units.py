@@ -1,0 +1,364 @@
+"""Privacy units other than rows of the batch: who is told which unit each row belongs to.
+
+Shape suffixes: ``R`` rows of the batch, ``T`` positions of a row, ``M`` rows, or positions of all
+rows, ``U`` units.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import assert_async
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor, UnitMap, by_units
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """The name of a forward argument that says where documents begin, for ``sample_of``.
+
+    Documents lie end to end in one row of ``T`` positions. The argument is ``[U + 1]``, integers:
+    where each of U documents begins, and where the last ends, as ``flash-attention`` has it
+    (``cu_seqlens``). What lies behind the last belongs to none.
+    """
+
+    name: str
+
+
+class Units:
+    """Which unit each row of one call of the model belongs to.
+
+    Args:
+        index: ``[R]``, or ``[R, T]`` for positions; int64; -1 for none.
+        count: how many units there are.
+        given: the tensor that said so.
+
+    Attributes:
+        shape: ``(R,)`` or ``(R, T)``.
+        map: the same for rows as layers record them.
+    """
+
+    def __init__(self, index: Tensor, count: int, given: Tensor):
+        self.shape, self.count = tuple(index.shape), count
+        self.map = UnitMap(index.flatten(), count)
+        self._given, self._version = weakref.ref(given), given._version
+
+    @property
+    def by_position(self) -> bool:
+        """Whether units are parts of rows."""
+        return len(self.shape) == 2
+
+    def same_as(self, other: Units) -> bool:
+        """Whether it is known, without waiting for the device, that the two maps are one."""
+        if self.shape != other.shape or self.count != other.count:
+            return False
+        mine, others = self.map.index_M, other.map.index_M
+        if mine.device.type == others.device.type == "cpu":
+            return torch.equal(mine, others)
+        given = self._given()
+        same = given is not None and given is other._given()
+        return same and self._version == other._version
+
+    def scale_of_mean(self) -> float:
+        """What a row's own gradient is, in terms of what arrives from a mean over rows.
+
+        Raises:
+            FlashClippingError: units are parts of rows: no mean is known that their losses do not
+                share.
+        """
+        if not self.by_position:
+            return float(self.shape[0])
+        raise FlashClippingError(
+            'the model: units are parts of rows, and loss_reduction="mean". A mean over tokens '
+            "makes the gradient of one document depend on how many tokens the others have, so that "
+            'no clipping bounds what one adds. Wrap the model with loss_reduction="sum" and add up '
+            "the losses of positions, each divided by what is public, or by the length of its own "
+            "document; or use the engine's criterion, which adds up."
+        )
+
+    def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
+        """What was recorded row by row, for units.
+
+        Raises:
+            FlashClippingError: it is not as many rows as the map has.
+        """
+        if factor.batch_size != len(self.map):
+            rows = " x ".join(map(str, self.shape))
+            raise FlashClippingError(
+                f"{path}: found {factor.batch_size} rows along the batch axis, but the map of "
+                f"rows to units is for {rows}. The batch must be the first axis of the input of "
+                "every layer that has parameters: keep other axes (windows, positions) behind it, "
+                "or declare modules whose rows are parts of rows (folded_modules=[...])."
+            )
+        index_M = self.map.index_M
+        if index_M.device.type != "cpu" and device.type == "cpu":
+            raise FlashClippingError(
+                f"{path}: its parameters are on the CPU, and the map of rows to units is on "
+                f"{index_M.device}. Give the map on the CPU, from where it goes to every device."
+            )
+        return by_units(factor, self.map.on(device))
+
+
+class UnitsOfCalls:
+    """Finds the units of a wrapped model's calls.
+
+    Args:
+        sample_of: the name of the argument of the model's forward that holds the map, or where
+            documents begin; ``None``: rows are samples, or a loader announces the units.
+        batch_first: whether rows are axis 0 of the model's inputs.
+
+    Attributes:
+        from_loader: whether a loader must announce the map of every batch.
+        announced: what it said of the next batch: the map and the number of its units.
+        are_items: whether the units of a batch must be exactly what the loader drew.
+    """
+
+    def __init__(self, sample_of: str | Offsets | None, batch_first: bool):
+        if sample_of is not None and not isinstance(sample_of, str | Offsets):
+            raise TypeError(
+                f"sample_of: found {type(sample_of).__name__}; expected the name of an argument "
+                "of the model's forward, or flash_clipping.Offsets(name)."
+            )
+        self.sample_of = sample_of
+        self.batch_first = batch_first
+        self.from_loader = False
+        self.announced: tuple[Tensor, int] | None = None
+        self.are_items = False
+        #: Where units are parts of rows: layers that were rehearsed, and kinds of calls in which
+        #: documents were seen not to reach each other.
+        self.proven: set[str] = set()
+        self.apart: set[Any] = set()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy's next forward is of no loader's batch
+        return self.__dict__ | {"announced": None}
+
+    @property
+    def name(self) -> str | None:
+        """Of the argument."""
+        return self.sample_of.name if isinstance(self.sample_of, Offsets) else self.sample_of
+
+    @property
+    def are_known(self) -> bool:
+        """Whether units are something else than rows of the batch."""
+        return self.sample_of is not None or self.from_loader
+
+    def argument(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The argument that holds the map, and the keywords that are the model's own."""
+        name = self.name
+        if name is None:
+            return None, kwargs
+        signature, takes_any = _signature(root)
+        while takes_any and name not in signature.parameters:
+            inner = getattr(root, "module", None)  # of Opacus' data parallelism, say
+            if not isinstance(inner, nn.Module):
+                break
+            root = inner
+            signature, takes_any = _signature(root)
+        if name in signature.parameters:
+            try:
+                bound = signature.bind_partial(*args, **kwargs).arguments
+            except TypeError:
+                return kwargs.get(name), kwargs  # the forward itself will raise it
+            return bound.get(name), kwargs
+        if isinstance(self.sample_of, Offsets) and takes_any:
+            return kwargs.get(name), kwargs  # attention reads it
+        return kwargs.get(name), {key: kwargs[key] for key in kwargs if key != name}
+
+    def of_call(self, given: Any, tensors: list[Tensor], drawn: int | None) -> Units:
+        """The units of a call with these tensor inputs.
+
+        Args:
+            given: the argument that holds the map.
+            drawn: how many units the loader drew, if that is known.
+
+        Raises:
+            FlashClippingError: no map, or one that does not fit.
+        """
+        axis = 0 if self.batch_first else 1
+        rows = next((x.shape[axis] for x in tensors if x.dim() > axis), 0)
+        if self.from_loader:
+            return self._of_loader(rows)
+        where = f"the model: sample_of={self.name!r}"
+        if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
+            found = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise FlashClippingError(
+                f"{where}: found {found}; expected an integer tensor with the unit of every row, "
+                f"[{rows}], or of every position. Pass it as an argument by this name in every "
+                "call that is trained on."
+            )
+        if given.device.type == "meta":
+            raise FlashClippingError(f"{where}: found a tensor without values, on meta.")
+        if isinstance(self.sample_of, Offsets):
+            if rows != 1 and not self._is_flat(tensors):  # [T], or one row
+                raise FlashClippingError(
+                    f"{where}: found a batch of {rows} rows; expected one, in which documents lie "
+                    "end to end. For several rows give the unit of every position, [R, T]."
+                )
+            return self._of_offsets(where, given, tensors, drawn)
+        positions = _positions(tensors, rows) if given.dim() == 2 else None
+        expected = (rows,) if given.dim() != 2 else (rows, positions)
+        if tuple(given.shape) != expected:
+            raise FlashClippingError(
+                f"{where}: found a tensor of shape {tuple(given.shape)} for a batch of {rows} "
+                f"rows; expected [{rows}], or [{rows}, positions] as the model's own inputs have."
+            )
+        return self._checked(where, given, given, drawn)
+
+    def _of_loader(self, rows: int) -> Units:
+        if self.announced is None:
+            raise FlashClippingError(
+                "the model: make_private was called with units=..., and no batch of the loader "
+                "that it returned was announced for this forward. Take batches from that loader, "
+                "one for each step, and not ahead of it; run other data under torch.no_grad()."
+            )
+        index_R, count = self.announced
+        if len(index_R) != rows:
+            raise FlashClippingError(
+                f"the model: called with a batch of {rows} rows, but the loader gave "
+                f"{len(index_R)} rows of {count} units. Call the model with all rows of the batch "
+                "at once: what one unit adds is clipped as a whole."
+            )
+        return Units(index_R, count, index_R)
+
+    def _checked(self, where: str, index: Tensor, given: Tensor, drawn: int | None) -> Units:
+        """The map, with its values in range."""
+        if index.dim() == 2 and not self.batch_first:
+            raise FlashClippingError(
+                f"{where}: a map of positions, [R, T], and batch_first=False. Give the model its "
+                "batch on the first axis."
+            )
+        # A copy: the map is read in backward, and the tensor is the user's.
+        index = index.detach().to(torch.int64, copy=True)
+        on_cpu = index.device.type == "cpu"
+        if drawn is not None:
+            count = drawn
+        elif on_cpu:
+            # Never more than rows, as on a GPU: numbers of units are of this batch.
+            count = min(int(index.max()) + 1, index.numel()) if index.numel() else 0
+        elif index.dim() == 1:
+            count = len(index)  # at most; units without rows have a norm of 0
+        else:
+            raise FlashClippingError(
+                f"{where}: found a map of positions on {index.device}, and nobody said how many "
+                "units there are: looking would wait for the device. Call "
+                "module.expect_samples(n) before the forward, or give the map on the CPU."
+            )
+        count = max(count, 0)
+        told = f", as expect_samples or the loader said {drawn} units" if drawn is not None else ""
+        self._check(
+            (index >= -1).logical_and(index < count).all(),
+            f"{where}: found units outside of -1 to {count - 1}{told}. Number the units of a "
+            "batch from 0, and give rows of none -1.",
+        )
+        if self.are_items and drawn is not None:
+            self._refuse_missing(where, index, drawn)
+        return Units(index, count, given)
+
+    def _refuse_missing(self, where: str, index: Tensor, drawn: int) -> None:
+        """Every item that the loader drew is a unit, and the other way round."""
+        bins = index.flatten().masked_fill(index.flatten() < 0, drawn)
+        present = torch.zeros(drawn + 1, dtype=torch.bool, device=index.device)
+        present.index_fill_(0, bins, True)
+        self._check(
+            present[:drawn].all(),
+            f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "
+            "items were joined, or left out. Removing a unit would then change more than one "
+            "draw, and epsilon would be too small. Make every item of the dataset a unit by "
+            "itself; or give make_private units=..., the unit of every row of the dataset, which "
+            "are then drawn together.",
+        )
+
+    @staticmethod
+    def _check(holds: Tensor, message: str) -> None:
+        if holds.device.type != "cpu":
+            assert_async(holds, message)
+        elif not holds:
+            raise FlashClippingError(message)
+
+    @staticmethod
+    def _is_flat(tensors: list[Tensor]) -> bool:
+        return bool(tensors) and tensors[0].dim() == 1
+
+    def _of_offsets(
+        self, where: str, given: Tensor, tensors: list[Tensor], drawn: int | None
+    ) -> Units:
+        """The unit of every position, from where units begin; whoever holds the offsets knows how
+        many there are."""
+        if given.dim() != 1 or not len(given):
+            raise FlashClippingError(
+                f"{where}: found a tensor of shape {tuple(given.shape)}; expected [U + 1]: where "
+                "each of U documents begins, and where the last ends."
+            )
+        flat = self._is_flat(tensors)
+        positions = tensors[0].shape[0] if flat else _positions(tensors, 1)
+        if positions is None:
+            raise FlashClippingError(
+                f"{where}: found no input of the model with an axis of positions; expected "
+                "[1, T, ...] or [T]."
+            )
+        offsets = given.detach().to(torch.int64)
+        count = len(offsets) - 1
+        told = drawn if self.are_items else None
+        if told is not None and told != count:
+            raise FlashClippingError(
+                f"{where}: found {count} documents, but the loader drew {told} items one by one. "
+                "Make every item of the dataset one document."
+            )
+        self._check(
+            (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= positions),
+            f"{where}: found offsets that do not begin at 0, fall, or go beyond the "
+            f"{positions} positions of the batch.",
+        )
+        places_T = torch.arange(positions, device=offsets.device)
+        index_T = torch.searchsorted(offsets, places_T, right=True) - 1
+        index_T = index_T.masked_fill(index_T >= count, -1)
+        return Units(index_T.unsqueeze(0), count, given)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _signature(module: nn.Module) -> tuple[inspect.Signature, bool]:
+    """That of a module's forward, and whether it takes any keyword."""
+    found = inspect.signature(module.forward)
+    kinds = [param.kind for param in found.parameters.values()]
+    return found, inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _positions(tensors: list[Tensor], rows: int) -> int | None:
+    """How many positions the rows of the model's inputs have."""
+    return next((x.shape[1] for x in tensors if x.dim() > 1 and x.shape[0] == rows), None)
+
+
+def the_same(of_calls: Sequence[Units | None]) -> Units | None:
+    """The units of calls of the model whose gradients are one.
+
+    Raises:
+        FlashClippingError: they were told different ones.
+    """
+    first = of_calls[0] if of_calls else None
+    for units in of_calls[1:]:
+        if first is None or units is None or not units.same_as(first):
+            _refuse_two_maps(first, units)
+    return first
+
+
+def _refuse_two_maps(first: Units | None, second: Units | None) -> NoReturn:
+    found = " and ".join(
+        "none" if units is None else f"one of {units.count} units for {units.shape}"
+        for units in (first, second)
+    )
+    raise FlashClippingError(
+        f"the model: it was called several times before backward, with different maps of rows to "
+        f"units ({found}), so that it is not known which rows are of one unit. Give all these "
+        "calls the same map (on a GPU the very same tensor), or all rows in one call."
+    )

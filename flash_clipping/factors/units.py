@@ -1,0 +1,262 @@
+"""Rows of a batch that belong to privacy units: users, patients, documents.
+
+Layers record what they would record of samples, row by row. Here that becomes what belongs to
+units. The clipped sum over units is that over rows, each with the coefficient of its unit, so rows
+stay as they are; only norms have to know which rows belong together.
+
+M rows (or positions of rows), U units, T positions of a row, N rows and their positions, d
+features, p output features, V rows of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
+from flash_clipping.factors.convolution import Convolution
+from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
+from flash_clipping.factors.linear import Outer
+from flash_clipping.factors.merge import Stacked, merge
+from flash_clipping.factors.segmented import SegmentedOuter
+from flash_clipping.factors.vector import RowSum
+from flash_clipping.ops import certificate
+from flash_clipping.ops.embedding.reference import sums_by_index
+from flash_clipping.ops.runtime.backend import full_precision
+from flash_clipping.ops.segments import Rows, Segments, segment_sqnorms, segment_sums
+
+#: Elements of temporaries in the cross term of a tied embedding, and in sums of rows of a table.
+BLOCK = 1 << 22
+
+
+class UnitMap:
+    """Which unit each row belongs to.
+
+    Args:
+        index_M: int64, 0 to ``count - 1``, or -1 for rows of none.
+        count: how many units there are.
+    """
+
+    def __init__(self, index_M: Tensor, count: int):
+        self.index_M, self.count = index_M, count
+        self._on: dict[torch.device, UnitMap] = {}
+        self._segments: dict[int, Segments] = {}
+
+    def __len__(self) -> int:
+        return len(self.index_M)
+
+    def on(self, device: torch.device) -> UnitMap:
+        """The same on another device."""
+        if device == self.index_M.device:
+            return self
+        if device not in self._on:
+            index_M = self.index_M
+            if device.type == "cuda" and index_M.device.type == "cpu":
+                index_M = index_M.pin_memory()  # the copy does not wait then
+            self._on[device] = UnitMap(index_M.to(device, non_blocking=True), self.count)
+        return self._on[device]
+
+    def segments(self, positions: int = 1) -> Segments:
+        """The map for so many positions of every row; layers share it."""
+        if positions not in self._segments:
+            index_N = self.index_M.repeat_interleave(positions)
+            self._segments[positions] = Segments(index_N, self.count)
+        return self._segments[positions]
+
+    def sums(self, X_Mf: Tensor) -> Tensor:
+        """Rows ``[M, ...]`` added up for each unit, ``[U, ...]`` in fp32 (float64 for float64)."""
+        segments = self.segments()
+        sums_Uf = segment_sums(X_Mf[segments.order_N].reshape(len(self), -1), segments)
+        return sums_Uf.view(self.count, *X_Mf.shape[1:])
+
+    def of_rows(self, coef_U: Tensor) -> Tensor:
+        """Each row's coefficient, ``[M]``; 0 for rows of no unit."""
+        return F.pad(coef_U, (0, 1))[self.bins_M]
+
+    @property
+    def bins_M(self) -> Tensor:
+        """Unit of every row; U for rows of none."""
+        return self.index_M.masked_fill(self.index_M < 0, self.count)
+
+
+def by_units(factor: Factor, units: UnitMap) -> Factor:
+    """A factor whose "samples" are M rows, as that of the units which these rows belong to."""
+    if isinstance(factor, Stacked):
+        return Stacked([by_units(part, units) for part in factor.parts])
+    if isinstance(factor, Dense | RowSum):
+        return Dense(_unit_sums(factor, units))
+    return OfUnits(factor, units)
+
+
+class OfUnits(Factor):
+    """``g_u = Σ g_m`` over the rows m of unit u.
+
+    Args:
+        rows: the gradients of rows, in whatever form.
+        units: which unit each row belongs to.
+    """
+
+    def __init__(self, rows: Factor, units: UnitMap):
+        self.rows, self.units = rows, units
+        self._norms: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.units.count
+
+    def operands(self) -> tuple[()]:
+        return ()  # it is handled by itself, whatever it holds
+
+    def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
+        if self._norms is None:
+            self._norms = _measure(self.rows, self.units, backend)
+        return self._norms
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return self._measured(backend)[0]
+
+    def doubt(self, backend: str) -> Tensor | None:
+        return self._measured(backend)[1]
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            index_M = self.units.index_M
+            coef_B = torch.ones(self.units.count, device=index_M.device)
+        return self.rows.clipped_sum(self.units.of_rows(coef_B), backend)
+
+    def dense(self) -> Tensor:
+        return _unit_sums(self.rows, self.units)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[OfUnits]) -> Factor:
+        # All uses in one backward are of one map: the session has seen to it.
+        return cls(merge([factor.rows for factor in factors]), factors[0].units)
+
+
+def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+    """Squared norms of units, ``[U]``, and what rounding may hide of them."""
+    if isinstance(rows, Outer):
+        segments = units.segments(rows.A_BTd.shape[1])
+        A, G = (Rows(x.flatten(0, 1), segments.order_N) for x in (rows.A_BTd, rows.G_BTp))
+        return segment_sqnorms(A, G, segments, backend=backend)
+    if isinstance(rows, SegmentedOuter):
+        return _segmented_sqnorms(rows, units)
+    if isinstance(rows, Lookup | Bag):
+        sq_U, spread_U = _Scattered.of(rows, units).sqnorms()
+        return sq_U, certificate.doubt(spread_U)
+    if isinstance(rows, TiedEmbedding):
+        return _tied_sqnorms(rows, units)
+    sq_U = Dense(_unit_sums(rows, units)).sqnorms(backend)
+    # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
+    # that was measured as it is released, the spread over rows is its norm.
+    doubt_M = rows.doubt(backend)
+    if doubt_M is None:
+        doubt_M = certificate.doubt(rows.sqnorms(backend).sqrt())
+    return sq_U, units.sums(doubt_M.sqrt().unsqueeze(1)).squeeze(1).square_().to(sq_U.dtype)
+
+
+def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
+    """The gradients of units, ``[U, *parameter]`` in fp32 (float64 for float64)."""
+    if not isinstance(rows, Convolution):
+        return units.sums(rows.dense())
+    # A chunk at a time: all rows' gradients at once would be the largest tensor of the step.
+    total: Tensor | None = None
+    for chunk, grads in rows.dense_in_chunks():
+        sums = UnitMap(units.index_M[chunk], units.count).sums(grads)
+        total = sums if total is None else total.add_(sums)
+    return units.sums(rows.dense()) if total is None else total
+
+
+def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap) -> tuple[Tensor, Tensor]:
+    """Rows that are sorted by their samples, sorted anew by the units of these."""
+    sorted_ = rows.segments
+    unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
+    segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
+    order_N = segments.order_N
+    A, G = (
+        x._replace(places_N=order_N if x.places_N is None else x.places_N[order_N])
+        for x in (rows.A, rows.G)
+    )
+    sq_S, doubt_S = segment_sqnorms(A, G, segments)
+    return segments.by_sample(sq_S), segments.by_sample(doubt_S)
+
+
+def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap) -> tuple[Tensor, Tensor]:
+    """``‖lookup‖² + ‖head‖² + 2 ⟨lookup, head⟩``, unit by unit.
+
+    Of the cross term ``Σ Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩`` all pairs of positions are computed,
+    and those of two units left out: a wait for the device would be the price of leaving them out
+    before.
+    """
+    head = rows.head
+    scattered = _Scattered.of(rows.lookup, units)
+    sq_U, spread_U = scattered.sqnorms()
+    head_sq_U, head_doubt_U = _measure(head, units, "auto")
+    dtype = torch.promote_types(sq_U.dtype, head_sq_U.dtype)
+    A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
+    unit_P = units.bins_M.repeat_interleave(head.A_BTd.shape[1])
+    cross_P = A_Pd.new_zeros(len(A_Pd), dtype=dtype)
+    step = max(1, min(1024, len(A_Pd)))
+    width = max(1, BLOCK // step)
+    ids_N, unit_N = scattered.ids_N.clamp(max=scattered.table - 1), scattered.unit_N
+    with full_precision(A_Pd.device):
+        for p in range(0, len(A_Pd), step):
+            for n in range(0, len(ids_N), width):
+                here, there = slice(p, p + step), slice(n, n + width)
+                weights = G_PV[here][:, ids_N[there]]
+                products = A_Pd[here].to(dtype) @ scattered.G_Nd[there].to(dtype).mT
+                one_unit = unit_P[here, None] == unit_N[there]
+                cross_P[here] += torch.where(one_unit, products * weights, 0).sum(1)
+    cross_U = sums_by_index(cross_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
+    # Spreads add up before they are squared.
+    doubt_U = (head_doubt_U.sqrt() + certificate.doubt(spread_U).sqrt()).square_()
+    return sq_U + head_sq_U + 2 * cross_U, doubt_U
+
+
+class _Scattered:
+    """Rows of a table that receive a gradient each: row ``ids_N[n]`` receives ``G_Nd[n]``.
+
+    Of no unit (``unit_N`` is U) is also what gets no gradient: padding.
+    """
+
+    def __init__(self, ids_N: Tensor, G_Nd: Tensor, unit_N: Tensor, units: int, table: int):
+        self.ids_N, self.G_Nd, self.unit_N = ids_N, G_Nd, unit_N
+        self.units, self.table = units, table
+
+    @classmethod
+    def of(cls, rows: Lookup | Bag, units: UnitMap) -> _Scattered:
+        count, table = units.count, rows.num_embeddings
+        if isinstance(rows, Bag):
+            G_Nd = rows.G_Bd[rows.bags_N] * rows.weights_N[:, None]
+            return cls(rows.ids_N, G_Nd, units.bins_M[rows.bags_N], count, table)
+        ids_N = rows.ids_BT.flatten()
+        unit_N = units.bins_M.repeat_interleave(rows.ids_BT.shape[1])
+        if rows.padding_idx is not None:
+            unit_N = unit_N.masked_fill(ids_N == rows.padding_idx, count)
+        return cls(ids_N, rows.G_BTd.flatten(0, 1), unit_N, count, table)
+
+    def sqnorms(self) -> tuple[Tensor, Tensor]:
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
+
+        Runs of one unit and one id are added up in a fixed order, as many features at a time as
+        :data:`BLOCK` allows.
+        """
+        dtype = accumulation_dtype(self.G_Nd.dtype)
+        N = len(self.ids_N)
+        keys_N, order_N = (self.unit_N * self.table + self.ids_N).sort(stable=True)
+        new_N = torch.ones_like(keys_N)
+        new_N[1:] = keys_N[1:] != keys_N[:-1]
+        run_N = new_N.cumsum(0) - 1
+        unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
+        sq_N = self.G_Nd.new_zeros(N, dtype=dtype)
+        for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
+            rows_Nf = columns_Nf[order_N].to(dtype)
+            sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
+        norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
+        return self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
+
+    def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
+        return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]

@@ -1,0 +1,520 @@
+"""``sample_of``: samples that are users, of which a batch holds any number of rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+    Offsets,
+    samples,
+)
+from tests.support.autograd import float64s
+from tests.support.cases import make_case
+from tests.support.graphs import PlayedByHand
+from tests.support.mixtures import mixture, tokens
+from tests.support.models import CASES, Mixed, Wrapped, mixed_batch, squared_loss
+from tests.support.oracle import assert_close
+from tests.support.units import MIXED, check_units, index_for, truth_by_unit
+from tests.support.wrapping import MODES, WRAPPERS
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Wrapped(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+
+
+# -- exact, whatever the layers and the map --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule(name: str) -> None:
+    case = CASES[name]
+    model, batch = make_case(case, torch.float64)
+    check_units(model, batch, case.loss)
+
+
+@pytest.mark.parametrize("name", ["conv2d_groups", "embedding_bag_mean", "linear_3d", "mixed"])
+def test_fp32(name: str) -> None:
+    case = CASES[name]
+    model, batch = make_case(case, torch.float32)
+    check_units(model, batch, case.loss, tolerance=1e-5)
+
+
+MAPS = {
+    "interleaved": (0, 1, 0, 1, 0, 1, 0),
+    "each its own": (0, 1, 2, 3, 4, 5, 6),
+    "in another order": (3, 6, 0, 1, 5, 2, 4),
+    "one unit": (0,) * 7,
+    "many rows and one": (0, 0, 0, 1, 0, 0, 0),
+    "rows of none": (-1, 1, -1, 0, 0, 1, -1),
+    "a unit without rows": (0, 3, 3, 1, 0, 1, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", MAPS)
+def test_every_map(name: str, reduction: str, mode: str) -> None:
+    index = torch.tensor(MAPS[name])
+    check_units(
+        network(), float64s(7, 5, 4), squared_loss, index, reduction=reduction, mode=mode, steps=2
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_dtypes_of_maps(dtype: torch.dtype) -> None:
+    index = torch.tensor([1, 0, 1, 2, 0, 1, 1], dtype=dtype)
+    check_units(network(), float64s(7, 5, 4), squared_loss, index)
+
+
+def test_hooks() -> None:
+    check_units(network(), float64s(7, 5, 4), squared_loss, wrapper="hooks")
+
+
+def test_number_that_is_told() -> None:
+    """Units that have no row in the batch have a norm of 0."""
+    flash = check_units(network(), float64s(7, 5, 4), squared_loss, told=5)
+    assert flash.get_norm_sample()[3:].tolist() == [0, 0]
+    assert flash.get_clipping_coef().shape == (5,)
+
+
+def test_first_axis_is_time() -> None:
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(batch[0].transpose(0, 1)).square().sum((0, 2))
+
+    check_units(Swapped().double(), float64s(7, 5, 4), loss, batch_first=False)
+
+
+def test_the_model_reads_the_map() -> None:
+    """A parameter of this name gets the tensor, also by its place."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, user: Tensor | None = None) -> Tensor:
+            assert user is not None
+            return self.layer(x) * (1 + user[:, None])
+
+    class Around(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    torch.manual_seed(1)
+    x, index = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
+    norms = []
+    for make, arguments in (
+        (Reading, {"user": index}),
+        (Reading, {}),
+        (lambda: Around(Reading()), {"user": index}),
+    ):
+        flash = GradSampleModuleFlashClipping(make(), sample_of="user", loss_reduction="sum")
+        by_place = () if arguments else (index,)
+        flash(x, *by_place, **arguments).square().sum().backward()
+        norms.append(flash.get_norm_sample())
+    assert norms[0].shape == (2,)
+    assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
+
+
+def test_parameters_of_several_uses() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.norm = nn.Embedding(9, 4, padding_idx=2), nn.LayerNorm(4)
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.norm(self.table(ids))
+            return self.head(self.norm(self.layer(torch.tanh(self.layer(x)))))
+
+    check_units(Tied().double(), (torch.randint(9, (7, 6)),), squared_loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointing(reentrant: bool, mode: str) -> None:
+    kind = "reentrant" if reentrant else "non-reentrant"
+    batch = tuple(x.double() if x.is_floating_point() else x for x in mixed_batch())
+    torch.manual_seed(0)
+    model = Mixed(checkpointing=kind).double()
+    torch.manual_seed(0)
+    check_units(model, batch, CASES["mixed"].loss, plain=Mixed().double(), mode=mode)
+
+
+@pytest.mark.parametrize("name", ["linear_3d", "conv1d", "embedding_padding"])
+def test_the_generic_rule(name: str) -> None:
+    model, batch = make_case(CASES[name], torch.float64)
+    check_units(model, batch, CASES[name].loss, force_functorch=True)
+
+
+def test_frozen_weights() -> None:
+    model = network()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+    check_units(model, float64s(7, 5, 4), squared_loss)
+
+
+def test_folded_rows() -> None:
+    """Windows are folded to rows of the batch first, and these are of units."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inside, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.conv = nn.Conv1d(2, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.tanh(self.inside(x.reshape(-1, 2, 4)))
+            rows = rows + self.conv(rows).sum(-1, keepdim=True)
+            return self.last(rows.view(len(x), -1, 5))
+
+    check_units(
+        Windows().double(),
+        float64s(7, 6, 4),
+        squared_loss,
+        folded_modules=["inside", "conv"],
+    )
+
+
+def test_layers_inside_of_samples() -> None:
+    """Samples of ``flash_clipping.samples`` are rows of the batch; those are of units."""
+
+    class Scattered(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.before, self.layer = nn.Linear(4, 4), layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            R, T, _ = x.shape
+            order = torch.argsort(torch.sin(torch.arange(R * T) * 1.7))
+            rows = torch.tanh(self.before(x)).flatten(0, 1)[order]
+            with samples((torch.arange(R * T) // T)[order], count=R):
+                y = self.layer(rows)
+            return torch.zeros_like(y).index_copy(0, order, y).view(R, T, -1)
+
+    for layer in (nn.Linear(4, 3), nn.LayerNorm(4)):
+        check_units(Scattered(layer).double(), float64s(7, 3, 4), squared_loss)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_experts(family: str) -> None:
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).logits.square().flatten(1).sum(1)
+
+    # Parts of these models compute in fp32 whatever their dtype.
+    check_units(mixture(family), tokens(7, 5), loss, tolerance=1e-6)
+
+
+def test_several_calls_of_one_map() -> None:
+    """Two views of each row: both calls count for the unit."""
+    batch = (*float64s(7, 5, 4), *float64s(7, 5, 4))
+
+    def loss(model: Any, views: tuple[Tensor, ...]) -> Tensor:
+        return (model(views[0]) * model(views[1])).flatten(1).sum(1)
+
+    check_units(network(), batch, loss)
+
+
+COMPILED = ["linear_3d", "embedding", "layer_norm", "conv2d_groups", "bare_parameters"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    model, batch = make_case(CASES[name], torch.float64)
+
+    def compiled(flash: Any) -> None:
+        flash.compile(backend="eager", fullgraph=True)
+
+    check_units(
+        model, batch, CASES[name].loss, plain=copy.deepcopy(model), prepare=compiled, steps=2
+    )
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
+def test_ways_to_clip(clipping: str) -> None:
+    model, x = network(), float64s(7, 5, 4)[0]
+    bounds: Any = [0.1 * (i + 1) for i in range(6)] if clipping == "per_layer" else 0.5
+    truth = truth_by_unit(copy.deepcopy(model), (x,), torch.tensor(MIXED), squared_loss, 3)
+    flash = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bounds, clipping=clipping, sample_of="user"
+    )
+    squared_loss(lambda x: flash(x, user=torch.tensor(MIXED)), (x,)).mean().backward()  # type: ignore[arg-type]
+    for place, (name, grads) in enumerate(truth.grads.items()):
+        if clipping == "per_layer":
+            coef = (bounds[place] / (truth.param_norms[name] + 1e-6)).clamp(max=1)
+        else:
+            coef = 0.5 / (truth.norms + 0.01)
+        expected = torch.einsum("u,u...->...", coef, grads)
+        assert_close(model.get_parameter(name).grad, expected, 1e-8, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_map", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_padding", "mixed"])
+def test_on_a_gpu(name: str, of_map: str) -> None:
+    """A map on the CPU says how many units there are; one on the GPU, that there are no more than
+    rows."""
+    case = CASES[name]
+    model, batch = make_case(case, torch.float64)
+    index = index_for(len(batch[0]))
+    count = int(index.max()) + 1
+    truth = truth_by_unit(copy.deepcopy(model), batch, index, case.loss, count)
+    flash = GradSampleModuleFlashClipping(model.cuda(), max_grad_norm=1.0, sample_of="user")
+
+    def with_units(*args: Tensor) -> Any:
+        return flash(*args, user=index.to(of_map))
+
+    case.loss(with_units, tuple(x.cuda() for x in batch)).mean().backward()  # type: ignore[arg-type]
+    norms = flash.get_norm_sample().cpu()
+    assert len(norms) == (count if of_map == "cpu" else len(index))
+    assert_close(norms[:count], truth.norms, 1e-9, "norms")
+    assert not norms[count:].any()
+    for param_name, expected in truth.clipped(1.0).items():
+        assert_close(model.get_parameter(param_name).grad.cpu(), expected, 1e-8, param_name)
+
+
+# -- the scale, and what an infinite row does ------------------------------------------------------
+
+
+def test_the_mean_is_over_rows() -> None:
+    """A row's own gradient does not depend on how many units there are."""
+    model, x = network(), torch.randn(6, 5, 4, dtype=torch.float64)
+    norms = []
+    for index in ([0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5], [0, -1, -1, -1, -1, -1]):
+        flash = GradSampleModuleFlashClipping(model, sample_of="user")
+        flash(x, user=torch.tensor(index)).square().flatten(1).sum(1).mean().backward()
+        norms.append(flash.get_norm_sample()[0].item())
+        flash.remove_hooks()
+        model.zero_grad()
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding", "layer_norm", "mixed"])
+def test_a_unit_with_an_infinite_row(name: str, mode: str) -> None:
+    """It adds nothing, and its other rows do not either; the others are not harmed."""
+    case = CASES[name]
+    model, batch = make_case(case, torch.float64)
+    rows = len(batch[0])
+    index = torch.tensor([0, 1, 0, 2, 1][:rows])
+    count = int(index.max()) + 1
+    truth = truth_by_unit(model, batch, index, case.loss, count)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, sample_of="user", mode=mode)
+
+    def with_units(*args: Tensor) -> Any:
+        return flash(*args, user=index)
+
+    factor = torch.ones(rows, dtype=torch.float64)
+    factor[0] = torch.inf
+    (case.loss(with_units, batch) * factor).mean().backward()
+    coef = flash.get_clipping_coef()
+    assert coef[0] == 0
+    assert torch.isfinite(flash.get_norm_sample()[1:]).all()
+    for param_name, grads in truth.grads.items():
+        expected = torch.einsum("u,u...->...", coef[1:], grads[1:])
+        found = model.get_parameter(param_name).grad
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_bag_sum", "mixed"])
+def test_removing_a_unit(name: str) -> None:
+    """The sum changes by at most C (1 + 1e-4), though the unit has several rows."""
+    case = CASES[name]
+    model, batch = make_case(case, torch.float32)
+    index = index_for(len(batch[0]))
+    C = 0.1
+
+    def released(keep: Tensor) -> Tensor:
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, sample_of="user")
+        numbers = index[keep].unique(return_inverse=True)[1]
+        numbers = numbers.masked_fill(index[keep] < 0, -1) - int((index[keep] < 0).any())
+        numbers = numbers.clamp(min=-1)
+
+        def with_units(*args: Tensor) -> Any:
+            return flash(*args, user=numbers)
+
+        flash.set_grad_sample_to_none()
+        model.zero_grad(set_to_none=True)
+        with flash.summed_loss():
+            case.loss(with_units, tuple(x[keep] for x in batch)).sum().mul(100).backward()
+        sums = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        flash.remove_hooks()
+        return sums.double()
+
+    everyone = torch.ones(len(index), dtype=torch.bool)
+    all_of_them = released(everyone)
+    for unit in index.unique().tolist():
+        change = (all_of_them - released(index != unit)).norm()
+        if unit >= 0:
+            assert C * 0.5 < change <= C * (1 + 1e-4), unit
+        else:
+            assert change <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 3, bias=False), nn.Conv1d(5, 2, 3, bias=False), nn.Embedding(9, 4)]
+)
+def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
+    """What rounding may hide of a unit's norm grows with the norms of its rows."""
+    torch.manual_seed(0)
+    is_table = isinstance(layer, nn.Embedding)
+    x = torch.randint(9, (1, 5)) if is_table else torch.randn(1, 5, 4)
+    flash = GradSampleModuleFlashClipping(
+        nn.Sequential(layer), sample_of="user", loss_reduction="sum"
+    )
+    rows = flash(x.repeat(3, *[1] * (x.dim() - 1)), user=torch.tensor([0, 0, 1]))
+    sign = torch.tensor([1.0, -1.0, 1.0]).view(3, *[1] * (rows.dim() - 1))
+    (rows.square() * sign).sum().backward()
+    cancelled, alone = flash.get_norm_sample()
+    assert cancelled < 1e-3 * alone
+    assert flash.upper_bounds[0] >= 0.9 * 2.0**-10.5 * 2 * alone
+    assert flash.upper_bounds[1] < 1.1 * alone
+
+
+def test_the_map_may_be_changed_afterwards() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    norms, x = [], torch.randn(7, 5, 4, dtype=torch.float64)
+    for change in (False, True):
+        index = torch.tensor(MIXED)
+        loss = flash(x, user=index).square().mean()
+        if change:
+            index.zero_()
+        loss.backward()
+        norms.append(flash.get_norm_sample())
+    assert torch.equal(*norms)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def called_with(index: Any, **options: Any) -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user", **options)
+    flash(torch.randn(7, 5, 4, dtype=torch.float64), user=index).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (torch.zeros(6, dtype=torch.long), r"sample_of='user'.*shape \(6,\).*7 rows"),
+        (torch.zeros(7, 4, dtype=torch.long), r"shape \(7, 4\).*7 rows"),
+        (torch.zeros(7, 1, 1, dtype=torch.long), r"shape \(7, 1, 1\)"),
+        (torch.zeros(7), r"found torch.float32; expected an integer tensor"),
+        (torch.zeros(7, dtype=torch.bool), r"found torch.bool"),
+        ([0] * 7, r"found list"),
+        (None, r"found NoneType.*Pass it as an argument"),
+        (torch.tensor([0, 1, 2, -2, 0, 1, 2]), r"units outside of -1 to 2"),
+        (torch.tensor([0, 1, 2, 99, 0, 1, 2]), r"units outside of -1 to 6"),
+        (torch.zeros(7, dtype=torch.long, device="meta"), r"on meta"),
+    ],
+)
+def test_wrong_maps(index: Any, words: str) -> None:
+    with pytest.raises(FlashClippingError, match=words):
+        called_with(index)
+
+
+def test_more_units_than_were_told() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash.expect_samples(2)
+    with pytest.raises(FlashClippingError, match=r"outside of -1 to 1, as expect_samples"):
+        flash(torch.randn(7, 5, 4, dtype=torch.float64), user=torch.tensor(MIXED))
+
+
+def test_the_name_is_a_name() -> None:
+    with pytest.raises(TypeError, match=r"sample_of: found int.*Offsets"):
+        GradSampleModuleFlashClipping(network(), sample_of=3)  # type: ignore[arg-type]
+    assert Offsets("starts").name == "starts"
+
+
+def test_calls_of_two_maps() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    first = flash(x, user=torch.tensor(MIXED))
+    second = flash(x, user=torch.tensor(MIXED).roll(1))
+    with pytest.raises(FlashClippingError, match="several times before backward"):
+        (first + second).square().mean().backward()
+    assert all(p.grad is None for p in flash.parameters())
+
+
+def test_a_step_that_is_captured() -> None:
+    """Without a graph (on a CPU) it runs as it is."""
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+
+    def step(x: Tensor, user: Tensor) -> None:
+        flash(x, user=user).square().mean().backward()
+
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    GraphedStep(step, flash)(x, torch.tensor(MIXED))
+    assert len(flash.get_norm_sample()) == 3
+    with pytest.raises(FlashClippingError, match="GraphedStep: the step clips privacy units"):
+        PlayedByHand(step, flash)(x, torch.tensor(MIXED))
+
+
+def test_rows_are_still_rehearsed() -> None:
+    """What is no row of the batch is refused as it is without units."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).view(len(x), -1)
+
+    flash = GradSampleModuleFlashClipping(Flat(), sample_of="user")
+    with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*35 rows for a batch of 7"):
+        flash(torch.randn(7, 5, 4), user=torch.tensor(MIXED))
+
+
+def test_without_gradients_no_map_is_needed() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(flash(x), flash(x, user=torch.tensor(MIXED)))
+    flash.disable_hooks()
+    flash(x, user=torch.tensor(MIXED)).square().mean().backward()
+    assert all(p.grad is not None for p in flash.parameters())
+    flash.enable_hooks()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_rows_at_all(wrapper: str) -> None:
+    model = network()
+    flash = WRAPPERS[wrapper](model, sample_of="user")
+    called = flash if wrapper == "wrapped" else model
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    for rows, told in ((7, None), (0, None), (0, 2)):
+        model.zero_grad(set_to_none=True)
+        flash.expect_samples(told)
+        called(x[:rows], user=torch.tensor(MIXED)[:rows]).square().mean().backward()
+        if not rows:
+            assert flash.get_norm_sample().tolist() == [0.0] * (told or 0)
+            assert all(not p.grad.any() for p in model.parameters())  # type: ignore[union-attr]

@@ -1,0 +1,95 @@
+"""One privacy unit at a time through an ordinary backward, and steps that are compared with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.oracle import Truth, assert_close
+from tests.support.wrapping import WRAPPERS
+
+#: (model, batch) -> losses of the rows, ``[R]``.
+LossOfRows = Callable[[Any, tuple[Tensor, ...]], Tensor]
+
+#: Rows of three units, interleaved; one of none; a unit of one row.
+MIXED = (1, 0, -1, 1, 2, 0, 1)
+
+
+def index_for(rows: int) -> Tensor:
+    """A map of so many rows, with as much in it as fits."""
+    return torch.tensor([MIXED[r % len(MIXED)] for r in range(rows)])
+
+
+def truth_by_unit(
+    model: nn.Module, batch: tuple[Tensor, ...], index: Tensor, loss: LossOfRows, count: int
+) -> Truth:
+    """The gradient of every unit's own loss, the sum over its rows, in whatever dtype it is."""
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor]] = {name: [] for name in trainable}
+    for unit in range(count):
+        model.zero_grad(set_to_none=True)
+        own = index == unit
+        if own.any():
+            loss(model, tuple(x[own] for x in batch)).sum().backward()
+        for name, param in trainable.items():
+            rows[name].append(torch.zeros_like(param) if param.grad is None else param.grad)
+    grads_U = {n: torch.stack(r) if r else r_of_none(trainable[n]) for n, r in rows.items()}
+    norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in grads_U.items()}
+    model.zero_grad(set_to_none=True)
+    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_U)
+
+
+def r_of_none(param: Tensor) -> Tensor:
+    return param.new_zeros(0, *param.shape)
+
+
+def check_units(
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    loss: LossOfRows,
+    index: Tensor | None = None,
+    *,
+    plain: nn.Module | None = None,
+    wrapper: str = "wrapped",
+    reduction: str = "mean",
+    tolerance: float = 1e-9,
+    steps: int = 1,
+    told: int | None = None,
+    prepare: Callable[[Any], None] = lambda flash: None,
+    **options: Any,
+) -> Any:
+    """Norms, norms of each parameter and clipped sums of units are the truth's.
+
+    ``told``: what the model is told of the number of units.
+    """
+    index = index_for(len(batch[0])) if index is None else index
+    count = told if told is not None else int(index.max()) + 1
+    truth = truth_by_unit(plain or copy.deepcopy(model), batch, index, loss, count)
+    bound = truth.norms.median().item()
+    flash = WRAPPERS[wrapper](
+        model, max_grad_norm=bound, loss_reduction=reduction, sample_of="user", **options
+    )
+    prepare(flash)
+    called = flash if wrapper == "wrapped" else model
+
+    def with_units(*args: Tensor) -> Any:
+        return called(*args, user=index)
+
+    flash.expect_samples(told)
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        losses = loss(with_units, batch)
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+        assert_close(flash.get_norm_sample(), truth.norms, tolerance, "norms")
+        for name, grad in truth.clipped(bound).items():
+            param = model.get_parameter(name)
+            # Where a gradient cancels to nothing, at the scale of the whole gradient.
+            scale = truth.norms.max() / truth.param_norms[name].max().clamp(min=1e-30)
+            slack = max(1.0, 1e-5 * scale.item())
+            assert_close(param._norm_sample, truth.param_norms[name], tolerance * slack, name)
+            assert_close(param.grad, grad, 10 * tolerance * slack, f"sum of {name}")
+    return flash
