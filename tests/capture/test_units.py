@@ -31,7 +31,7 @@ def test_every_rule(name: str) -> None:
     check_units(model, batch, case.loss)
 
 
-@pytest.mark.parametrize("name", ["conv2d_groups", "embedding_bag_mean", "linear_3d", "mixed"])
+@pytest.mark.parametrize("name", ["conv2d_groups", "embedding_bag_mean", "linear_3d"])
 def test_fp32(name: str) -> None:
     case = CASES[name]
     model, batch = make_case(case, torch.float32)
@@ -232,7 +232,7 @@ def test_several_calls_of_one_map() -> None:
     check_units(network(), batch, loss)
 
 
-COMPILED = ["linear_3d", "embedding", "layer_norm", "conv2d_groups", "bare_parameters"]
+COMPILED = ["embedding", "conv2d_groups", "bare_parameters"]
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -335,7 +335,7 @@ def test_a_unit_with_an_infinite_row(name: str, mode: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_bag_sum", "mixed"])
+@pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_bag_sum"])
 def test_removing_a_unit(name: str) -> None:
     """The sum changes by at most C (1 + 1e-4), though the unit has several rows."""
     case = CASES[name]
