@@ -242,8 +242,7 @@ class UnitsOfCalls:
         if drawn is not None:
             count = drawn
         elif on_cpu:
-            # Never more than rows, as on a GPU: numbers of units are of this batch.
-            count = min(int(index.max()) + 1, index.numel()) if index.numel() else 0
+            count = int(index.max()) + 1 if index.numel() else 0
         elif index.dim() == 1:
             count = len(index)  # at most; units without rows have a norm of 0
         else:

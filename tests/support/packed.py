@@ -105,3 +105,17 @@ def truth_of(model: nn.Module, parts: list[Row]) -> Truth:
     of = {name: torch.stack(found) for name, found in grads.items()}
     norms = {name: g.reshape(len(g), -1).norm(dim=1) for name, g in of.items()}
     return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, of)
+
+
+class ByOffsets(Reader):
+    """Reads documents as flash-attention has them; tokens in one row, or without rows."""
+
+    def forward(self, ids: Tensor, places: Tensor, starts: Tensor) -> Tensor:  # type: ignore[override]
+        place_T = torch.arange(ids.shape[-1])
+        document_1T = torch.searchsorted(starts, place_T, right=True)[None]
+        if ids.dim() == 2:
+            return super().forward(ids, places, document_1T)
+        x = self.table(ids) + self.places(places)
+        q, k, v = self.qkv(self.scale(self.norm(x))).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], self.mask(document_1T))
+        return self.head(self.between(x + self.out(mixed[0])))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.models import Wrapped
 from tests.support.oracle import Truth, assert_close
 from tests.support.wrapping import WRAPPERS
 
@@ -17,6 +18,11 @@ LossOfRows = Callable[[Any, tuple[Tensor, ...]], Tensor]
 
 #: Rows of three units, interleaved; one of none; a unit of one row.
 MIXED = (1, 0, -1, 1, 2, 0, 1)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Wrapped(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
 
 
 def index_for(rows: int) -> Tensor:

@@ -1,0 +1,124 @@
+"""Maps of rows to units that do not fit, and calls that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+    Offsets,
+)
+from tests.support.graphs import PlayedByHand
+from tests.support.units import MIXED, network
+from tests.support.wrapping import WRAPPERS
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def called_with(index: Any, **options: Any) -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user", **options)
+    flash(torch.randn(7, 5, 4, dtype=torch.float64), user=index).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (torch.zeros(6, dtype=torch.long), r"sample_of='user'.*shape \(6,\).*7 rows"),
+        (torch.zeros(7, 4, dtype=torch.long), r"shape \(7, 4\).*7 rows"),
+        (torch.zeros(7, 1, 1, dtype=torch.long), r"shape \(7, 1, 1\)"),
+        (torch.zeros(7), r"found torch.float32; expected an integer tensor"),
+        (torch.zeros(7, dtype=torch.bool), r"found torch.bool"),
+        ([0] * 7, r"found list"),
+        (None, r"found NoneType.*Pass it as an argument"),
+        (torch.tensor([0, 1, 2, -2, 0, 1, 2]), r"units outside of -1 to 2"),
+        (torch.zeros(7, dtype=torch.long, device="meta"), r"on meta"),
+    ],
+)
+def test_wrong_maps(index: Any, words: str) -> None:
+    with pytest.raises(FlashClippingError, match=words):
+        called_with(index)
+
+
+def test_more_units_than_were_told() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash.expect_samples(2)
+    with pytest.raises(FlashClippingError, match=r"outside of -1 to 1, as expect_samples"):
+        flash(torch.randn(7, 5, 4, dtype=torch.float64), user=torch.tensor(MIXED))
+
+
+def test_the_name_is_a_name() -> None:
+    with pytest.raises(TypeError, match=r"sample_of: found int.*Offsets"):
+        GradSampleModuleFlashClipping(network(), sample_of=3)  # type: ignore[arg-type]
+    assert Offsets("starts").name == "starts"
+
+
+def test_calls_of_two_maps() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    first = flash(x, user=torch.tensor(MIXED))
+    second = flash(x, user=torch.tensor(MIXED).roll(1))
+    with pytest.raises(FlashClippingError, match="several times before backward"):
+        (first + second).square().mean().backward()
+    assert all(p.grad is None for p in flash.parameters())
+
+
+def test_a_step_that_is_captured() -> None:
+    """Without a graph (on a CPU) it runs as it is."""
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+
+    def step(x: Tensor, user: Tensor) -> None:
+        flash(x, user=user).square().mean().backward()
+
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    GraphedStep(step, flash)(x, torch.tensor(MIXED))
+    assert len(flash.get_norm_sample()) == 3
+    with pytest.raises(FlashClippingError, match="GraphedStep: the step clips privacy units"):
+        PlayedByHand(step, flash)(x, torch.tensor(MIXED))
+
+
+def test_rows_are_still_rehearsed() -> None:
+    """What is no row of the batch is refused as it is without units."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).view(len(x), -1)
+
+    flash = GradSampleModuleFlashClipping(Flat(), sample_of="user")
+    with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*35 rows for a batch of 7"):
+        flash(torch.randn(7, 5, 4), user=torch.tensor(MIXED))
+
+
+def test_without_gradients_no_map_is_needed() -> None:
+    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(flash(x), flash(x, user=torch.tensor(MIXED)))
+    flash.disable_hooks()
+    flash(x, user=torch.tensor(MIXED)).square().mean().backward()
+    assert all(p.grad is not None for p in flash.parameters())
+    flash.enable_hooks()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_rows_at_all(wrapper: str) -> None:
+    model = network()
+    flash = WRAPPERS[wrapper](model, sample_of="user")
+    called = flash if wrapper == "wrapped" else model
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+    for rows, told in ((7, None), (0, None), (0, 2)):
+        model.zero_grad(set_to_none=True)
+        flash.expect_samples(told)
+        called(x[:rows], user=torch.tensor(MIXED)[:rows]).square().mean().backward()
+        if not rows:
+            assert flash.get_norm_sample().tolist() == [0.0] * (told or 0)
+            assert all(not p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
