@@ -176,10 +176,7 @@ def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap) -> tuple[Tensor, Te
     unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
     segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
     order_N = segments.order_N
-    A, G = (
-        x._replace(places_N=order_N if x.places_N is None else x.places_N[order_N])
-        for x in (rows.A, rows.G)
-    )
+    A, G = (x.reordered(order_N) for x in (rows.A, rows.G))
     sq_S, doubt_S = segment_sqnorms(A, G, segments)
     return segments.by_sample(sq_S), segments.by_sample(doubt_S)
 
