@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors import SegmentedOuter
+from flash_clipping.ops import certificate
 from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.ops.segments import (
     Rows,
@@ -143,7 +144,12 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
             grads[e, b] = G[of].cpu().double().mT @ A[of].cpu().double()
     segments = Segments(sample_N.to(case.device), 4, group_N.to(case.device), 4)
     operands = Rows(A, segments.order_N), Rows(G[segments.order_N])
-    sq_S, _ = segment_sqnorms(*operands, segments, backend=case.backend)
+    sq_S, doubt_S = segment_sqnorms(*operands, segments, backend=case.backend)
+    spread_S = torch.zeros(16, dtype=torch.float64)
+    lengths_N = A.cpu().double().norm(dim=1) * G.cpu().double().norm(dim=1)
+    spread_S.index_add_(0, group_N * 4 + sample_N, lengths_N)
+    known_S = spread_S.square() * certificate.cancellation(case.device, sq_S.dtype)
+    assert relative_error(doubt_S, known_S) <= 1e-4
     expected = grads.flatten(2).square().sum(2).flatten()
     error = ((sq_S.cpu().double() - expected).abs() / expected.clamp(min=1e-9)).max()
     assert error <= 2 * case.tolerance
