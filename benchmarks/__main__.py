@@ -20,6 +20,7 @@ from benchmarks import (
     plot,
     product_key,
     report,
+    segments,
     step,
     versions,
     walk,
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         mixtures,
         hyper_connections,
         product_key,
+        segments,
         versions,
         walk,
     )
