@@ -418,7 +418,11 @@ class Tap(FactorSource):
         rows = positions.taken(rule, self.layer, session, args, recomputed)
         place = 0 if call is None else call.note_reader(rows[0])
         output = apply_tapped_layer(self, trainable, call, place, recomputed, None, *rows, *params)
-        return positions.back(contained(output.flatten(0, 1) if self._rule_folds else output))
+        found = tuple(
+            positions.back(contained(part.flatten(0, 1) if self._rule_folds else part))
+            for part in (output if isinstance(output, tuple) else (output,))
+        )
+        return found if isinstance(output, tuple) else found[0]
 
     def _by_sample(
         self, args: tuple[Any, ...], axis: int, call: ForwardCall | None

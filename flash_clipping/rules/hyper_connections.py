@@ -25,6 +25,9 @@ class HyperConnectionsRule(Rule):
     that of ``phi`` is smaller than its operands, and kept; with fewer, these are.
     """
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(self, layer: Any, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         params = (layer.phi, layer.alpha, layer.bias, layer.gamma)
         x_BSnD = layer.positions(x)

@@ -17,6 +17,9 @@ from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, registe
 class MixtureOfExpertsRule(Rule):
     """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(
         self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:

@@ -24,6 +24,9 @@ class ExpertTablesRule(Rule):
     rows that were looked up are formed for some positions at a time, and again in backward.
     """
 
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(
         self, layer: Any, x: Tensor, indices: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:

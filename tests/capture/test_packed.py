@@ -11,6 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Offsets
+from flash_clipping.layers import (
+    HyperConnections,
+    MixtureOfExperts,
+    ProductKeyExperts,
+    RoutedExperts,
+    TopKRouter,
+)
 from tests.support.hugging_face import gpt2
 from tests.support.mixtures import mixture
 from tests.support.oracle import Truth, assert_close
@@ -70,6 +77,36 @@ def test_documents_of_several_rows() -> None:
 @pytest.mark.parametrize("lengths", [(4,), (1, 1, 1), (1, 7)])
 def test_lengths(lengths: tuple[int, ...]) -> None:
     check(Reader().double(), [list(enumerate(documents(lengths)))])
+
+
+class Streams(nn.Module):
+    """A linear layer between hyper-connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections, self.inner = HyperConnections(6, 2), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = x.unsqueeze(2).expand(-1, -1, 2, -1)
+        h, post, comb = self.connections(streams)
+        mixed: Tensor = self.connections.combine(streams, self.inner(h), post, comb)
+        return mixed.sum(2)
+
+
+BETWEEN = {
+    "mixture": lambda: RoutedExperts(TopKRouter(6, 4, 2), MixtureOfExperts(6, 5, 4)),
+    "product keys": lambda: ProductKeyExperts(6, 9, 2, shared=4),
+    "hyper-connections": Streams,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_layers_of_our_own(between: str) -> None:
+    model = Reader(BETWEEN[between]()).double()
+    for param in model.between.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.5)
+    check(model, [list(enumerate(documents()))])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
