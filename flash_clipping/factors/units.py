@@ -26,7 +26,13 @@ from flash_clipping.factors.vector import RowSum
 from flash_clipping.ops import certificate
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.runtime.backend import full_precision
-from flash_clipping.ops.segments import Rows, Segments, segment_sqnorms, segment_sums
+from flash_clipping.ops.segments import (
+    Rows,
+    Segments,
+    grouped_sums,
+    segment_sqnorms,
+    segment_sums,
+)
 
 #: Elements of temporaries in the cross term of a tied embedding, and in sums of rows of a table.
 BLOCK = 1 << 22
@@ -125,7 +131,12 @@ class OfUnits(Factor):
         if coef_B is None:
             index_M = self.units.index_M
             coef_B = torch.ones(self.units.count, device=index_M.device)
-        return self.rows.clipped_sum(self.units.of_rows(coef_B), backend)
+        rows = self.rows
+        if isinstance(rows, Outer) and rows.A_BTd.shape[1] == 1:
+            # A kernel that takes rows for samples would take a step for each of them.
+            A, G, segments = _segmented(rows, self.units)
+            return grouped_sums(A, G, segments, coef_B, backend=backend)[0]
+        return rows.clipped_sum(self.units.of_rows(coef_B), backend)
 
     def dense(self) -> Tensor:
         return _unit_sums(self.rows, self.units)
@@ -139,9 +150,7 @@ class OfUnits(Factor):
 def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """Squared norms of units, ``[U]``, and what rounding may hide of them."""
     if isinstance(rows, Outer):
-        segments = units.segments(rows.A_BTd.shape[1])
-        A, G = (Rows(x.flatten(0, 1), segments.order_N) for x in (rows.A_BTd, rows.G_BTp))
-        return segment_sqnorms(A, G, segments, backend=backend)
+        return segment_sqnorms(*_segmented(rows, units), backend=backend)
     if isinstance(rows, SegmentedOuter):
         return _segmented_sqnorms(rows, units)
     if isinstance(rows, Lookup | Bag):
@@ -156,6 +165,13 @@ def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor
     if doubt_M is None:
         doubt_M = certificate.doubt(rows.sqnorms(backend).sqrt())
     return sq_U, units.sums(doubt_M.sqrt().unsqueeze(1)).squeeze(1).square_().to(sq_U.dtype)
+
+
+def _segmented(rows: Outer, units: UnitMap) -> tuple[Rows, Rows, Segments]:
+    """Operands of a linear map, by units."""
+    segments = units.segments(rows.A_BTd.shape[1])
+    A, G = (Rows(x.flatten(0, 1), segments.order_N) for x in (rows.A_BTd, rows.G_BTp))
+    return A, G, segments
 
 
 def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
