@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, in_segments
-from flash_clipping.ops.segments import Segments
+from flash_clipping.factors import Factor, UnitMap, by_units
 
 
 class DeclaredRows:
@@ -26,15 +25,7 @@ class DeclaredRows:
 
     def __init__(self, index_M: Tensor, count: int):
         self.index_M, self.count = index_M, count
-        self._segments: dict[int, Segments] = {}
-
-    def segments(self, positions: int) -> Segments:
-        """The map for so many positions of every row; layers share it."""
-        found = self._segments.get(positions)
-        if found is None:
-            index_N = self.index_M.repeat_interleave(positions)
-            found = self._segments[positions] = Segments(index_N, self.count)
-        return found
+        self._map = UnitMap(index_M, count)
 
     def check(self, path: str, args: Sequence[Any], axis: int, batch: int | None) -> None:
         """Refuse what these rows cannot be.
@@ -71,7 +62,7 @@ class DeclaredRows:
 
     def of_samples(self, factor: Factor) -> Factor:
         """What was recorded row by row, for samples."""
-        return in_segments(factor, self.segments)
+        return by_units(factor, self._map)
 
 
 def _check_range(inside: Tensor, message: str) -> None:

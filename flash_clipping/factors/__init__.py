@@ -6,7 +6,7 @@ from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Rearranged, Stacked, merge
 from flash_clipping.factors.scaled_lookup import ScaledLookup
-from flash_clipping.factors.segmented import SegmentedOuter, in_segments
+from flash_clipping.factors.segmented import SegmentedOuter
 from flash_clipping.factors.units import OfUnits, UnitMap, by_units
 from flash_clipping.factors.vector import RowSum, VectorStack
 
@@ -28,6 +28,5 @@ __all__ = [
     "VectorStack",
     "accumulation_dtype",
     "by_units",
-    "in_segments",
     "merge",
 ]

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors.base import Dense, Factor
-from flash_clipping.factors.embedding import Lookup
-from flash_clipping.factors.linear import Outer
 from flash_clipping.ops.segments import (
     Rows,
     Segments,
     grouped_sums,
     segment_grads,
     segment_sqnorms,
-    segment_sums,
 )
 
 
@@ -94,38 +91,3 @@ class SegmentedOuter(Factor):
             A, G = Rows(A_Nd, order_N), Rows(G_Np, order_N)
             joined = cls(A, G, segments, joined.stacked)
         return joined
-
-
-def in_segments(factor: Factor, segments_of: Callable[[int], Segments]) -> Factor:
-    """A factor of rows, as that of the samples which these rows belong to.
-
-    Args:
-        factor: its "samples" are M rows, each of T positions.
-        segments_of: the map of ``M·T`` rows to samples, by T.
-    """
-    if isinstance(factor, Outer):
-        segments = segments_of(factor.A_BTd.shape[1])
-        order_N = segments.order_N
-        A, G = (Rows(x.flatten(0, 1), order_N) for x in (factor.A_BTd, factor.G_BTp))
-        return SegmentedOuter(A, G, segments, stacked=False)
-    segments = segments_of(1)
-    if isinstance(factor, Lookup):
-        return _lookup(factor, segments)
-    grads = factor.dense()[segments.order_N]
-    sums_Bn = segment_sums(grads.flatten(1) if grads.dim() > 1 else grads[:, None], segments)
-    return Dense(sums_Bn.view(segments.samples, *grads.shape[1:]))
-
-
-def _lookup(factor: Lookup, segments: Segments) -> Factor:
-    """Rows of every sample end to end, and behind them positions without a gradient: as many for
-    each as the longest has. How many these are is read on the host."""
-    starts = segments.starts
-    longest = int(starts.diff().max()) if segments.samples else 0
-    place_BL = starts[:-1, None] + torch.arange(longest, device=starts.device)
-    inside_BL = place_BL < starts[1:, None]
-    rows_BL = segments.order_N[place_BL.clamp(max=max(0, len(segments) - 1))]
-    ids_BLT = factor.ids_BT[rows_BL].masked_fill(~inside_BL[..., None], 0)
-    G_BLTd = factor.G_BTd[rows_BL].masked_fill(~inside_BL[..., None, None], 0)
-    return Lookup(
-        ids_BLT.flatten(1, 2), G_BLTd.flatten(1, 2), factor.num_embeddings, factor.padding_idx
-    )

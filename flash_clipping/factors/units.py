@@ -10,7 +10,9 @@ features, p output features, V rows of a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +77,8 @@ class UnitMap:
     def sums(self, X_Mf: Tensor) -> Tensor:
         """Rows ``[M, ...]`` added up for each unit, ``[U, ...]`` in fp32 (float64 for float64)."""
         segments = self.segments()
-        sums_Uf = segment_sums(X_Mf[segments.order_N].reshape(len(self), -1), segments)
+        width = math.prod(X_Mf.shape[1:])
+        sums_Uf = segment_sums(X_Mf[segments.order_N].reshape(len(self), width), segments)
         return sums_Uf.view(self.count, *X_Mf.shape[1:])
 
     def of_rows(self, coef_U: Tensor) -> Tensor:
@@ -136,6 +139,9 @@ class OfUnits(Factor):
             # A kernel that takes rows for samples would take a step for each of them.
             A, G, segments = _segmented(rows, self.units)
             return grouped_sums(A, G, segments, coef_B, backend=backend)[0]
+        if isinstance(rows, TiedEmbedding):
+            head = OfUnits(rows.head, self.units).clipped_sum(coef_B, backend)
+            return head + rows.lookup.clipped_sum(self.units.of_rows(coef_B), backend)
         return rows.clipped_sum(self.units.of_rows(coef_B), backend)
 
     def dense(self) -> Tensor:
@@ -143,8 +149,38 @@ class OfUnits(Factor):
 
     @classmethod
     def concatenate(cls, factors: Sequence[OfUnits]) -> Factor:
-        # All uses in one backward are of one map: the session has seen to it.
-        return cls(merge([factor.rows for factor in factors]), factors[0].units)
+        maps = {id(factor.units): factor.units for factor in factors}
+        if len(maps) == 1:
+            return cls(merge([factor.rows for factor in factors]), factors[0].units)
+        # Rows of other maps, as of an expert that is called twice, come behind each other.
+        parts = [factor.rows for factor in factors]
+        positions = [_positions(rows) for rows in parts]
+        if not all(positions) or len({*map(type, parts)}) > 1:
+            return Dense.sum_of(factors)
+        index_N = [
+            factor.units.index_M.repeat_interleave(T)
+            for factor, T in zip(factors, positions, strict=True)
+        ]
+        return cls(_end_to_end(parts), UnitMap(torch.cat(index_N), factors[0].units.count))
+
+
+def _positions(rows: Factor) -> int:
+    """Of a row of operands that :func:`_end_to_end` takes; 0 of others."""
+    if isinstance(rows, Outer):
+        return rows.A_BTd.shape[1]
+    return rows.ids_BT.shape[1] if isinstance(rows, Lookup) else 0
+
+
+def _end_to_end(parts: Sequence[Any]) -> Factor:
+    """Linear maps, or lookups, with every position as a row."""
+    first = parts[0]
+    if isinstance(first, Outer):
+        operands = ([part.A_BTd for part in parts], [part.G_BTp for part in parts])
+        A_N1d, G_N1p = (torch.cat([x.flatten(0, 1) for x in xs]).unsqueeze(1) for xs in operands)
+        return Outer(A_N1d, G_N1p)
+    ids_N1 = torch.cat([part.ids_BT.flatten() for part in parts]).unsqueeze(1)
+    G_N1d = torch.cat([part.G_BTd.flatten(0, 1) for part in parts]).unsqueeze(1)
+    return Lookup(ids_N1, G_N1d, first.num_embeddings, first.padding_idx)
 
 
 def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,30 @@ def test_one_expert_for_all() -> None:
     check_by_autograd(Shared().double(), float64s(3, 5, 6), squares)
 
 
+def test_tables_that_are_read_twice() -> None:
+    """Each time by rows of its own, of which some are of none."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(7, 6, padding_idx=2), nn.LayerNorm(6)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            B, T = ids.shape
+            y = self.head(self.norm(self.table(ids))).mean(1)
+            index = torch.arange(B * T) // T
+            for keep in (torch.arange(B * T) % 3 > 0, torch.arange(B * T) % 2 > 0):
+                with samples(torch.where(keep, index, -1), count=B):
+                    rows = self.norm(self.table(ids.flatten()))
+                kept = (rows * keep[:, None]).view(B, T, -1).sum(1)
+                y = y + kept[:, :3]
+            return y
+
+    ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    check_by_autograd(Tables().double(), (ids,), squares)
+
+
 class AnyRows(nn.Module):
     """Layers of every kind on rows of samples in any order, some of none."""
 
