@@ -115,7 +115,8 @@ class HyperConnections(nn.Module):
             self.bias[2 * n :].view(n, n).fill_diagonal_(SHARE_KEPT)
 
     def extra_repr(self) -> str:
-        settings = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items())
+        s = self.settings
+        settings = f"norm_eps={s.norm_eps}, hc_eps={s.hc_eps}, iterations={s.iterations}"
         return f"{self.dim}, streams={self.streams}, {settings}, transposed={self.transposed}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from flash_clipping._compat import never_compiled
+from flash_clipping._compat import BATCH_NORMS, never_compiled
 from flash_clipping.ops.product_key import product_key_backward, product_key_scores
 
 MakeNorm = Callable[[int], nn.Module]
@@ -227,7 +226,7 @@ def _made(norm: str | MakeNorm | None, side: int, groups: int) -> nn.Module:
         return TokenGroupNorm(groups, side)
     made = None if isinstance(norm, str) else norm(side)
     found = repr(norm) if made is None else type(made).__name__
-    if made is None or any(isinstance(module, BatchNorm) for module in made.modules()):
+    if made is None or any(isinstance(module, BATCH_NORMS) for module in made.modules()):
         raise ValueError(
             f"ProductKeyRouter: found norm={found}; expected 'rms', 'group', None or a function "
             "that makes a module which normalizes every token by itself. Batch normalization of "

@@ -111,7 +111,7 @@ def interrupt_at_lines(
             trainer.step(batch())
         assert lines.count
         counts.append(lines.count)
-    places = spread(*counts, rehearsed=14, own=18) if some else range(counts[0])
+    places = spread(*counts, rehearsed=9, own=13) if some else range(counts[0])
     for at in places:
         trainer = Trainer(**options)
         trainer.update = lambda: None  # type: ignore[method-assign]

@@ -45,13 +45,13 @@ ZERO = 1e-20
 
 #: Layout of the input -> examples in CI.
 EXAMPLES = {
-    "ids": 120,
-    "vector": 80,
-    "sequence": 160,
-    "grid": 80,
-    "signal": 80,
-    "image": 100,
-    "volume": 80,
+    "ids": 80,
+    "vector": 60,
+    "sequence": 100,
+    "grid": 60,
+    "signal": 60,
+    "image": 70,
+    "volume": 60,
 }
 
 
