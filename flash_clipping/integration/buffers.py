@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import put_back, random_state, untouched
 from flash_clipping.capture.position_rehearsal import other_tokens
@@ -63,9 +62,7 @@ class BufferWatch:
 
     def before_forward(self) -> None:
         """Note what is there."""
-        self._before = self._written = None
-        if in_backward():  # recomputed: it has been looked at
-            return
+        self._written = None
         self._before = [
             _Before(module, vars(module).copy(), buffers.copy(), _versions(buffers))
             for module in self.structure.modules

@@ -42,9 +42,19 @@ class Between(nn.Module):
         return scaled if isinstance(scaled, Tensor) else x
 
 
+class CountingTanh(nn.Tanh):
+    """Has no buffers."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def model_of(use: Forward, begins: int = 0) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), Between(use), nn.Linear(D, 2)).double()
+    model = nn.Sequential(nn.Linear(D, D), CountingTanh(), Between(use), nn.Linear(D, 2)).double()
     model[2].begins = begins
     return model
 
@@ -156,6 +166,36 @@ def test_one_sample_is_enough_to_tell() -> None:
     flash(*batch(samples=1))
 
 
+@pytest.mark.parametrize("samples", [B, 1])
+def test_tokens_of_two_kinds(samples: int) -> None:
+    """They stay what they are, so that copies of samples must show it, or nothing does."""
+    model = nn.Sequential(nn.Embedding(2, D), nn.Identity(), Between(registered), nn.Linear(D, 2))
+    flash = GradSampleModuleFlashClipping(model)
+    ids = torch.arange(B * T).view(B, T)[:samples] % 3 % 2
+    words = "other values for other samples" if samples > 1 else "no rows to be changed"
+    with pytest.raises(NotImplementedError, match=words):
+        flash(ids)
+
+
+def test_a_module_that_gets_its_first_buffer() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("seen", mean_of(x))
+            return x
+
+    flash = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(D, D), Keeps()).double())
+    with pytest.raises(NotImplementedError, match=r"1 \(Keeps\): its buffer 'seen'"):
+        flash(*batch())
+
+
+def test_nothing_is_run_again_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = GradSampleModuleFlashClipping(model_of(made_every_time))
+    flash(*batch())
+    monkeypatch.setattr(flash._session, "captured", object())
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="CUDA graph is captured"):
+        flash(*batch())
+
+
 def test_a_frozen_layer_with_a_spectral_norm() -> None:
     frozen = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)).requires_grad_(False)
     flash = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(D, D), frozen).double())
@@ -209,9 +249,10 @@ def test_constants_pass(use: Forward) -> None:
         x = batch(positions)
         check_by_autograd(copy.deepcopy(plain), x, squares)
         model.zero_grad(set_to_none=True)
-        calls = model[2].calls
+        calls = model[1].calls, model[2].calls
         squares(flash, x).backward()
-        assert model[2].calls == calls + 1  # other runs leave no trace
+        # Other runs leave no trace.
+        assert (model[1].calls, model[2].calls) == (calls[0] + 1, calls[1] + 1)
         assert torch.isfinite(flash.get_norm_sample()).all()
 
 
@@ -251,9 +292,24 @@ def test_steady_steps_compare_no_values(monkeypatch: pytest.MonkeyPatch) -> None
         flash(*batch(T + 1))
 
 
-def test_not_a_number_is_equal_to_itself() -> None:
+def test_what_has_the_bits_it_had_is_not_run_again() -> None:
+    model = model_of(made_every_time)
+    flash = GradSampleModuleFlashClipping(model)
+    runs = []
+    flash(*batch())
+    model[0].register_forward_hook(lambda *_: runs.append(0))
+    flash(*batch())
+    assert len(runs) == 1
+    flash(*batch(T + 1))
+    assert len(runs) == 1 + 1 + 3
+
+
+def test_buffers_of_nan_and_of_inference_mode() -> None:
+    """NaN is not equal to itself; tensors of inference mode count no changes."""
     model = model_of(only_read)
-    model[2].register_buffer("unused", torch.full((2,), torch.nan))
+    model[2].register_buffer("nan", torch.full((2,), torch.nan))
+    with torch.inference_mode():
+        model[2].register_buffer("constant", torch.ones(2))
     squares(GradSampleModuleFlashClipping(model), batch()).backward()
 
 
