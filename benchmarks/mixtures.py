@@ -175,8 +175,7 @@ def _step_errors(
 
     truth = truth_by_autograd(copy.deepcopy(wide), batch, loss)
     bound = truth.norms.median().item() or 1.0
-    # Not strict: some routers keep a bias in a buffer, which these models do not change.
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=bound, strict=False)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
     loss(flash, batch).backward()
     norms: Any = flash.get_norm_sample()
     nothing = not truth.norms.any()

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help="modules whose rows are parts of samples (folded_modules); may be repeated",
     )
     check.add_argument(
-        "--no-strict", action="store_true", help="accept trainable layers that have buffers"
+        "--no-strict", action="store_true", help="accept buffers that forward changes"
     )
     check.add_argument("--dtype", choices=_DTYPES, help="cast model and batch before the check")
     check.add_argument("--device", help="move model and batch there before the check")

@@ -27,12 +27,19 @@ def untouched(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, (attributes, buffers) in zip(modules, before, strict=True):
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
+            put_back(module, attributes, buffers)
+
+
+def put_back(
+    module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
+) -> None:
+    """Give a module these attributes and buffers, and no others."""
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    now = vars(module)
+    for name in now.keys() - attributes.keys():
+        del now[name]
+    now.update(attributes)
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def rehearse_positions(
         kept_N = torch.isin(index_N, torch.tensor(kept))
         stays_N = kept_N | (index_N < 0)  # padding is nobody's
         try:
-            run = runs.run(partial(_other_tokens, stays_N), content)
+            run = runs.run(partial(other_tokens, stays_N), content)
         except MODELS_OWN as error:
             raise FlashClippingError(
                 "the model: units are parts of rows, and it could not be seen whether documents "
@@ -189,7 +189,7 @@ def _kept(documents: list[int]) -> list[list[int]]:
     return [list(kept) for kept in dict.fromkeys(map(tuple, chosen))]
 
 
-def _other_tokens(stays_N: Tensor, x: Tensor) -> Tensor:
+def other_tokens(stays_N: Tensor, x: Tensor) -> Tensor:
     """The same with other values wherever a position does not stay; all occur in ``x``."""
     flat = x.detach().reshape(len(stays_N), -1)
     stays_N1 = stays_N.to(x.device).unsqueeze(1)

@@ -7,7 +7,7 @@ optimizer is told of the sums is in :mod:`flash_clipping.integration.running_ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -19,15 +19,13 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 
-from flash_clipping.capture.batch_axis import may_tell_more, rehearse
+from flash_clipping.capture.batch_axis import may_tell_more
 from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
-from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.two_pass import TwoPassForward
-from flash_clipping.capture.units import Offsets, Units
+from flash_clipping.capture.units import Offsets
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
@@ -37,7 +35,6 @@ from flash_clipping.integration.parallel import refuse_new_class
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
-from flash_clipping.integration.structure import Structure
 from flash_clipping.integration.unsupported import refuse_unsupported
 
 
@@ -53,7 +50,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         m: the model. Every trainable parameter in it is covered.
         batch_first: samples are axis 0 of the input of every layer; otherwise axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
-        strict: as in Opacus: refuse trainable layers that have buffers.
+        strict: refuse buffers that forward changes: what they keep of samples gets no noise. Opacus
+            refuses all buffers of trainable layers; here constants pass.
         force_functorch: use the generic rule for every layer.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
@@ -88,8 +86,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         run to run. No step waits for the device.
 
     Raises:
-        NotImplementedError: the model holds a layer that mixes samples (BatchNorm), or, if
-            ``strict``, a trainable layer with buffers.
+        NotImplementedError: the model holds a layer that mixes samples (BatchNorm); or, in forward
+            and if ``strict``, a buffer is changed.
         FlashClippingError: in forward or backward, where a norm would be wrong.
     """
 
@@ -111,7 +109,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         sample_of: str | Offsets | None = None,
     ):
         check_options(loss_reduction, mode, backend, sum_dtype, clipping)
-        refuse_unsupported(m)  # before Opacus says that the layer has buffers
+        refuse_unsupported(m)
+        self.strict = strict
         self.mode = mode
         self.backend = backend
         self.clipping = clipping
@@ -147,6 +146,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             use_ghost_clipping=use_ghost_clipping,
         )
 
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """No errors: Opacus' are of buffers, and whether one changes shows in forward."""
+        return []
+
     # -- installation ---------------------------------------------------------------------------
 
     def add_hooks(
@@ -180,8 +184,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
         self._guards = ParameterGuards(root, self._owners, self._session, self.sum_dtype, handles)
         wrapper = self if isinstance(self, nn.Module) else root
-        self._watch = ModelWatch(wrapper, root, self._session, self._taps, self._guards)
-        self._structure = Structure(wrapper)
+        self._watch = ModelWatch(
+            wrapper, root, self._session, self._taps, self._guards, self.strict
+        )
         self.enable_hooks()
 
     def remove_hooks(self) -> None:
@@ -226,11 +231,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         tensors = batched_inputs(args, kwargs)
         units = session.units_of(given, tensors)
         if session.may_rehearse() and units is not None and units.by_position:
-            self._rehearse(module, args, kwargs, positions=units)
+            self._watch.rehearse(module, args, kwargs, positions=units)
         elif session.may_rehearse() and (
             session.rehearsed != self._guards.count or may_tell_more(session, args, kwargs)
         ):
-            self._rehearse(module, args, kwargs)
+            self._watch.rehearse(module, args, kwargs)
             session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
         check_drawn(session, call)
@@ -242,12 +247,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> None:
         session = self._session
         call, session.returning = session.returning, None
-        if call is None or not torch.is_grad_enabled():
+        if call is None:
             return
-        self._structure.check()
+        self._watch.after_forward(args, kwargs)
+        if not torch.is_grad_enabled():
+            return
         call.ended = True
         if call.guesses:
-            self._rehearse(module, args, kwargs, call)
+            self._watch.rehearse(module, args, kwargs, call)
         if self.mode == "two_pass":
             return
 
@@ -258,25 +265,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         for leaf in tensors_in(output):
             if leaf.requires_grad:
                 leaf.register_hook(start_backward)
-
-    def _rehearse(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall | None = None,
-        positions: Units | None = None,
-    ) -> None:
-        """See which rows are samples; after ``call``, whether it was right about that."""
-        forward: Callable[..., Any] = module.forward
-        if isinstance(forward, TwoPassForward):
-            forward = forward.original
-        given = module, forward, self._session, args, kwargs
-        with self._taps.regions.as_compiled():
-            if positions is None:
-                rehearse(*given, call)
-            else:
-                rehearse_positions(*given, positions, self._guards.count)
 
     def expect_samples(self, n: int | None) -> None:
         """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.

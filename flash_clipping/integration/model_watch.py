@@ -1,24 +1,36 @@
-"""What happens to a model after it was wrapped: looked for in every forward."""
+"""What happens to a model after it was wrapped, and in its forward: looked for every time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from flash_clipping.capture.batch_axis import rehearse
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
+from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.two_pass import TwoPassForward
+from flash_clipping.capture.units import Units
+from flash_clipping.integration.buffers import BufferWatch
 from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.parallel import refuse_around, refuse_since
 from flash_clipping.integration.parameter_guards import ParameterGuards
+from flash_clipping.integration.structure import Structure
 
 
 class ModelWatch:
-    """Looks at a wrapped model when its forward begins.
+    """Looks at a wrapped model when its forward begins, when it is rehearsed, when it has ended.
 
     Args:
         wrapper: the wrapped model; the model itself where it is used as it is.
         root: the model.
         session, taps, guards: its own.
+        strict: whether buffers that forward changes are refused.
     """
 
     def __init__(
@@ -28,11 +40,14 @@ class ModelWatch:
         session: ClippingSession,
         taps: InstalledTaps,
         guards: ParameterGuards,
+        strict: bool,
     ):
         self.wrapper = wrapper
         self.session = session
         self.taps = taps
         self.guards = guards
+        self._structure = Structure(wrapper)
+        self._buffers = BufferWatch(root, self._structure, session) if strict else None
         self._embeddings = embeddings_of(root)
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
@@ -50,6 +65,8 @@ class ModelWatch:
         """
         refuse_around(module)
         refuse_max_norm(self._embeddings)
+        if self._buffers is not None:
+            self._buffers.before_forward()
         if self.guards.watch_new():
             self._looked_around = False
         if self._looked_around:
@@ -59,3 +76,43 @@ class ModelWatch:
         if not is_dynamo_compiling():
             self.taps.find_compiled()
         self._looked_around = True
+
+    def rehearse(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: ForwardCall | None = None,
+        positions: Units | None = None,
+    ) -> None:
+        """See which rows are samples; after ``call``, whether it was right about that.
+
+        Raises:
+            FlashClippingError: what layers read is no samples, or it cannot be seen.
+            NotImplementedError: the forward writes into a buffer.
+        """
+        forward: Callable[..., Any] = module.forward
+        if isinstance(forward, TwoPassForward):
+            forward = forward.original
+        if self._buffers is not None:
+            forward = self._buffers.rehearsed(forward)
+        given = module, forward, self.session, args, kwargs
+        with self.taps.regions.as_compiled():
+            if positions is None:
+                rehearse(*given, call)
+            else:
+                rehearse_positions(*given, positions, self.guards.count)
+        if self._buffers is not None:
+            self._buffers.refuse_rehearsed()
+
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what this forward, of these arguments, has made of the model.
+
+        Raises:
+            NotImplementedError: it has changed a buffer.
+            FlashClippingError: it records gradients, and a trainable parameter has no tap.
+        """
+        if self._buffers is not None:
+            self._buffers.after_forward(args, kwargs)
+        if torch.is_grad_enabled():
+            self._structure.check()

@@ -105,7 +105,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
             folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
                 flash only.
-            strict: refuse trainable layers that have buffers; flash only.
+            strict: refuse buffers that forward changes, in forward; flash only.
             distributed: ``False``: although ``torch.distributed`` runs several processes, each
                 trains a model of its own, and releases it by itself. By default such a model must
                 be a ``DifferentiallyPrivateDistributedDataParallel``; flash only.

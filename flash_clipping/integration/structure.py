@@ -14,6 +14,9 @@ class Structure:
 
     Args:
         root: the wrapper, or the model itself where it is not wrapped.
+
+    Attributes:
+        modules: all that were there when this was last looked at.
     """
 
     def __init__(self, root: nn.Module):
@@ -22,12 +25,12 @@ class Structure:
         #: Modules that had parameters, and so have a tap, or a parent that serves them.
         self._served = {
             module
-            for module in self._modules
+            for module in self.modules
             if any(param is not None for param in module._parameters.values())
         }
 
     def _look(self) -> None:
-        self._modules = [*self.root.modules()]
+        self.modules = [*self.root.modules()]
         self._parts = self._parts_now()
 
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
@@ -35,7 +38,7 @@ class Structure:
         # Flat: walking the tree of modules takes milliseconds in every step.
         return [
             part
-            for module in self._modules
+            for module in self.modules
             for parts in (module._modules, module._parameters)
             if parts
             for part in parts.values()

@@ -102,7 +102,7 @@ def test_error_batch_norm() -> None:
     ):
         wrapped(model, strict=False)
     with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples"):
-        wrapped(model)  # not that the layer has buffers
+        wrapped(model)  # already before a forward has shown it
     with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
         EngineTraining(FlashPrivacyEngine(), model=model)
 

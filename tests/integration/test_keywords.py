@@ -16,21 +16,25 @@ from tests.support.private import Private, TwoLayers, data
 
 
 class Scaled(nn.Linear):
-    """A trainable layer with a harmless buffer."""
+    """A trainable layer with a buffer, a constant or one that it changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, growth: float):
         super().__init__(6, 3)
+        self.growth = growth
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.growth:
+            self.scale += self.growth * x.detach().mean()
         return super().forward(x) * self.scale
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_strict_is_read(wrap_model: bool) -> None:
-    with pytest.raises(NotImplementedError, match="buffers"):
-        Private(Scaled(), wrap_model=wrap_model)
-    Private(Scaled(), wrap_model=wrap_model, strict=False).step()
+    with pytest.raises(NotImplementedError, match="buffer 'scale'"):
+        Private(Scaled(0.1), wrap_model=wrap_model).step()
+    Private(Scaled(0.1), wrap_model=wrap_model, strict=False).step()
+    Private(Scaled(0.0), wrap_model=wrap_model).step()
 
 
 @pytest.mark.parametrize("keyword", ["strickt", "max_physical_batch_size", "target_epsilon"])

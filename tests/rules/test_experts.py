@@ -32,10 +32,6 @@ def check(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss, tolerance: fl
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(family: str) -> None:
     model = mixture(family)
-    for module in model.modules():  # which the model does not change
-        for name in list(module._buffers):
-            buffer = module._buffers.pop(name)
-            setattr(module, name, buffer)
     check(model, tokens(), language_loss, ROUNDED)
 
 
