@@ -37,9 +37,9 @@ LIBRARY = str(Path(flash_clipping.__file__).parent)
 def test_fault_at_an_operator(variant: str) -> None:
     options = VARIANTS[variant]
     offset = list(VARIANTS).index(variant) * 7  # not the same operators in all variants
-    places = spread(*operators_in_a_step(**options), rehearsed=10, own=28, offset=offset)
-    assert len(places) >= 30
-    assert fail_at_operators(options, places) >= 20  # vmap and rehearsals take some for their own
+    places = spread(*operators_in_a_step(**options), rehearsed=7, own=22, offset=offset)
+    assert len(places) >= 24
+    assert fail_at_operators(options, places) >= 16  # vmap and rehearsals take some for their own
 
 
 @pytest.mark.slow

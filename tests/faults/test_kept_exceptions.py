@@ -36,8 +36,8 @@ def passes_alive() -> list[BackwardPass]:
 def test_fault_that_is_remembered(variant: str) -> None:
     """As an interactive session does in ``sys.last_exc``, with every frame of the failed step."""
     options = VARIANTS[variant]
-    places = spread(*operators_in_a_step(**options), rehearsed=8, own=18, offset=3)
-    assert fail_at_operators(options, places, remember=True) >= 20
+    places = spread(*operators_in_a_step(**options), rehearsed=6, own=14, offset=3)
+    assert fail_at_operators(options, places, remember=True) >= 15
 
 
 def raise_in_forward(trainer: Trainer) -> Any:
@@ -115,7 +115,7 @@ def test_step_is_the_same_wherever_its_memory_is(variant: str) -> None:
     options = VARIANTS[variant]
     expected = state_after_one_step(**options)
     draw = random.Random(0)
-    for attempt in range(25):
+    for attempt in range(15):
         trainer = Trainer(**options)
         scattered = [torch.empty(draw.randrange(1, 300)) for _ in range(draw.randrange(30))]
         draw.shuffle(scattered)

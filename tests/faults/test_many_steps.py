@@ -78,7 +78,7 @@ def steps_without_growth(trainer: Trainer, warm_up: int, count: int) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_hundreds_of_steps_do_not_grow(mode: str) -> None:
-    steps_without_growth(Trainer(mode=mode), 60, 200)
+    steps_without_growth(Trainer(mode=mode), 50, 150)
 
 
 @pytest.mark.slow

@@ -45,13 +45,13 @@ ZERO = 1e-20
 
 #: Layout of the input -> examples in CI.
 EXAMPLES = {
-    "ids": 80,
-    "vector": 60,
-    "sequence": 100,
-    "grid": 60,
-    "signal": 60,
-    "image": 70,
-    "volume": 60,
+    "ids": 60,
+    "vector": 40,
+    "sequence": 80,
+    "grid": 40,
+    "signal": 40,
+    "image": 50,
+    "volume": 40,
 }
 
 
