@@ -15,6 +15,7 @@ QUICK = ("certificate", "--device", "cpu", "--rules", "RMSNorm", "--tries", "3")
 FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64", "--models", "tiny")
 
 
+@pytest.mark.slow
 def test_the_worst_of_every_row_is_written(run: Run, tmp_path: Path) -> None:
     record, tables = tmp_path / "certificate.json", tmp_path / "certificate.md"
     status, printed = run(*FP64, "--json", record, "--markdown", tables)

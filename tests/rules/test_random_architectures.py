@@ -140,7 +140,7 @@ def test_random_architecture(layout: str) -> None:
 def test_random_architecture_time_first(layout: str) -> None:
     """The same with ``batch_first=False``: every layer sees ``[T, B, ...]``."""
 
-    @profile(100)
+    @profile(50)
     @given(plan=plans(layout, time_first=True))
     def holds(plan: Plan) -> None:
         check_plan(plan)
