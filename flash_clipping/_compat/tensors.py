@@ -101,11 +101,17 @@ assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _as
 _grouped_mm = find(torch, "nn.functional.grouped_mm") or find(torch, "_grouped_mm")
 
 
-def grouped_mm(X: Tensor, Y: Tensor) -> Callable[..., Tensor] | None:
+_GROUPS = 1024
+"""From so many runs on, PyTorch's grouped products refuse."""
+
+
+def grouped_mm(X: Tensor, Y: Tensor, runs: int) -> Callable[..., Tensor] | None:
     """PyTorch's products of runs of rows with a matrix each, or of runs of columns with runs of
     rows, for these operands. Without, and for operands it does not take: ``None``, and a kernel of
     ours runs."""
-    if _grouped_mm is None or X.dtype != torch.bfloat16 or Y.dtype != torch.bfloat16:
+    if _grouped_mm is None or runs >= _GROUPS:
+        return None
+    if X.dtype != torch.bfloat16 or Y.dtype != torch.bfloat16:
         return None
     if not X.is_cuda or torch.version.hip is not None:
         return None

@@ -37,6 +37,8 @@ SHAPES = [
     (4, 1, 301, 2, 3),
     (2, 3, 0, 4, 4),
     (5, 2, 60, 40, 33),
+    (3, 4, 90, 16, 24),  # rows on 16 bytes, as products of a library take them
+    (8, 130, 1100, 16, 24),  # and more segments than they take
 ]
 #: Those that the interpreter, which takes a while, tries as well.
 INTERPRETED = [(1, 1, 1, 3, 2), (4, 1, 301, 2, 3), (2, 3, 0, 4, 4), (2, 2, 70, 40, 33)]
@@ -231,4 +233,9 @@ def test_sums_of_tokens(weighted: bool, case: Case) -> None:
     found = sums_of_tokens(sorted_Nf, segments, k, weights, backend=case.backend)
     assert found.dtype == case.dtype
     assert relative_error(found, expected) <= case.rounding
+    if weighted:  # the sum keeps the digits of the wider dtype
+        found_in = torch.promote_types(case.dtype, torch.float32)
+        wide = sums_of_tokens(sorted_Nf, segments, k, weight_Mk.to(found_in), backend=case.backend)
+        assert wide.dtype == found_in
+        assert relative_error(wide, expected) <= case.tolerance
     assert torch.equal(segments.unsorted(sorted_Nf).nan_to_num(), X_Nf.nan_to_num())

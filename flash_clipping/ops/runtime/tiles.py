@@ -121,6 +121,16 @@ def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
+    """Row and column of a tile. ``GROUP`` rows of tiles are walked together, so that programs at
+    work at one time share what they read."""
+    first = (tile // (GROUP * tiles_d)) * GROUP
+    height = min(tiles_p - first, GROUP)
+    within = tile % (GROUP * tiles_d)
+    return first + within % height, within // height
+
+
+@triton.jit
 def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """Address, strides of samples and positions, and width, from four columns of a table's row.
 

@@ -11,6 +11,7 @@ of which was sent to k groups. Operands are sorted by segment: row n of an opera
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments import reference
+from flash_clipping.ops.segments.work import Lists
 
 
 class Rows(NamedTuple):
@@ -93,12 +95,15 @@ class Segments:
         """Whether a sorted row belongs to a sample."""
         return self._key_N < self.groups * self.samples
 
+    @functools.cached_property
+    def lists(self) -> Lists:
+        """What kernels read of these segments."""
+        return Lists(self.starts, len(self))
+
     @property
-    def group_starts(self) -> Tensor:
-        """``[E + 1]``: where each group begins among the sorted rows."""
-        if not self.samples:
-            return self.starts.expand(self.groups + 1)
-        return self.starts[:: self.samples]
+    def of_groups(self) -> Lists:
+        """The same of the rows of each group; there must be samples."""
+        return self.lists.joined(self.samples)
 
     @property
     def place_N(self) -> Tensor:
@@ -150,7 +155,7 @@ def segment_sqnorms(
     if not _has_rows(A, G, segments):
         nothing_S = A.X.new_zeros(len(segments.starts) - 1, dtype=accumulator(A.X, G.X))
         return nothing_S, nothing_S
-    return backends.run(reference.segment_sqnorms, backend, _decides(A, G), *A, *G, segments.starts)
+    return backends.run(reference.segment_sqnorms, backend, _decides(A, G), *A, *G, segments.lists)
 
 
 def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> Tensor:
@@ -158,12 +163,15 @@ def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> 
     if not len(segments) or not X_Nf.numel():
         size = len(segments.starts) - 1, X_Nf.shape[1]
         return X_Nf.new_zeros(size, dtype=accumulator(X_Nf))
-    return backends.run(reference.segment_sums, backend, X_Nf, X_Nf, segments.starts)
+    return backends.run(reference.segment_sums, backend, X_Nf, X_Nf, segments.lists)
 
 
 def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto") -> Tensor:
     """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype."""
-    return _products(A, G, segments.starts, segments, backend)
+    if not _has_rows(A, G, segments):
+        return _no_products(A, G, segments.samples * segments.groups)
+    run = reference.products
+    return backends.run(run, backend, _decides(A, G), *A, *G, segments.lists)
 
 
 def grouped_sums(
@@ -176,20 +184,20 @@ def grouped_sums(
     A row whose coefficient is 0, or that belongs to no sample, adds nothing, whatever it holds.
     """
     if coef_B is None:
-        return _products(A, G, segments.group_starts, segments, backend)
+        if not _has_rows(A, G, segments):
+            return _no_products(A, G, segments.groups)
+        run = reference.products
+        return backends.run(run, backend, _decides(A, G), *A, *G, segments.of_groups)
     if not _has_rows(A, G, segments):
         size = segments.groups, G.X.shape[1], A.X.shape[1]
         return A.X.new_zeros(size, dtype=accumulator(A.X, G.X))
-    run, decides = reference.grouped_sums, _decides(A, G)
-    return backends.run(run, backend, decides, *A, *G, segments.starts, coef_B)
+    sums = reference.grouped_sums
+    return backends.run(sums, backend, _decides(A, G), *A, *G, segments.lists, coef_B)
 
 
-def _products(A: Rows, G: Rows, starts: Tensor, segments: Segments, backend: str) -> Tensor:
-    """``Σ g_n a_nᵀ`` of runs of rows, in the operands' dtype."""
-    if not _has_rows(A, G, segments):
-        size = len(starts) - 1, G.X.shape[1], A.X.shape[1]
-        return A.X.new_zeros(size, dtype=torch.promote_types(A.X.dtype, G.X.dtype))
-    return backends.run(reference.products, backend, _decides(A, G), *A, *G, starts)
+def _no_products(A: Rows, G: Rows, count: int) -> Tensor:
+    size = count, G.X.shape[1], A.X.shape[1]
+    return A.X.new_zeros(size, dtype=torch.promote_types(A.X.dtype, G.X.dtype))
 
 
 def grouped_linear(
@@ -200,7 +208,7 @@ def grouped_linear(
     if not len(segments) or not X_Nd.numel() or not W_Epd.numel() or not segments.samples:
         return X_Nd.new_zeros((len(X_Nd), W_Epd.shape[1]))
     run = reference.grouped_linear
-    return backends.run(run, backend, X_Nd, X_Nd, W_Epd, segments.group_starts)
+    return backends.run(run, backend, X_Nd, X_Nd, W_Epd, segments.of_groups)
 
 
 def sums_of_tokens(
@@ -212,7 +220,8 @@ def sums_of_tokens(
     backend: str = "auto",
 ) -> Tensor:
     """Sorted rows of each token, times their weights if given, added up in the order of its
-    choices: ``[M, f]`` in the dtype of the rows, accumulated in fp32 (float64 for float64).
+    choices: ``[M, f]`` in the wider dtype of rows and weights, accumulated in fp32 (float64 for
+    float64).
 
     Rows of no sample add nothing, whatever they and their weights hold.
 
@@ -223,7 +232,8 @@ def sums_of_tokens(
     """
     tokens = len(segments) // choices
     if not X_Nf.numel():
-        return X_Nf.new_zeros((tokens, X_Nf.shape[1]))
+        dtype = reference.sum_dtype(X_Nf, weight_Mk)
+        return X_Nf.new_zeros((tokens, X_Nf.shape[1]), dtype=dtype)
     rows_Mk, end = segments.place_N.view(tokens, choices), segments.starts[-1]
     return backends.run(reference.sums_of_tokens, backend, X_Nf, X_Nf, rows_Mk, end, weight_Mk)
 

@@ -1,4 +1,4 @@
-"""Kernels for the norms of segments.
+"""Norms of segments: of short ones by Gram matrices, of long ones by their products.
 
 N rows, S segments, M entries of a list, d input features, p output features. Rows are sorted by
 segment; an operand may lie unsorted, with the place of every sorted row beside it.
@@ -7,49 +7,133 @@ segment; an operand may lie unsorted, with the place of every sorted row beside 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from flash_clipping.ops import certificate
 from flash_clipping.ops.certificate import FLOOR
 from flash_clipping.ops.gram.tiles import triangle
+from flash_clipping.ops.runtime import cost, tiles
+from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import tile_in_groups
+from flash_clipping.ops.segments.operands import Config, Operands, operands_of, places
+from flash_clipping.ops.segments.row_sums import of_segments
+from flash_clipping.ops.segments.work import Lists
 
+PROMOTED = 1024
+"""Rows, or features, after which a product is added to a sum in fp32: tensor cores truncate."""
+GATHERED_ONCE = 512
+"""Rows of a segment, on average, from which on operands are put in order before norms are taken."""
+SPREAD_ROWS = 64
 ROW_FLOOR = tl.constexpr(FLOOR)
 
 
-@triton.jit
-def places(rows_ptr, n, inside, stride, GATHERED: tl.constexpr):
-    """Where sorted rows begin in an operand."""
-    if GATHERED:
-        n = tl.load(rows_ptr + n, mask=inside, other=0)
-    return n.to(tl.int64) * stride
+def segment_sqnorms(
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
+) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
+    operands, S = operands_of(A, A_rows, G, G_rows), len(lists)
+    if operands.rows > GATHERED_ONCE * S:  # products read a row more often than Gram matrices
+        operands = operands.in_order()
+    longest = cost.longest_for_gram(operands.d, operands.p, operands.dtype.itemsize)
+    of_short_S2 = _short_ones(operands, lists, longest)
+    # Among so many rows there are at most so many of more than `longest`.
+    long_ones = min(S, operands.rows // (longest + 1))
+    if not long_ones:
+        sq_S, spread_S = of_short_S2.unbind(1)
+        return sq_S.contiguous(), certificate.doubt(spread_S)
+    ranked_S, is_short_S = lists.longest_first_S, lists.lengths_S <= longest
+    sq_of_rank = _long_ones(operands, lists, long_ones, longest)
+    rank_S = torch.empty_like(ranked_S)
+    rank_S[ranked_S] = torch.arange(S, device=ranked_S.device)
+    long_S1 = _spread(operands, lists, longest)
+    sq_S = torch.where(is_short_S, of_short_S2[:, 0], sq_of_rank[rank_S.clamp(max=long_ones - 1)])
+    spread_S = torch.where(is_short_S, of_short_S2[:, 1], long_S1[:, 0])
+    return sq_S, certificate.doubt(spread_S)
 
 
-@triton.jit
-def _products_of_rows(
-    X_ptr,
-    at_i,
-    at_j,
-    in_i,
-    in_j,
-    F,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """``x_i · x_j`` of a block's rows with another's; 0 for rows outside."""
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    product = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for step in range(0, tl.cdiv(F, BLOCK_F)):
-        f = step * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
-        x = tl.load(X_ptr + at_i[:, None] + f, mask=in_i[:, None] & (f < F), other=0.0)
-        y = tl.load(X_ptr + at_j[:, None] + f, mask=in_j[:, None] & (f < F), other=0.0)
-        product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
-        # The accumulator of the tensor cores truncates (gram/triton.py).
-        if step % PROMOTE == PROMOTE - 1:
-            total += product
-            product = tl.zeros((BLOCK, BLOCK), tl.float32)
-    return total + product
+def gram_config(dtype: torch.dtype, rows_each: float) -> Config:
+    """For segments of so many rows on average."""
+    step = 32 if dtype == torch.float32 else 64
+    small = rows_each <= 256
+    return Config(64, step, num_warps=4, num_stages=4) if small else Config(128, step)
+
+
+def _short_ones(operands: Operands, lists: Lists, longest: int) -> Tensor:
+    """Squared norms and spreads of segments by Gram matrices, ``[S, 2]``."""
+    config = gram_config(operands.dtype, operands.rows / max(1, len(lists)))
+    pairs = lists.pairs(config.block, longest)
+    parts_M2 = torch.empty((len(pairs.of_M), 2), dtype=torch.float32, device=operands.A.device)
+    launch(
+        gram_kernel,
+        len(pairs.of_M),
+        *operands.tensors(),
+        lists.starts,
+        pairs.of_M,
+        pairs.firsts,
+        parts_M2,
+        len(lists),
+        *operands.sizes(),
+        **operands.options(),
+        BLOCK=config.block,
+        BLOCK_F=config.step,
+        PROMOTE=PROMOTED // config.step,
+        PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return of_segments(parts_M2, pairs.firsts)
+
+
+def _long_ones(operands: Operands, lists: Lists, ranks: int, longest: int) -> Tensor:
+    """Squared norms by products of so many segments, the longest first, as far as these are longer
+    than ``longest``; ``[R]``."""
+    config = Config(step=32 if operands.dtype == torch.float32 else 64)
+    tiles_d, tiles_p = (tiles.cdiv(f, config.block) for f in (operands.d, operands.p))
+    size = ranks, tiles_d * tiles_p
+    parts = torch.empty(size, dtype=torch.float32, device=operands.A.device)
+    launch(
+        outer_kernel,
+        parts.numel(),
+        *operands.tensors(),
+        lists.starts,
+        lists.longest_first_S,
+        parts,
+        longest + 1,
+        *operands.sizes(),
+        **operands.options(),
+        BLOCK=config.block,
+        BLOCK_T=config.step,
+        PROMOTE=PROMOTED // config.step,
+        GROUP=8,
+        PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return parts.sum(1)
+
+
+def _spread(operands: Operands, lists: Lists, longest: int) -> Tensor:
+    """``Σ ‖a_n‖ ‖g_n‖`` of segments of more than ``longest`` rows, ``[S, 1]``."""
+    blocks = lists.blocks(SPREAD_ROWS, above=longest)
+    size = len(blocks.of_M), 1
+    parts_M1 = torch.empty(size, dtype=torch.float32, device=operands.A.device)
+    launch(
+        spread_kernel,
+        len(parts_M1),
+        *operands.tensors(),
+        blocks.begin_M,
+        blocks.end_M,
+        parts_M1,
+        *operands.sizes(),
+        **operands.options(),
+        BLOCK=SPREAD_ROWS,
+        BLOCK_F=64,
+        num_warps=4,
+    )
+    return of_segments(parts_M1, blocks.firsts)
 
 
 @triton.jit
@@ -102,6 +186,34 @@ def gram_kernel(
 
 
 @triton.jit
+def _products_of_rows(
+    X_ptr,
+    at_i,
+    at_j,
+    in_i,
+    in_j,
+    F,
+    BLOCK: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``x_i · x_j`` of a block's rows with another's; 0 for rows outside."""
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(0, tl.cdiv(F, BLOCK_F)):
+        f = step * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+        x = tl.load(X_ptr + at_i[:, None] + f, mask=in_i[:, None] & (f < F), other=0.0)
+        y = tl.load(X_ptr + at_j[:, None] + f, mask=in_j[:, None] & (f < F), other=0.0)
+        product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
+        # The accumulator of the tensor cores truncates (gram/triton.py).
+        if step % PROMOTE == PROMOTE - 1:
+            total += product
+            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    return total + product
+
+
+@triton.jit
 def outer_kernel(
     A_ptr,
     G_ptr,
@@ -149,16 +261,6 @@ def outer_kernel(
                 product = tl.zeros((BLOCK, BLOCK), tl.float32)
         total += product
         tl.store(out_ptr + tl.program_id(0), tl.sum(tl.sum(total * total, 1), 0))
-
-
-@triton.jit
-def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
-    """Row and column of a tile. ``GROUP`` rows of tiles are walked together, so that programs at
-    work at one time share what they read."""
-    first = (tile // (GROUP * tiles_d)) * GROUP
-    height = min(tiles_p - first, GROUP)
-    within = tile % (GROUP * tiles_d)
-    return first + within % height, within // height
 
 
 @triton.jit

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from flash_clipping.ops import certificate
 from flash_clipping.ops.runtime.shapes import accumulator
+from flash_clipping.ops.segments.work import Lists
 
 
-def _pieces(starts: Tensor) -> Iterator[tuple[int, int]]:
+def _pieces(lists: Lists) -> Iterator[tuple[int, int]]:
     """First row of every segment, and the first that is no longer its own."""
-    return itertools.pairwise(starts.tolist())
+    return itertools.pairwise(lists.starts.tolist())
 
 
 def _rows(X: Tensor, rows_N: Tensor | None, i: int, j: int) -> Tensor:
@@ -26,21 +27,21 @@ def _rows(X: Tensor, rows_N: Tensor | None, i: int, j: int) -> Tensor:
     return X[i:j] if rows_N is None else X[rows_N[i:j]]
 
 
-def segment_sums(X_Nf: Tensor, starts: Tensor) -> Tensor:
+def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_sums`."""
     dtype = accumulator(X_Nf)
-    sums = [X_Nf[i:j].sum(0, dtype=dtype) for i, j in _pieces(starts)]
+    sums = [X_Nf[i:j].sum(0, dtype=dtype) for i, j in _pieces(lists)]
     return torch.stack(sums) if sums else X_Nf.new_zeros((0, X_Nf.shape[1]), dtype=dtype)
 
 
 def segment_sqnorms(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
 ) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
     d, p = A.shape[1], G.shape[1]
     dtype = accumulator(A, G)
-    sq_S, spread_S = (A.new_zeros(len(starts) - 1, dtype=dtype) for _ in range(2))
-    for s, (i, j) in enumerate(_pieces(starts)):
+    sq_S, spread_S = (A.new_zeros(len(lists), dtype=dtype) for _ in range(2))
+    for s, (i, j) in enumerate(_pieces(lists)):
         if i == j:
             continue
         a, g = _rows(A, A_rows, i, j).to(dtype), _rows(G, G_rows, i, j).to(dtype)
@@ -58,15 +59,15 @@ def grouped_sums(
     A_rows: Tensor | None,
     G: Tensor,
     G_rows: Tensor | None,
-    starts: Tensor,
+    lists: Lists,
     coef_B: Tensor,
 ) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`; a group at a time in wide dtypes."""
     dtype = accumulator(A, G)
     B = len(coef_B)
-    lengths = starts.diff().view(-1, B)
+    lengths = lists.lengths_S.view(-1, B)
     out = A.new_zeros((len(lengths), G.shape[1], A.shape[1]), dtype=dtype)
-    for e, (i, j) in enumerate(_pieces(starts[::B])):
+    for e, (i, j) in enumerate(_pieces(lists.joined(B))):
         if i == j:
             continue
         coef = coef_B.to(dtype).repeat_interleave(lengths[e]).unsqueeze(1)
@@ -78,18 +79,18 @@ def grouped_sums(
 
 
 def products(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, starts: Tensor
+    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
 ) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype."""
     one = A.new_ones(1, dtype=accumulator(A, G))
-    sums = grouped_sums(A, A_rows, G, G_rows, starts, one)
+    sums = grouped_sums(A, A_rows, G, G_rows, lists, one)
     return sums.to(torch.promote_types(A.dtype, G.dtype))
 
 
-def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, starts: Tensor) -> Tensor:
+def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_linear`."""
     out = X_Nd.new_zeros((len(X_Nd), W_Epd.shape[1]))
-    for e, (i, j) in enumerate(_pieces(starts)):
+    for e, (i, j) in enumerate(_pieces(lists)):
         if i < j:
             out[i:j] = X_Nd[i:j] @ W_Epd[e].mT
     return out
@@ -104,4 +105,9 @@ def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor
         if weight_Mk is not None:
             rows_Mf *= weight_Mk[:, j, None].to(dtype)
         total_Mf += rows_Mf.masked_fill_((rows_M >= end)[:, None], 0)
-    return total_Mf.to(X_Nf.dtype)
+    return total_Mf.to(sum_dtype(X_Nf, weight_Mk))
+
+
+def sum_dtype(X_Nf: Tensor, weight_Mk: Tensor | None) -> torch.dtype:
+    """The wider dtype of rows and weights, as their product has it."""
+    return X_Nf.dtype if weight_Mk is None else torch.promote_types(X_Nf.dtype, weight_Mk.dtype)

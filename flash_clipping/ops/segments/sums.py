@@ -1,35 +1,201 @@
-"""Kernels for sums over the rows of segments and groups, and for products with a group's matrix.
+"""Clipped sums of groups.
 
-N rows, M blocks of rows, E groups, d input features, p output features, F features of one operand.
-Rows are sorted by segment; an operand may lie unsorted, with the place of every sorted row beside
-it.
+N rows, M blocks of rows, S segments, E groups, B samples, d input features, p output features, F
+features of one operand. Rows are sorted by segment; an operand may lie unsorted, with the place of
+every sorted row beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from flash_clipping.ops.segments.norms import places, tile_in_groups
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.tiles import tile_in_groups
+from flash_clipping.ops.segments.norms import PROMOTED
+from flash_clipping.ops.segments.operands import Config, Operands, operands_of, places, stride
+from flash_clipping.ops.segments.work import Blocks, Lists
+
+NARROW = 64
+"""Features up to which an operand is a low rank: the ring's tiles would be half empty."""
+RING_ROWS = 32
+"""Rows of a block of :mod:`flash_clipping.ops.segments.hopper`."""
+SPLIT_BELOW = 96
+"""Rows of a segment, on average, below which these are multiplied by their coefficients."""
 
 
-@triton.jit
-def row_sums_kernel(
-    X_ptr, begin_ptr, end_ptr, out_ptr, F, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``Σ x_n`` over a run of rows, some columns of it."""
-    parts = tl.cdiv(F, BLOCK)
-    run = tl.program_id(0) // parts
-    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    end = tl.load(end_ptr + run)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(tl.load(begin_ptr + run), end, ROWS):
-        n = first + tl.arange(0, ROWS)
-        at = n.to(tl.int64)[:, None] * stride + columns[None, :]
-        x = tl.load(X_ptr + at, mask=(n < end)[:, None] & (columns < F)[None, :], other=0.0)
-        total += tl.sum(x.to(tl.float32), 0)
-    tl.store(out_ptr + run.to(tl.int64) * F + columns, total, mask=columns < F)
+def grouped_sums(
+    A: Tensor,
+    A_rows: Tensor | None,
+    G: Tensor,
+    G_rows: Tensor | None,
+    lists: Lists,
+    coef_B: Tensor,
+) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.grouped_sums`."""
+    operands, S = operands_of(A, A_rows, G, G_rows), len(lists)
+    coef_B = coef_B.float().contiguous()
+    size = S // len(coef_B), operands.p, operands.d
+    out = torch.empty(size, dtype=torch.float32, device=A.device)
+    is_wide = min(operands.d, operands.p) > NARROW
+    if is_wide and has_ring(operands):
+        split = operands.dtype == torch.bfloat16 and operands.rows < SPLIT_BELOW * S
+        ring_sums(operands, lists, coef_B, out, split)
+    else:
+        config = sums_config(operands, operands.rows / S)
+        launch_sums(operands, lists, coef_B, out, config)
+    return out
+
+
+def has_ring(operands: Operands) -> bool:
+    """Whether :mod:`flash_clipping.ops.segments.hopper` multiplies these."""
+    is_half = operands.dtype != torch.float32
+    return is_half and tiles.is_hopper(operands.A.device) and has_gluon()
+
+
+def sums_config(operands: Operands, rows_each: float) -> Config:
+    """For segments of so many rows on average. Tiles of low ranks are as narrow as these."""
+    block, block_d = (min(128, max(16, tiles.next_power_of_2(f))) for f in (operands.p, operands.d))
+    warps = 4 if min(block, block_d) <= NARROW else 8
+    if operands.dtype == torch.float32 or rows_each <= 96:
+        return Config(block, 32, warps, num_stages=4, block_d=block_d)
+    return Config(block, 64, warps, num_stages=3, block_d=block_d)
+
+
+def launch_sums(
+    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config
+) -> None:
+    """Sums on any GPU."""
+    (E, p, d), B = out.shape, len(coef_B)
+    blocks = lists.blocks(config.step)
+    place_M = torch.arange(len(blocks.of_M), device=out.device, dtype=torch.int32)
+    place_M -= blocks.firsts[blocks.of_M.clamp(max=E * B - 1)]
+    each = PROMOTED // config.step
+    launch(
+        grouped_sums_kernel,
+        E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
+        *operands.tensors(),
+        longest_groups_first(lists, B),
+        blocks.firsts,
+        blocks.begin_M,
+        blocks.end_M,
+        coef_B[blocks.of_M % B],
+        blocks.last_M | (place_M % each == each - 1),
+        out,
+        B,
+        *operands.sizes(),
+        **operands.options(),
+        BLOCK_P=config.block,
+        BLOCK_D=config.block_d,
+        BLOCK_T=config.step,
+        GROUP=8,
+        PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def longest_groups_first(lists: Lists, samples: int) -> Tensor:
+    """Groups in an order such that a launch ends on short ones."""
+    return lists.joined(samples).longest_first_S
+
+
+def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
+    """Sums on Hopper: of copies that lie in blocks. ``split``: these are multiplied by their
+    coefficients, in two parts."""
+    (E, p, d), B = out.shape, len(coef_B)
+    blocks = (lists.joined(B) if split else lists).blocks(RING_ROWS)
+    coef_N = coefficient_of_rows(lists, coef_B)
+    A, A_places, is_gathered = operands.A, operands.A_places, operands.A_gathered
+    A_Mf, _ = in_blocks(A, A_places, is_gathered, blocks, coef_N)
+    G, G_places, is_gathered = operands.G, operands.G_places, operands.G_gathered
+    G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
+    items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
+    launch(
+        _hopper_kernel(),
+        min(items, tiles.sm_count(out.device)),
+        A_Mf,
+        G_Mf,
+        rest_Mf,
+        coef_B,
+        out,
+        blocks.firsts,
+        longest_groups_first(lists, B),
+        items,
+        1 if split else B,
+        len(blocks.of_M),
+        d,
+        p,
+        A_Mf.shape[1],
+        G_Mf.shape[1],
+        DTYPE=tiles.TL_DTYPE[A.dtype],
+        SPLIT=split,
+        workspace=True,
+        num_warps=4,
+    )
+
+
+def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
+    """``[N]``: the coefficient of every sorted row's sample; of rows of none, anything."""
+    return coef_B[lists.segment_N % len(coef_B)]
+
+
+def in_blocks(
+    X: Tensor,
+    places: Tensor,
+    gathered: bool,
+    blocks: Blocks,
+    coef_N: Tensor,
+    split: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
+    blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
+
+    Returns:
+        The rows, twice; or with ``split`` the rows times their coefficients, and what rounding took
+        from that.
+    """
+    F, each = X.shape[1], 16 // X.element_size()
+    width = -(-F // each) * each
+    M = len(blocks.of_M)
+    out = X.new_empty((M * RING_ROWS, width))
+    rest = torch.empty_like(out) if split else out
+    block = 256
+    launch(
+        blocks_kernel,
+        M * tiles.cdiv(F, block),
+        X,
+        places,
+        blocks.begin_M,
+        blocks.end_M,
+        coef_N,
+        out,
+        rest,
+        F,
+        stride(X),
+        width,
+        GATHERED=gathered,
+        SPLIT=split,
+        ROWS=RING_ROWS,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out, rest
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    # Not by every Triton, and not before it is wanted.
+    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel
+
+    return grouped_sums_ring_kernel
 
 
 @triton.jit
@@ -52,7 +218,8 @@ def grouped_sums_kernel(
     G_stride,
     A_GATHERED: tl.constexpr,
     G_GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -60,14 +227,14 @@ def grouped_sums_kernel(
     """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
     cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
     fp32. A block whose coefficient is 0 is not read."""
-    tiles_p, tiles_d = tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK)
+    tiles_p, tiles_d = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
     tile = tl.program_id(0) % (tiles_p * tiles_d)
     group = tl.load(group_ptr + tl.program_id(0) // (tiles_p * tiles_d))
     row, column = tile_in_groups(tile, tiles_p, tiles_d, GROUP)
-    rows = row * BLOCK + tl.arange(0, BLOCK)
-    columns = column * BLOCK + tl.arange(0, BLOCK)
-    product = tl.zeros((BLOCK, BLOCK), tl.float32)
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    rows = row * BLOCK_P + tl.arange(0, BLOCK_P)
+    columns = column * BLOCK_D + tl.arange(0, BLOCK_D)
+    product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     first = tl.load(firsts_ptr + group * samples)
     last = tl.load(firsts_ptr + (group + 1) * samples)
     for block in range(first, last):
@@ -84,7 +251,7 @@ def grouped_sums_kernel(
         product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
         if tl.load(ends_product_ptr + block) != 0:
             total += coef * product
-            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+            product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     place = group.to(tl.int64) * p * d + rows.to(tl.int64)[:, None] * d + columns[None, :]
     tl.store(out_ptr + place, total, mask=(rows < p)[:, None] & (columns < d)[None, :])
 
@@ -127,86 +294,3 @@ def blocks_kernel(
             rest = (scaled - x.to(tl.float32)).to(x.dtype)
             tl.store(rest_ptr + place, rest, mask=(columns < F)[None, :])
         tl.store(out_ptr + place, x, mask=(columns < F)[None, :])
-
-
-@triton.jit
-def grouped_linear_kernel(
-    X_ptr,
-    W_ptr,
-    begin_ptr,
-    end_ptr,
-    of_ptr,
-    out_ptr,
-    groups,
-    d,
-    p,
-    X_stride,
-    W_stride_e,
-    W_stride_p,
-    W_stride_d,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A block of a group's rows times some columns of its transposed matrix."""
-    tiles_p = tl.cdiv(p, BLOCK)
-    block = tl.program_id(0) // tiles_p
-    columns = tl.program_id(0) % tiles_p * BLOCK + tl.arange(0, BLOCK)
-    group = tl.load(of_ptr + block)
-    if group < groups:
-        n = tl.load(begin_ptr + block) + tl.arange(0, BLOCK)
-        inside = n < tl.load(end_ptr + block)
-        product = tl.zeros((BLOCK, BLOCK), tl.float32)
-        W_ptr += group.to(tl.int64) * W_stride_e
-        for step in range(0, tl.cdiv(d, BLOCK_D)):
-            f = step * BLOCK_D + tl.arange(0, BLOCK_D)
-            at = n.to(tl.int64)[:, None] * X_stride + f[None, :]
-            x = tl.load(X_ptr + at, mask=inside[:, None] & (f < d)[None, :], other=0.0)
-            at = columns.to(tl.int64)[None, :] * W_stride_p + f.to(tl.int64)[:, None] * W_stride_d
-            w = tl.load(W_ptr + at, mask=(f < d)[:, None] & (columns < p)[None, :], other=0.0)
-            product = tl.dot(x, w, product, input_precision=PRECISION)
-        place = n.to(tl.int64)[:, None] * p + columns[None, :]
-        within = inside[:, None] & (columns < p)[None, :]
-        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=within)
-
-
-@triton.jit
-def clear_kernel(out_ptr, end_ptr, N, F, stride, BLOCK: tl.constexpr):
-    """Zeros in all rows from the end of the last segment on; ordinarily there are none."""
-    for n in range(tl.load(end_ptr) + tl.program_id(0), N, tl.num_programs(0)):
-        for first in range(0, F, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tl.cast(n, tl.int64) * stride + columns, zeros, mask=columns < F)
-
-
-@triton.jit
-def tokens_kernel(
-    X_ptr,
-    rows_ptr,
-    end_ptr,
-    weight_ptr,
-    out_ptr,
-    k,
-    F,
-    stride,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rows of one token, times their weights, added up in order; some columns."""
-    parts = tl.cdiv(F, BLOCK)
-    token = (tl.program_id(0) // parts).to(tl.int64)
-    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    end = tl.load(end_ptr)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in range(k):
-        row = tl.load(rows_ptr + token * k + j)
-        # Of a row of no sample, nothing.
-        width = tl.where(row < end, F, 0)
-        x = tl.load(X_ptr + row * stride + columns, mask=columns < width, other=0.0)
-        x = x.to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(weight_ptr + token * k + j).to(tl.float32)
-            x *= tl.where(row < end, weight, 0.0)
-        total += x
-    tl.store(out_ptr + token * F + columns, total, mask=columns < F)

@@ -8,7 +8,8 @@ N rows, S segments, M entries of a list.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,70 @@ def work_list(entries_S: Tensor, most: int) -> Work:
     torch.cumsum(entries_S, 0, dtype=torch.int32, out=firsts[1:])
     entries = torch.arange(most, dtype=torch.int32, device=entries_S.device)
     return Work(torch.searchsorted(firsts[1:], entries, right=True, out_int32=True), firsts)
+
+
+class Lists:
+    """Segments of sorted rows, and the lists that are made of them: each once.
+
+    Args:
+        starts: ``[S + 1]``, int32: where every segment begins. The last is where all end.
+        rows: how many rows there are, N; those behind the end belong to no segment.
+    """
+
+    def __init__(self, starts: Tensor, rows: int):
+        self.starts, self.rows = starts.contiguous(), rows
+        self._made: dict[tuple[str, int, int], Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @functools.cached_property
+    def lengths_S(self) -> Tensor:
+        return self.starts.diff()
+
+    @functools.cached_property
+    def longest_first_S(self) -> Tensor:
+        return torch.argsort(self.lengths_S, descending=True)
+
+    @property
+    def ends(self) -> Tensor:
+        """``[S]``: where every segment ends."""
+        return self.starts[1:].contiguous()
+
+    @functools.cached_property
+    def segment_N(self) -> Tensor:
+        """``[N]``, int32: the segment of every row; of those of none, one that is empty or the
+        last."""
+        row_N = torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
+        return torch.searchsorted(self.starts, row_N, right=True, out_int32=True) - 1
+
+    def joined(self, each: int) -> Lists:
+        """So many segments, one after the other, as one."""
+        key = "joined", each, 0
+        if key not in self._made:
+            self._made[key] = Lists(self.starts[::each], self.rows)
+        return self._made[key]
+
+    def blocks(self, size: int, above: int = -1) -> Blocks:
+        """Blocks of at most ``size`` rows, of segments of more than ``above`` rows."""
+        key = "blocks", size, above
+        if key not in self._made:
+            chosen_S = None if above < 0 else self.lengths_S > above
+            self._made[key] = blocks_of(self.starts, self.rows, size, chosen_S)
+        return self._made[key]
+
+    def pairs(self, size: int, longest: int) -> Work:
+        """Pairs of blocks, of one segment each, of segments of at most ``longest`` rows."""
+        key = "pairs", size, longest
+        if key not in self._made:
+            self._made[key] = self._pairs(size, longest)
+        return self._made[key]
+
+    def _pairs(self, size: int, longest: int) -> Work:
+        blocks_S = (self.lengths_S + (size - 1)) // size
+        pairs_S = blocks_S * (blocks_S + 1) // 2 * (self.lengths_S <= longest)
+        most = most_pairs(self.rows, len(self), min(longest, self.rows), size)
+        return work_list(pairs_S, most)
 
 
 class Blocks(NamedTuple):

@@ -1,0 +1,104 @@
+"""The two operands of a kernel for segments, and how it is launched.
+
+N sorted rows, d input features, p output features. An operand may lie unsorted, with the place of
+every sorted row beside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.runtime import tiles
+
+
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks.
+
+    Attributes:
+        block: rows, or features, of a tile; ``block_d``: input features, where they differ.
+        step: rows, or features, that are multiplied at one time.
+    """
+
+    block: int = 128
+    step: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    block_d: int = 128
+
+
+class Operands(NamedTuple):
+    """What every kernel is told of its two operands.
+
+    Attributes:
+        A, G: of one dtype, as one product takes them; features lie next to each other.
+        A_places, G_places: of sorted rows; anything where rows are sorted.
+        A_gathered, G_gathered: whether they are not.
+        rows: N.
+    """
+
+    A: Tensor
+    G: Tensor
+    A_places: Tensor
+    G_places: Tensor
+    A_gathered: bool
+    G_gathered: bool
+    rows: int
+
+    @property
+    def d(self) -> int:
+        return self.A.shape[1]
+
+    @property
+    def p(self) -> int:
+        return self.G.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first four arguments of a kernel."""
+        return self.A, self.G, self.A_places, self.G_places
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Features of both, and how far apart their rows are."""
+        return self.d, self.p, stride(self.A), stride(self.G)
+
+    def options(self) -> dict[str, Any]:
+        return {"A_GATHERED": self.A_gathered, "G_GATHERED": self.G_gathered}
+
+    def in_order(self) -> Operands:
+        """Put in order, for kernels that read a row many times."""
+        A = self.A[self.A_places] if self.A_gathered else self.A
+        G = self.G[self.G_places] if self.G_gathered else self.G
+        return operands_of(A, None, G, None)
+
+
+def operands_of(A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None) -> Operands:
+    dtype = torch.promote_types(A.dtype, G.dtype)
+    A, G = (tiles.with_unit_stride(X.to(dtype)) for X in (A, G))
+    rows = len(A if A_rows is None else A_rows)
+    A_places = A if A_rows is None else A_rows
+    G_places = G if G_rows is None else G_rows
+    return Operands(A, G, A_places, G_places, A_rows is not None, G_rows is not None, rows)
+
+
+def stride(X: Tensor) -> int:
+    """From one row to the next."""
+    return X.stride(0) if X.shape[0] > 1 else X.shape[1]
+
+
+@triton.jit
+def places(rows_ptr, n, inside, stride, GATHERED: tl.constexpr):
+    """Where sorted rows begin in an operand."""
+    if GATHERED:
+        n = tl.load(rows_ptr + n, mask=inside, other=0)
+    return n.to(tl.int64) * stride
