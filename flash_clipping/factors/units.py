@@ -52,6 +52,7 @@ class UnitMap:
         self.index_M, self.count = index_M, count
         self._on: dict[torch.device, UnitMap] = {}
         self._segments: dict[int, Segments] = {}
+        self._then: dict[int, tuple[UnitMap, UnitMap]] = {}
 
     def __len__(self) -> int:
         return len(self.index_M)
@@ -74,6 +75,13 @@ class UnitMap:
             self._segments[positions] = Segments(index_N, self.count)
         return self._segments[positions]
 
+    def then(self, units: UnitMap) -> UnitMap:
+        """These rows by the units that their own units belong to; layers share it."""
+        if id(units) not in self._then:
+            index_M = F.pad(units.index_M, (0, 1), value=-1)[self.bins_M]
+            self._then[id(units)] = UnitMap(index_M, units.count), units
+        return self._then[id(units)][0]
+
     def sums(self, X_Mf: Tensor) -> Tensor:
         """Rows ``[M, ...]`` added up for each unit, ``[U, ...]`` in fp32 (float64 for float64)."""
         segments = self.segments()
@@ -95,6 +103,8 @@ def by_units(factor: Factor, units: UnitMap) -> Factor:
     """A factor whose "samples" are M rows, as that of the units which these rows belong to."""
     if isinstance(factor, Stacked):
         return Stacked([by_units(part, units) for part in factor.parts])
+    if isinstance(factor, OfUnits):
+        return OfUnits(factor.rows, factor.units.then(units))
     if isinstance(factor, Dense | RowSum):
         return Dense(_unit_sums(factor, units))
     return OfUnits(factor, units)
@@ -188,12 +198,12 @@ def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor
     if isinstance(rows, Outer):
         return segment_sqnorms(*_segmented(rows, units), backend=backend)
     if isinstance(rows, SegmentedOuter):
-        return _segmented_sqnorms(rows, units)
+        return _segmented_sqnorms(rows, units, backend)
     if isinstance(rows, Lookup | Bag):
         sq_U, spread_U = _Scattered.of(rows, units).sqnorms()
         return sq_U, certificate.doubt(spread_U)
     if isinstance(rows, TiedEmbedding):
-        return _tied_sqnorms(rows, units)
+        return _tied_sqnorms(rows, units, backend)
     sq_U = Dense(_unit_sums(rows, units)).sqnorms(backend)
     # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
     # that was measured as it is released, the spread over rows is its norm.
@@ -222,18 +232,18 @@ def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
     return units.sums(rows.dense()) if total is None else total
 
 
-def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap) -> tuple[Tensor, Tensor]:
+def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """Rows that are sorted by their samples, sorted anew by the units of these."""
     sorted_ = rows.segments
     unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
     segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
     order_N = segments.order_N
     A, G = (x.reordered(order_N) for x in (rows.A, rows.G))
-    sq_S, doubt_S = segment_sqnorms(A, G, segments)
+    sq_S, doubt_S = segment_sqnorms(A, G, segments, backend=backend)
     return segments.by_sample(sq_S), segments.by_sample(doubt_S)
 
 
-def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap) -> tuple[Tensor, Tensor]:
+def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """``‖lookup‖² + ‖head‖² + 2 ⟨lookup, head⟩``, unit by unit.
 
     Of the cross term ``Σ Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩`` all pairs of positions are computed,
@@ -243,7 +253,7 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap) -> tuple[Tensor, Tensor]:
     head = rows.head
     scattered = _Scattered.of(rows.lookup, units)
     sq_U, spread_U = scattered.sqnorms()
-    head_sq_U, head_doubt_U = _measure(head, units, "auto")
+    head_sq_U, head_doubt_U = _measure(head, units, backend)
     dtype = torch.promote_types(sq_U.dtype, head_sq_U.dtype)
     A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
     unit_P = units.bins_M.repeat_interleave(head.A_BTd.shape[1])
