@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,13 +55,33 @@ class Block(nn.Module):
         return self.hc.combine(x, h, post, comb)
 
 
+class Rounded(torch.autograd.Function):
+    """Values, and their gradient, rounded to a dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
 class EagerBlock(Block):
-    """The same in PyTorch's own operations, left to autograd."""
+    """The same in PyTorch's own operations, left to autograd. What the sublayer reads, and its
+    gradient, are rounded to ``dtype``, since the streams' dtype is all that a sublayer sees."""
+
+    def __init__(self, hc: HyperConnections, dtype: torch.dtype | None = None):
+        super().__init__(hc)
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         hc = self.hc
         params = (hc.phi, hc.alpha, hc.bias, hc.gamma)
         h, post, comb, *_ = ops.reference.hyper_connections(x, *params, *hc.settings)
+        if self.dtype is not None:
+            h = Rounded.apply(h, self.dtype)
         return mixing.reference.stream_mix(x, h, post, comb, hc.transposed)
 
 
@@ -138,7 +159,7 @@ def check(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     torch.manual_seed(1)
     x = torch.randn(B, S, n, D).to(device, dtype)
     grad = torch.randn(B, S, n, D).to(device, dtype)
-    eager = EagerBlock(module(n, D, device, torch.float64).hc)
+    eager = EagerBlock(module(n, D, device, torch.float64).hc, dtype)
     params, norms = [torch.zeros_like(p) for p in eager.parameters()], []
     outputs, of_x = [], []
     for b in range(B):  # one sample at a time
