@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.ops import clipped_sums, linear_sqnorms
 from tests.support.models import CASES, Attention, Block, Scale
-from tests.support.strategies import PROFILE, profile
+from tests.support.profiles import PROFILE, profile
 
 CLASSES, POSITIONS = 7, 8
 

@@ -33,7 +33,7 @@ from tests.certificate.search import (
 from tests.certificate.subjects import SUBJECTS, Sample
 from tests.support.models import CASES
 from tests.support.oracle import per_sample_truth
-from tests.support.strategies import PROFILE, profile
+from tests.support.profiles import PROFILE, profile
 
 MORE = 1 if PROFILE == "default" else 20
 

@@ -22,18 +22,11 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
 )
 from tests.support.autograd import truth_by_autograd
+from tests.support.families import SelfAttention
 from tests.support.models import Scale
 from tests.support.oracle import Truth, assert_close, per_sample_truth
-from tests.support.strategies import (
-    PROFILE,
-    Plan,
-    RandomModel,
-    SelfAttention,
-    batch_of,
-    losses,
-    plans,
-    profile,
-)
+from tests.support.plans import Plan, RandomModel, batch_of, losses, plans
+from tests.support.profiles import PROFILE, profile
 from tests.support.units import index_for
 
 TOLERANCE = 1e-9
