@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 
 import pytest
@@ -37,3 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported and collected stays: collections, which tests and benchmarks ask for,
+    need not walk through it every time."""
+    gc.collect()
+    gc.freeze()
