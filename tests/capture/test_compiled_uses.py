@@ -38,7 +38,7 @@ class Shared(nn.Module):
         return sum(torch.sin(reader(x) * (i + 1)) for i, reader in enumerate(self.readers))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", slow("automatic")])
+@pytest.mark.parametrize("clipping", [slow("flat"), "per_layer", slow("automatic")])
 def test_layers_that_are_called_twice(clipping: str) -> None:
     case = Case(Shared, floats(5, 7, 6))
     model, batch = make_case(case, torch.float32)
@@ -183,8 +183,15 @@ def with_its_derivative(mid: nn.Module, x: Tensor) -> Tensor:
     return y + vjp(x)[0]
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("use", [with_other_weights, with_its_derivative])
+@pytest.mark.parametrize(
+    ("use", "fullgraph"),
+    [
+        (with_other_weights, True),
+        slow(with_other_weights, False),
+        slow(with_its_derivative, True),
+        (with_its_derivative, False),
+    ],
+)
 def test_what_is_refused_uncompiled_is_no_number_when_compiled(
     use: Callable[[nn.Module, Tensor], Tensor], fullgraph: bool
 ) -> None:
