@@ -12,14 +12,14 @@ PROFILE = os.environ.get("FLASH_CLIPPING_PROFILE", "default")
 
 
 def profile(max_examples: int) -> settings:
-    """Settings for a property test of this many examples in CI, twenty times as many when long."""
+    """Settings for a property test of this many examples in CI, forty times as many when long."""
     common: dict[str, Any] = {
         "deadline": None,
         "database": None,
         "suppress_health_check": list(HealthCheck),
     }
     if PROFILE == "long":
-        return settings(max_examples=20 * max_examples, print_blob=True, **common)
+        return settings(max_examples=40 * max_examples, print_blob=True, **common)
     if PROFILE != "default":
         raise ValueError(f"FLASH_CLIPPING_PROFILE={PROFILE!r}; expected 'default' or 'long'.")
     return settings(max_examples=max_examples, derandomize=True, **common)
