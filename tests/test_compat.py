@@ -206,9 +206,9 @@ for names in json.loads(sys.argv[1]):
 '''
 
 
-def answers() -> dict[str, list[float] | str]:
-    """What a step gives without each of the interfaces, and with all of them ("")."""
-    hidden = [[], *(names for names, _ in INTERFACES.values())]
+def answers(groups: list[list[str]]) -> list[list[float] | str]:
+    """What a step gives with all interfaces, and then without those of each group."""
+    hidden = [[], *([name for key in group for name in INTERFACES[key][0]] for group in groups)]
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(hidden)],
         capture_output=True,
@@ -216,8 +216,7 @@ def answers() -> dict[str, list[float] | str]:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    return dict(zip(["", *INTERFACES], lines, strict=True))
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 def verdict(name: str, whole: list[float], found: list[float] | str) -> str:
@@ -240,15 +239,36 @@ def verdict(name: str, whole: list[float], found: list[float] | str) -> str:
     return ""
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_without_any_of_them_steps_are_the_same_or_refused() -> None:
-    """One test for all: workers that share the tests would start the processes once each."""
-    found = answers()
-    whole = found.pop("")
+def check_steps(groups: list[list[str]]) -> None:
+    """All in one test: workers that share tests would start the processes once each."""
+    whole, *found = answers(groups)
     assert not isinstance(whole, str), whole
-    wrong = {name: verdict(name, whole, answer) for name, answer in found.items()}
-    assert found.keys() == INTERFACES.keys()
-    assert not any(wrong.values()), {name: what for name, what in wrong.items() if what}
+    verdicts = {
+        ", ".join(group): verdict(group[0], whole, answer)
+        for group, answer in zip(groups, found, strict=True)
+    }
+    assert not any(verdicts.values()), {names: what for names, what in verdicts.items() if what}
+
+
+SAME = [name for name, (_, expected) in INTERFACES.items() if expected == "same"]
+REFUSED = [name for name in INTERFACES if name not in SAME]
+
+#: What a step does not need is hidden together, in groups of what lies apart in the table: it is
+#: seldom that the fallback of one of them leaves nothing to do for that of another.
+TOGETHER = [SAME[first::6] for first in range(6)]
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+@needs_fork
+def test_without_any_of_them_steps_are_the_same_or_refused() -> None:
+    check_steps([*([name] for name in REFUSED), *TOGETHER])
+
+
+@needs_fork
+@pytest.mark.slow
+def test_without_each_of_them_alone() -> None:
+    check_steps([[name] for name in INTERFACES])
 
 
 def _names_of(path: Path) -> set[str]:

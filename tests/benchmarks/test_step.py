@@ -44,7 +44,7 @@ def test_every_method_has_a_row_with_all_its_samples(
     run: Run, quick: tuple[str, ...], tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
     path = tmp_path / "step.json"
-    methods = OURS_AND_OPACUS
+    methods = "nonprivate,flash,opacus-ghost" if extra else OURS_AND_OPACUS
     if "--checkpointing" in extra:
         methods = "nonprivate,flash,flash-two-pass"  # not Opacus: its hooks fire twice there
     status, printed = run("step", *quick, "--methods", methods, "--json", path, *extra)
@@ -176,7 +176,8 @@ def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
 ) -> None:
     replace_method(monkeypatch, "opacus-hooks", method)
     path = tmp_path / "step.json"
-    exit_status, printed = run("step", *quick, "--methods", OURS_AND_OPACUS, "--json", path)
+    methods = "nonprivate,flash,opacus-ghost,opacus-hooks"
+    exit_status, printed = run("step", *quick, "--methods", methods, "--json", path)
     assert exit_status == 0, printed
     assert status in printed and note in printed
     rows = {row.method: row for row in Record.read(path).rows}
@@ -265,8 +266,15 @@ class NotANumber(Flash):
         return super().norms() * float("nan")
 
 
-@pytest.mark.parametrize("wrong", [WrongNorm, WrongGradient, NotANumber])
-@pytest.mark.parametrize("methods", [OURS_AND_OPACUS, "nonprivate,flash"])
+@pytest.mark.parametrize(
+    ("wrong", "methods"),
+    [
+        (WrongNorm, OURS_AND_OPACUS),
+        (WrongNorm, "nonprivate,flash"),
+        (WrongGradient, "nonprivate,flash"),
+        (NotANumber, "nonprivate,flash,opacus-hooks"),
+    ],
+)
 def test_disagreement_is_an_error_exit_and_nothing_is_timed(
     run: Run,
     quick: tuple[str, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +17,7 @@ from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.oracle import assert_close
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_yet() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
 
 
 def wrapped(

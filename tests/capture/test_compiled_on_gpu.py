@@ -7,26 +7,19 @@ be read before the next one writes there, and parameters must be read anew.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, GraphedStep
-from tests.capture.test_compiled import Transformer, lm_loss, with_adapters
+from tests.support.compiled import Transformer, lm_loss, with_adapters
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
 every_mode = pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_yet() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def wrapped(model: nn.Module, mode: str, **options: float) -> GradSampleModuleFlashClipping:

@@ -116,21 +116,21 @@ class Flash:
             )
 
 
-def cases(name: str, test_case: str, examples: int = 30) -> type[unittest.TestCase]:
+def cases(name: str, test_case: str, examples: int = 15) -> type[unittest.TestCase]:
     return getattr(opacus_tests(f"grad_samples.{name}_test", examples=examples), test_case)
 
 
-recurrent_tests = opacus_tests("grad_samples.dp_rnn_test", examples=40)
+recurrent_tests = opacus_tests("grad_samples.dp_rnn_test", examples=20)
 
 
 # Most draws of a convolution's shape are not valid, and return at once.
-class TestConv1d(Flash, cases("conv1d", "Conv1d_test", examples=200)): ...
+class TestConv1d(Flash, cases("conv1d", "Conv1d_test", examples=120)): ...
 
 
-class TestConv2d(Flash, cases("conv2d", "Conv2d_test", examples=200)): ...
+class TestConv2d(Flash, cases("conv2d", "Conv2d_test", examples=120)): ...
 
 
-class TestConv3d(Flash, cases("conv3d", "Conv3d_test", examples=200)): ...
+class TestConv3d(Flash, cases("conv3d", "Conv3d_test", examples=120)): ...
 
 
 class TestMultiheadAttention(Flash, cases("dp_multihead_attention", "MultiHeadAttention_test")): ...
@@ -228,7 +228,7 @@ def flash_is_correct(
 
 utils_tests = opacus_tests(
     "per_sample_gradients_utils_test",
-    examples=100,
+    examples=50,
     check_per_sample_gradients_are_correct=flash_is_correct,
 )
 

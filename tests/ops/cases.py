@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ class Case:
         return x.to(self.dtype).to(self.device)
 
 
-def _cases(itemsizes: tuple[int, ...] = (2, 4, 8)) -> list[object]:
+def _cases(
+    itemsizes: tuple[int, ...] = (2, 4, 8), left_to_slow: torch.dtype | None = None
+) -> list[object]:
     cases = [Case("torch", "cpu", dtype) for dtype in (torch.float64, torch.float32)]
     cases += [Case("torch", "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
     # Triton's interpreter multiplies the raw bits of bf16, so bf16 kernels run on a GPU only.
@@ -47,15 +50,24 @@ def _cases(itemsizes: tuple[int, ...] = (2, 4, 8)) -> list[object]:
     no_interpreter = pytest.mark.skipif(
         not is_interpreting(), reason="kernels are compiled for the GPU in this run"
     )
+    groups = ((cases, ()), (interpreted, (no_interpreter,)), (on_gpu, (pytest.mark.gpu,)))
+
+    def marks_of(case: Case, marks: tuple[Any, ...]) -> tuple[Any, ...]:
+        slow = case in interpreted and case.dtype == left_to_slow
+        return (*marks, pytest.mark.slow) if slow else marks
+
     return [
-        pytest.param(case, id=str(case), marks=marks)
-        for group, marks in ((cases, ()), (interpreted, no_interpreter), (on_gpu, pytest.mark.gpu))
+        pytest.param(case, id=str(case), marks=marks_of(case, marks))
+        for group, marks in groups
         for case in group
         if case.dtype.itemsize in itemsizes
     ]
 
 
 every_case = pytest.mark.parametrize("case", _cases())
+#: For what takes the interpreter long, and is about places rather than numbers: there masks and
+#: orders are those of fp32, and each operation has tests of both dtypes.
+every_case_interpreted_once = pytest.mark.parametrize("case", _cases(left_to_slow=torch.float16))
 every_half_case = pytest.mark.parametrize("case", _cases(itemsizes=(2,)))
 
 

@@ -9,6 +9,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
 from tests.ops.cases import (
     Case,
     every_case,
+    every_case_interpreted_once,
     in_rows_on_16_bytes,
     per_sample_gradients,
     relative_error,
@@ -63,7 +64,7 @@ def test_a_dropped_sample_adds_nothing(case: Case, widths: tuple, where: str) ->
         assert relative_error(total, oracle_of(A, G, coef)) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("dropped", [False, True])
 def test_what_was_kept_serves_the_next_step(case: Case, dropped: bool) -> None:
     shapes = [(24, 40), (40, 24), (16, 8), (16, 24), (7, 5)]  # the last: nothing is aligned
@@ -137,7 +138,7 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     assert torch.equal(first[0], again[0])
 
 
-@every_case
+@every_case_interpreted_once
 def test_many_layers_at_once(case: Case) -> None:
     """Layers of several shapes and strides, a dropped sample that is not finite among them."""
     pairs = [
@@ -159,7 +160,7 @@ def test_many_layers_at_once(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(sums, again, strict=True))
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("T", [300, 1100])
 def test_sums_of_many_tiles(case: Case, T: int) -> None:
     """Several tiles, samples that are added up in several parts, edges everywhere."""
@@ -251,7 +252,7 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple, steps: str)
         check()
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("tma", [False, True])
 def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
     """Descriptors, and programs that walk over the tiles of several layers."""
@@ -272,7 +273,7 @@ def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
         assert relative_error(total, oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize(
     "widths",

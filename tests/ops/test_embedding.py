@@ -8,7 +8,13 @@ import torch
 
 from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available
-from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
+from tests.ops.cases import (
+    Case,
+    every_case,
+    every_case_interpreted_once,
+    relative_error,
+    worst_relative_error,
+)
 
 V = 11
 
@@ -67,9 +73,15 @@ def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
-@every_case
-@pytest.mark.parametrize("positions", [5, 70, 128, 150])
-@pytest.mark.parametrize("ids_of", ["same", "distinct", "int32"])
+@every_case_interpreted_once
+@pytest.mark.parametrize(
+    ("ids_of", "positions"),
+    [
+        *(("same", positions) for positions in (5, 70, 128, 150)),
+        *(("distinct", positions) for positions in (5, 150)),
+        ("int32", 70),
+    ],
+)
 def test_runs_of_any_length(case: Case, ids_of: str, positions: int) -> None:
     B, T, d = 2, positions, 12
     G = case.randn(B, T, d)
@@ -93,7 +105,7 @@ LENGTHS = [
 ]
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize(
     ("lengths", "ranked"),
     [
@@ -123,7 +135,7 @@ def test_runs_that_cross_many_chunks(
         assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("ranked", [True, False])
 def test_the_largest_ids(
@@ -139,7 +151,7 @@ def test_the_largest_ids(
     assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("width", [8, 300, 1030])
 def test_features_that_one_program_does_not_cover(case: Case, width: int) -> None:
     ids, G = random_ids(case, 2, 140), case.randn(2, 140, width)
@@ -148,7 +160,7 @@ def test_features_that_one_program_does_not_cover(case: Case, width: int) -> Non
     assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("num_embeddings", [1, 2, 3])
 @pytest.mark.parametrize("padding_idx", [None, 1])
 def test_tables_of_a_few_rows(case: Case, num_embeddings: int, padding_idx: int | None) -> None:
@@ -196,7 +208,7 @@ def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(onehot.argmax(-1), ids) and (onehot.sum(-1) == 1).all()
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("positions", [20, 150])
 def test_norms_in_parts(case: Case, positions: int) -> None:
     ids, G = random_ids(case, 3, positions), case.randn(3, positions, 40)
@@ -206,7 +218,7 @@ def test_norms_in_parts(case: Case, positions: int) -> None:
     assert torch.equal(parts.sum(1), whole)
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("positions", [20, 150])
 def test_rows_that_are_not_finite_stay_with_their_sample_and_run(
     case: Case, positions: int
@@ -276,7 +288,7 @@ def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
     assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize(
     ("positions", "ranked"),
     [

@@ -11,6 +11,7 @@ from flash_clipping.ops.gram import reference as gram_torch
 from tests.ops.cases import (
     Case,
     every_case,
+    every_case_interpreted_once,
     in_rows_on_16_bytes,
     per_sample_gradients,
     worst_relative_error,
@@ -103,7 +104,7 @@ def test_more_leading_dimensions_are_positions(case: Case) -> None:
     assert torch.equal(sq, flat)
 
 
-@every_case
+@every_case_interpreted_once
 def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     A, G = case.randn(2, 140, 40), case.randn(2, 140, 72)
     first = gram_sqnorms(A, [G, G], backend=case.backend)
@@ -111,7 +112,7 @@ def test_bitwise_equal_from_run_to_run(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("tma", [True, False])
 def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
     """Operands that lie anywhere in memory, read through descriptors and by address."""
@@ -133,7 +134,7 @@ def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
         assert worst_relative_error(doubt_B, doubt_of(A, G)) <= 2 * case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("sliced", [False, True])
 def test_rows_on_16_bytes_of_any_width(
@@ -350,7 +351,7 @@ def test_unequal_rows_are_refused() -> None:
         gram_sqnorms(torch.randn(2, 3, 4), [torch.randn(2, 5, 4)])
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("shape", [(1, 140, 64), (3, 1, 64)], ids=str)
 def test_what_was_kept_serves_any_stride_of_one_element(
     case: Case, shape: tuple[int, int, int]
@@ -369,7 +370,7 @@ def test_what_was_kept_serves_any_stride_of_one_element(
             assert worst_relative_error(sq_LB[0], oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 def test_layers_of_many_features_are_shared_out(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

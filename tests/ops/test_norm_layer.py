@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
-from tests.ops.cases import Case, every_case, relative_error
+from tests.ops.cases import Case, every_case, every_case_interpreted_once, relative_error
 
 # The last is large enough for another way on a CPU.
 SHAPES = [(3, 17, 24), (1, 1, 8), (2, 5, 130), (2, 1, 5), (0, 4, 8), (2, 0, 8), (2, 70, 130)]
@@ -47,7 +47,7 @@ def test_gradients_match_autograd(case: Case, shape: tuple, kind: str, affine: b
     assert relative_error(b, G.cpu().double().sum(1)) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize(
     "wanted", [(True, False, False), (False, True, False), (False, False, True)]
 )
@@ -135,7 +135,7 @@ def test_statistics_as_layers_have_them(case: Case) -> None:
         assert all(torch.equal(one, other) for other in others)
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("kept", [None, 0, 10**9])
 def test_sums_are_left_in_parts_where_these_are_few(case: Case, kept: int | None) -> None:
     x, G = case.randn(2, 300, 8), case.randn(2, 300, 8, seed=1)

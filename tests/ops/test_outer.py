@@ -8,6 +8,7 @@ from flash_clipping.ops.outer import reference as outer_torch
 from tests.ops.cases import (
     Case,
     every_case,
+    every_case_interpreted_once,
     every_half_case,
     in_rows_on_16_bytes,
     per_sample_gradients,
@@ -65,7 +66,7 @@ def test_tiles_are_wide_where_a_matrix_is_large_and_fills_them() -> None:
     assert [block_d(128, 1 << 17), block_d(384, 1 << 15), block_d(400, 1 << 15)] == [128, 128, 256]
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("p", [130, 256])
 def test_tiles_of_large_matrices(
@@ -95,7 +96,7 @@ def test_strided_inputs(case: Case) -> None:
     assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("widths", [(24, 257), (133, 128), (3, 5)], ids=str)
 @pytest.mark.parametrize("store", [False, True])
 def test_rows_on_16_bytes_of_any_width(case: Case, widths: tuple, store: bool) -> None:

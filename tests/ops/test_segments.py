@@ -19,7 +19,7 @@ from flash_clipping.ops.segments import (
     segment_sums,
     sums_of_tokens,
 )
-from tests.ops.cases import Case, every_case, relative_error
+from tests.ops.cases import Case, every_case, every_case_interpreted_once, relative_error
 
 #: Samples, groups, rows; and how samples and groups are spread over the rows.
 SPREADS = {
@@ -99,7 +99,7 @@ def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
     assert relative_error(ones, grads.sum(1)) <= case.rounding
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("how", SPREADS)
 @every_shape
 def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
@@ -128,7 +128,7 @@ def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
     assert torch.equal(segments.sample_N.cpu()[inside_N], samples_N[inside_N])
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("sizes", [(40, 33), (130, 200)], ids=str)
 def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
     """Segments shorter and longer than blocks, steps and the change from Gram to product."""
