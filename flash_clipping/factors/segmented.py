@@ -65,9 +65,7 @@ class SegmentedOuter(Factor):
 
     def dense(self) -> Tensor:
         grads = segment_grads(self.A, self.G, self.segments)
-        if not self.stacked:
-            return grads
-        return grads.unflatten(0, (self.segments.groups, self.segments.samples)).transpose(0, 1)
+        return grads if self.stacked else grads[:, 0]
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         """Where that takes no more memory than the operands: low ranks, and experts that read much
@@ -79,7 +77,7 @@ class SegmentedOuter(Factor):
         return self.stacked and fits and readers() > 0
 
     def stored(self, backend: str) -> Dense:
-        return Dense(self.dense().contiguous())
+        return Dense(self.dense())
 
     @classmethod
     def concatenate(cls, factors: Sequence[SegmentedOuter]) -> Factor:

@@ -167,11 +167,12 @@ def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> 
 
 
 def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto") -> Tensor:
-    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[S, p, d]`` in the operands' dtype."""
+    """``Σ g_n a_nᵀ`` over the rows of every segment, ``[B, E, p, d]`` in the operands' dtype."""
+    B, E = segments.samples, segments.groups
     if not _has_rows(A, G, segments):
-        return _no_products(A, G, segments.samples * segments.groups)
-    run = reference.products
-    return backends.run(run, backend, _decides(A, G), *A, *G, segments.lists)
+        return _no_products(A, G, B * E).unflatten(0, (B, E))
+    run = reference.segment_grads
+    return backends.run(run, backend, _decides(A, G), *A, *G, segments.lists, B)
 
 
 def grouped_sums(

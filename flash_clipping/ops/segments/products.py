@@ -15,9 +15,9 @@ from torch import Tensor
 from flash_clipping._compat import grouped_mm
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
-from flash_clipping.ops.segments.operands import Config, stride
+from flash_clipping.ops.segments.operands import Config, operands_of, stride
 from flash_clipping.ops.segments.reference import sum_dtype
-from flash_clipping.ops.segments.sums import grouped_sums
+from flash_clipping.ops.segments.sums import NARROW, grouped_sums, launch_sums, sums_config
 from flash_clipping.ops.segments.work import Lists
 
 
@@ -33,6 +33,28 @@ def products(
         return library(G.mT, A, offs=lists.ends)
     one = A.new_ones(1, dtype=torch.float32)
     return grouped_sums(A, None, G, None, lists, one).to(torch.promote_types(A.dtype, G.dtype))
+
+
+def segment_grads(
+    A: Tensor,
+    A_rows: Tensor | None,
+    G: Tensor,
+    G_rows: Tensor | None,
+    lists: Lists,
+    samples: int,
+) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.segment_grads`; of low ranks by one kernel, which
+    writes each gradient where it belongs."""
+    operands = operands_of(A, A_rows, G, G_rows)
+    if min(operands.d, operands.p) > NARROW:
+        grads = products(A, A_rows, G, G_rows, lists)
+        return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
+    size = samples, len(lists) // samples, operands.p, operands.d
+    out = torch.empty(size, dtype=operands.dtype, device=A.device)
+    ones = torch.ones(1, device=A.device)
+    config = sums_config(operands, operands.rows / len(lists))
+    launch_sums(operands, lists, ones, out.flatten(0, 1), config, turned=samples)
+    return out
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:

@@ -78,6 +78,19 @@ def grouped_sums(
     return out
 
 
+def segment_grads(
+    A: Tensor,
+    A_rows: Tensor | None,
+    G: Tensor,
+    G_rows: Tensor | None,
+    lists: Lists,
+    samples: int,
+) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.segment_grads`."""
+    grads = products(A, A_rows, G, G_rows, lists)
+    return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
+
+
 def products(
     A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
 ) -> Tensor:

@@ -70,9 +70,14 @@ def sums_config(operands: Operands, rows_each: float) -> Config:
 
 
 def launch_sums(
-    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config
+    operands: Operands,
+    lists: Lists,
+    coef_B: Tensor,
+    out: Tensor,
+    config: Config,
+    turned: int = 1,
 ) -> None:
-    """Sums on any GPU."""
+    """Sums on any GPU. ``turned``: what group ``e · turned + b`` gives is ``b · E / turned + e``."""
     (E, p, d), B = out.shape, len(coef_B)
     blocks = lists.blocks(config.step)
     place_M = torch.arange(len(blocks.of_M), device=out.device, dtype=torch.int32)
@@ -90,6 +95,8 @@ def launch_sums(
         blocks.last_M | (place_M % each == each - 1),
         out,
         B,
+        turned,
+        E // turned,
         *operands.sizes(),
         **operands.options(),
         BLOCK_P=config.block,
@@ -212,6 +219,8 @@ def grouped_sums_kernel(
     ends_product_ptr,
     out_ptr,
     samples,
+    turned,
+    apart,
     d,
     p,
     A_stride,
@@ -252,8 +261,13 @@ def grouped_sums_kernel(
         if tl.load(ends_product_ptr + block) != 0:
             total += coef * product
             product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    place = group.to(tl.int64) * p * d + rows.to(tl.int64)[:, None] * d + columns[None, :]
-    tl.store(out_ptr + place, total, mask=(rows < p)[:, None] & (columns < d)[None, :])
+    place = (group % turned).to(tl.int64) * apart + group // turned
+    place = place * p * d + rows.to(tl.int64)[:, None] * d + columns[None, :]
+    tl.store(
+        out_ptr + place,
+        total.to(out_ptr.dtype.element_ty),
+        mask=(rows < p)[:, None] & (columns < d)[None, :],
+    )
 
 
 @triton.jit
