@@ -26,7 +26,7 @@ from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Pro
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.shapes import Memo, part_of, remembered
-from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of
+from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
 
 
 @triton.jit
@@ -65,15 +65,9 @@ def _clipped_sums_kernel(
             )
         else:
             A, G = A_ptr, G_ptr
-        # `GROUP` rows of tiles are walked together, so that programs at work at one time share
-        # what they read.
         tile = item - tl.load(row + COLUMNS - 1).to(tl.int32)
-        tiles_p, tiles_d = tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK)
-        first = (tile // (GROUP * tiles_d)) * GROUP
-        height = min(tiles_p - first, GROUP)
-        within = tile % (GROUP * tiles_d)
-        p0 = (first + within % height) * BLOCK
-        d0 = (within // height) * BLOCK
+        tile_p, tile_d = tile_in_groups(tile, tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK), GROUP)
+        p0, d0 = tile_p * BLOCK, tile_d * BLOCK
         product = tl.zeros((BLOCK, BLOCK), tl.float32)
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for step in range(0, B * steps):

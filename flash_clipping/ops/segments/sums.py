@@ -77,7 +77,7 @@ def launch_sums(
     config: Config,
     turned: int = 1,
 ) -> None:
-    """Sums on any GPU. ``turned``: what group ``e · turned + b`` gives is ``b · E / turned + e``."""
+    """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
     blocks = lists.blocks(config.step)
     place_M = torch.arange(len(blocks.of_M), device=out.device, dtype=torch.int32)
