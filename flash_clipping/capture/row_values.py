@@ -17,6 +17,9 @@ DIFFERENT_HALF = 0.3
 #: Features of a row that its digest is made of; of longer rows, as many at equal distances.
 FEATURES = 1 << 16
 
+#: Elements that are read at one time.
+PART = 1 << 26
+
 
 def is_low(x: Tensor) -> bool:
     """Whether what computed these values may have rounded to a few digits."""
@@ -39,10 +42,17 @@ def digest_of(x: Tensor, axis: int) -> Tensor | None:
             rows = rows[:, :: -(-rows.shape[1] // FEATURES)]
         if rows.is_complex():
             rows = torch.view_as_real(rows).flatten(1)
-        rows = rows.to("cpu", torch.float64).nan_to_num(0.0, 1e30, -1e30)
-        n = rows.shape[1]
-        size = rows.square().mean(1, keepdim=True).sqrt()
-        return torch.cat([rows @ _signs(n).to(rows.dtype) / n**0.5, size], 1)
+        signs = _signs(rows.shape[1]).to(rows.device, torch.float64)
+        # On the device: activations of a large model take the host seconds. In parts, as float64
+        # is up to four times as large as what is read.
+        parts = rows.split(max(1, PART // rows.shape[1]))
+        return torch.cat([_digest_of_rows(part, signs) for part in parts]).cpu()
+
+
+def _digest_of_rows(rows: Tensor, signs: Tensor) -> Tensor:
+    rows = rows.to(torch.float64).nan_to_num(0.0, 1e30, -1e30)
+    size = rows.square().mean(1, keepdim=True).sqrt()
+    return torch.cat([rows @ signs / rows.shape[1] ** 0.5, size], 1)
 
 
 def _signs(n: int) -> Tensor:
