@@ -59,21 +59,18 @@ class LogicalLoader(PoissonLoader):
 
     Args:
         loader: whose dataset and collate function are taken, and how it loads; not its sampling.
-        batch_size: the expected size of a logical batch, ``L``. There are ``ceil(N / L)`` batches
-            in an epoch, and each draws every one of the ``N`` samples with probability
-            ``1 / ceil(N / L)``.
+        steps: batches in an epoch; each draws every sample with probability ``1 / steps``.
         part_size: the most samples of a part.
         generator: what to draw with.
     """
 
     @classmethod
     def of(
-        cls, loader: DataLoader[Any], *, batch_size: int, part_size: int, generator: Any
+        cls, loader: DataLoader[Any], *, steps: int, part_size: int, generator: Any
     ) -> LogicalLoader:
-        size = len(loader.dataset)  # type: ignore[arg-type]
         return cls(
             loader.dataset,
-            sample_rate=1 / -(-size // batch_size),
+            sample_rate=1 / steps,
             collate_fn=loader.collate_fn,
             part_size=part_size,
             num_workers=loader.num_workers,
@@ -91,3 +88,4 @@ class LogicalLoader(PoissonLoader):
         self.part_size = part_size
         # In the place of one that announces batches to the model, which sees parts only.
         self.collate_fn = CollateParts(collate_fn or default_collate, dataset, part_size)
+

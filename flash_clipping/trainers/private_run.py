@@ -90,7 +90,8 @@ class PrivateRun:
                 steps=steps,
                 accountant=arguments.accountant,
             )
-        model.train()  # Opacus looks at models that train only
+        modes = [module.training for module in model.modules()]
+        model.train()  # Opacus takes no others
         self.hooks, self.optimizer, _, _ = self.engine.make_private(
             module=model,
             optimizer=optimizer,
@@ -104,6 +105,8 @@ class PrivateRun:
             **arguments.engine_options,
         )
         self.hooks.forbid_grad_accumulation()
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
 
     @property
     def steps(self) -> int:
@@ -154,6 +157,7 @@ class PrivateRun:
         }
         if self.arguments.seed is not None:
             state["noise_generator"] = self.noise_generator.get_state()
+            state["sampling_generator"] = self.sampling_generator.get_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,3 +187,4 @@ class PrivateRun:
         self.optimizer.max_grad_norm = state["bound"]
         if self.arguments.seed is not None and "noise_generator" in state:
             self.noise_generator.set_state(state["noise_generator"])
+            self.sampling_generator.set_state(state["sampling_generator"])

@@ -123,7 +123,7 @@ class PrivateTrainer(Trainer):
             self.run = PrivateRun(self.privacy, self.args.device)
             self._loader = LogicalLoader.of(
                 plain,
-                batch_size=self._logical_batch_size,
+                steps=-(-len(plain.dataset) // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 generator=self.run.sampling_generator,
             )
