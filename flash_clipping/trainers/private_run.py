@@ -5,6 +5,7 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Any
 
@@ -114,10 +115,12 @@ class PrivateRun:
         return accounted_steps(self.engine)
 
     def epsilon(self) -> float:
-        """ε that is spent, for ``target_delta``; 0 before the first step."""
+        """ε that is spent, for ``target_delta``; 0 before the first step, infinite without noise."""
         steps = self.steps
         if not steps:
             return 0.0
+        if not self.noise_multiplier:
+            return math.inf
         if self._epsilon is None or self._epsilon[0] != steps:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]

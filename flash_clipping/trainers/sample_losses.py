@@ -28,7 +28,7 @@ def sample_losses(
     problem_type: str | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """One loss for each sample: fp32 ``[B]``.
+    """One loss for each sample: fp32 ``[B]``; fp64 for logits in fp64.
 
     Args:
         outputs: of the model, called without labels: ``logits`` ``[B, K]`` or ``[B, T, K]``; or
@@ -69,11 +69,11 @@ def sample_losses(
             problem_type = "multi_label_classification"
         else:
             problem_type = "single_label_classification"
-    logits = logits.float()
+    logits = _at_least_fp32(logits)
     if problem_type == "single_label_classification" and _are_classes(logits, target):
         return _cross_entropy(logits, target, shift, label_smoothing)
     if target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]:
-        target = target.view_as(logits).float()
+        target = target.view_as(logits).to(logits.dtype)
         if problem_type == "regression" and not label_smoothing:
             return _mean_of_sample(F.mse_loss(logits, target, reduction="none"))
         if problem_type == "multi_label_classification" and not label_smoothing:
@@ -116,7 +116,11 @@ def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
     position_B = position_B.flatten()
     outside_B = (position_B < 0) | (position_B >= length)
     target_B = torch.where(outside_B, IGNORED, position_B)
-    return F.cross_entropy(logits_BT.float(), target_B, reduction="none", ignore_index=IGNORED)
+    return F.cross_entropy(_at_least_fp32(logits_BT), target_B, reduction="none", ignore_index=IGNORED)
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _mean_of_sample(losses: Tensor) -> Tensor:
