@@ -136,7 +136,9 @@ class PrivacyDashboard:
 
     def _line(self) -> None:
         self._shown = accounted_steps(self._engine)
-        self._show(line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read()))
+        self._show(
+            line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read())
+        )
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

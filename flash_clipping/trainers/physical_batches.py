@@ -88,4 +88,3 @@ class LogicalLoader(PoissonLoader):
         self.part_size = part_size
         # In the place of one that announces batches to the model, which sees parts only.
         self.collate_fn = CollateParts(collate_fn or default_collate, dataset, part_size)
-

@@ -116,7 +116,9 @@ def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
     position_B = position_B.flatten()
     outside_B = (position_B < 0) | (position_B >= length)
     target_B = torch.where(outside_B, IGNORED, position_B)
-    return F.cross_entropy(_at_least_fp32(logits_BT), target_B, reduction="none", ignore_index=IGNORED)
+    return F.cross_entropy(
+        _at_least_fp32(logits_BT), target_B, reduction="none", ignore_index=IGNORED
+    )
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

@@ -103,9 +103,7 @@ def test_each_loss_is_the_models_own_for_one_sample(case: str) -> None:
 @pytest.mark.parametrize("shift", [False, True])
 def test_label_smoothing_is_that_of_transformers(shift: bool) -> None:
     logits = torch.randn(B, T, VOCABULARY)
-    losses = sample_losses(
-        {"logits": logits}, {"labels": PADDED}, shift=shift, label_smoothing=0.2
-    )
+    losses = sample_losses({"logits": logits}, {"labels": PADDED}, shift=shift, label_smoothing=0.2)
     for row in range(B - 1):
         one = slice(row, row + 1)
         own = LabelSmoother(epsilon=0.2)({"logits": logits[one]}, PADDED[one], shift_labels=shift)

@@ -30,9 +30,7 @@ class Recording(PrivateTrainer):
     """Notes which samples every step draws, and in which parts."""
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
-        self.__dict__.setdefault("drawn", []).append(
-            [part["input_ids"] for part in inputs.parts]
-        )
+        self.__dict__.setdefault("drawn", []).append([part["input_ids"] for part in inputs.parts])
         return super().training_step(model, inputs, *args)
 
 
@@ -187,9 +185,7 @@ def test_without_a_seed_a_resumed_run_draws_afresh(tmp_path: Path) -> None:
 def test_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
     private = trainer(tmp_path, max_steps=1)
     private.train()
-    plain = Trainer(
-        model=private.model, args=arguments(tmp_path), eval_dataset=Texts(7)
-    ).evaluate()
+    plain = Trainer(model=private.model, args=arguments(tmp_path), eval_dataset=Texts(7)).evaluate()
     assert private.evaluate()["eval_loss"] == plain["eval_loss"]
 
 
@@ -273,6 +269,4 @@ def test_options_of_the_engine(tmp_path: Path) -> None:
     assert private.run.optimizer.max_grad_norm != 1.0
     resumed = trainer(tmp_path, of_privacy=of_privacy, max_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert resumed.run.optimizer.max_grad_norm == pytest.approx(
-        private.run.optimizer.max_grad_norm
-    )
+    assert resumed.run.optimizer.max_grad_norm == pytest.approx(private.run.optimizer.max_grad_norm)
