@@ -47,7 +47,7 @@ WORDS = 12  # of a passage
 
 
 class Passages(Dataset):
-    """Passages of the manual, each with the number of its chapter; every twentieth is for evaluation.
+    """Passages of the manual, each with the number of its chapter; every 20th is for evaluation.
 
     A passage is a sample. It is what ε is about: a chapter, or an author, would cost more.
     """
@@ -115,7 +115,10 @@ def train(options: argparse.Namespace) -> PrivateTrainer:
             report_to=[],
         ),
         privacy=PrivacyArguments(  # private
-            target_epsilon=options.epsilon, target_delta=1e-4, max_grad_norm=options.bound
+            target_epsilon=options.epsilon,
+            target_delta=1e-4,
+            max_grad_norm=options.bound,
+            accountant=options.accountant,
         ),
         train_dataset=Passages(tokenizer, evaluation=False),
         eval_dataset=Passages(tokenizer, evaluation=True),
@@ -164,6 +167,7 @@ def main(arguments: list[str] | None = None) -> PrivateTrainer:
     add = parser.add_argument
     add("--model", type=Path, help="a folder as save_pretrained writes it (the package's)")
     add("--epsilon", type=float, default=8.0, help="privacy budget of the run (%(default)s)")
+    add("--accountant", default="prv", help="of Opacus' (%(default)s)")
     add("--bound", type=float, default=1.0, help="clipping bound C (%(default)s)")
     add("--batch-size", type=int, default=64, help="expected size of a batch (%(default)s)")
     add("--steps", type=int, default=40, help="(%(default)s)")

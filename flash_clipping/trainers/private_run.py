@@ -115,7 +115,7 @@ class PrivateRun:
         return accounted_steps(self.engine)
 
     def epsilon(self) -> float:
-        """ε that is spent, for ``target_delta``; 0 before the first step, infinite without noise."""
+        """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
         steps = self.steps
         if not steps:
             return 0.0
