@@ -138,6 +138,20 @@ def test_steps_past_the_accountant(tmp_path: Path) -> None:
         private.train()
 
 
+class Forgetful(PrivateTrainer):
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """As if another version of transformers had another name for it."""
+
+
+def test_a_checkpoint_whose_accountant_is_not_loaded(tmp_path: Path) -> None:
+    """No step is done on it."""
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    private = trainer(tmp_path, max_steps=2, cls=Forgetful)
+    with pytest.raises(RuntimeError, match="counts 1 steps, and 0 are accounted"):
+        private.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert private.run.steps == 0
+
+
 def test_gradients_that_a_callback_changes(tmp_path: Path) -> None:
     class Clip(TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
