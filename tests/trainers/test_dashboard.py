@@ -49,7 +49,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, [0.1] * 4], ids=["flat", "per layer"])
+@pytest.mark.parametrize("max_grad_norm", [0.5, [0.1, 50.0, 0.1, 50.0]], ids=["flat", "per layer"])
 def test_what_it_says(max_grad_norm: Any) -> None:
     clipping = "per_layer" if isinstance(max_grad_norm, list) else "flat"
     engine, model, optimizer, criterion, loader = private(
