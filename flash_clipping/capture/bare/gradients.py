@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import pytree
+from flash_clipping.capture.bare.arguments import unflattened
 from flash_clipping.capture.bare.operation import (
     ADDITION,
     MULTIPLICATION,
@@ -61,7 +61,7 @@ def table_factor(
         return bare.leaves[rows.table], rows.factor(rows.ids, G, operation.axis)
     if name != "embedding":
         return None
-    args, kwargs = pytree.tree_unflatten(operation.leaves, operation.spec)
+    args, kwargs = unflattened(operation.leaves, operation.spec)
     found = looked_up(*args, **kwargs)
     if found is None or not operation.batched[0]:
         return None
@@ -134,9 +134,9 @@ def _operand_grads(
         by_row = operation.by_row(bares[0], G.dim()) or own_row[0]
         shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
         if name in ADDITION:
-            return [_reduce_to(G, shape)]
+            return [reduce_to(G, shape)]
         if name in MULTIPLICATION:
-            return [_reduce_to(G * plain[0], shape)]
+            return [reduce_to(G * plain[0], shape)]
 
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
@@ -190,7 +190,7 @@ def _operand_grads_in_turn(
         ) from error
 
 
-def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
+def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
     aligned = [1] * (G.dim() - len(shape)) + list(shape)
     axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
