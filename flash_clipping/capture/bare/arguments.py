@@ -18,15 +18,23 @@ _ATOMS = (Tensor, int, float, str, slice, NoneType, EllipsisType, torch.dtype, t
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """All arguments in a row, and what :func:`unflattened` needs to put them back."""
-    if not kwargs and all(isinstance(arg, _ATOMS) for arg in args):
-        return [*args], None
+    for arg in args:
+        if not isinstance(arg, _ATOMS):
+            break
+    else:
+        for arg in kwargs.values():
+            if not isinstance(arg, _ATOMS):
+                break
+        else:
+            return [*args, *kwargs.values()], tuple(kwargs)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     return leaves, spec
 
 
 def unflattened(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and those by name."""
-    if spec is None:
-        return tuple(leaves), {}
+    if isinstance(spec, tuple):  # names
+        positional = len(leaves) - len(spec)
+        return tuple(leaves[:positional]), dict(zip(spec, leaves[positional:], strict=True))
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs

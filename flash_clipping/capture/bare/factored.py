@@ -28,7 +28,15 @@ from flash_clipping.capture.bare.operation import (
     name_of,
 )
 from flash_clipping.capture.bare.origin import Origin
-from flash_clipping.factors import Convolution, Dense, Factor, Outer, RowSum, accumulation_dtype
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Lookup,
+    Outer,
+    RowSum,
+    accumulation_dtype,
+)
 from flash_clipping.ops.norm_layer import norm_backward
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.normalization import DEFAULT_EPS, PARTS_KEPT
@@ -104,9 +112,7 @@ def factored_gradients(
     stand_ins = iter(
         [
             _Operand(value, origin, bare.leaves[origin.leaf])
-            for value, origin, bare in zip(
-                values, operation.origins, operation.bares, strict=True
-            )
+            for value, origin, bare in zip(values, operation.origins, operation.bares, strict=True)
             if origin is not None
         ]
     )
@@ -163,9 +169,7 @@ def _one_of_each(x: Any, y: Any) -> tuple[_Operand, _Operand] | None:
     return (x, y) if x.carries_samples else (y, x)
 
 
-def _linear(
-    asked: _Asked, input: Any, weight: Any, bias: Any = None
-) -> Gradients | None:
+def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
     if not input.carries_samples or weight.value.dim() != 2 or input.value.dim() < 2:
         return None
     G = asked.G
@@ -198,6 +202,30 @@ def _matmul(asked: _Asked, input: Any, other: Any) -> Gradients | None:
     if other.origin is not None:
         weight.origin = other.origin.turned()
     return _linear(asked, input, weight)
+
+
+def _embedding(
+    asked: _Asked,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Gradients | None:
+    table = weight.origin
+    if not input.carries_samples or table is None or max_norm is not None or scale_grad_by_freq:
+        return None
+    if table.transposed or not table.is_whole(weight.value):
+        return None
+    rows = len(weight.value)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += rows
+    ids = input.value
+    ids_BT = ids.reshape(len(ids), ids.shape[1:].numel())
+    G_BTd = asked.G.reshape(*ids_BT.shape, asked.G.shape[-1])
+    return None, [(weight.param, Lookup(ids_BT, table.scaled(G_BTd), rows, padding_idx))]
 
 
 def _layer_norm(
@@ -318,6 +346,7 @@ _BACKWARDS: dict[str, Callable[..., Gradients | None]] = {
     **dict.fromkeys(ADDITION, _addition),
     **dict.fromkeys(MULTIPLICATION, _multiplication),
     "linear": _linear,
+    "embedding": _embedding,
     "matmul": _matmul,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,

@@ -30,6 +30,8 @@ _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadc
 _MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
+#: Functions of one tensor that return none.
+_ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
@@ -37,6 +39,8 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
     name = name_of(func)
+    if name in _ASKING and isinstance(args[0], BareParameter):
+        return func(args[0].value, *args[1:], **kwargs)
     leaves, spec = flattened(args, kwargs)
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
     tap = bares[0].tap
@@ -94,6 +98,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return value
         return BareParameter.wrap(value, origin, tap, row, lookup, source)
 
+    if rows is None and isinstance(result, Tensor):
+        return derived(result, None)
     if rows is None:
         return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
     return pytree.tree_map(
@@ -117,7 +123,7 @@ def _row_of(
         bare = bares[0]
         if bare.dim() < result.dim() or bare.shape[0] == 1:
             return result[:1]
-    if not any(bare.row is not None for bare in bares):
+    if all(bare.row is None for bare in bares):
         return None
     if any(word in name for word in _RANDOM):
         return None

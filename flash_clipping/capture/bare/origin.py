@@ -112,7 +112,7 @@ def _times(origin: Origin, number: float | Tensor) -> Origin | None:
 
 
 def _only_adds_axes(index: list[Any]) -> bool:
-    """Whether an index takes whole axes only; what is left out is seen by the number of elements."""
+    """Whether an index keeps the order; what it leaves out, the number of elements tells."""
     return all(part is None or part is Ellipsis or isinstance(part, slice) for part in index)
 
 
