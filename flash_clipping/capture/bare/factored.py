@@ -182,14 +182,14 @@ def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradien
         if not weight.origin.is_whole(weight.value):
             return None
         G_BTp = on_16_bytes(G_BTp)
-        A_BTd, scaled_BTp = as_BTd(x), weight.origin.scaled(G_BTp)
+        A_BTd, scaled_BTp = weight.origin.matched(as_BTd(x)), weight.origin.scaled(G_BTp)
         if weight.origin.transposed:
             A_BTd, scaled_BTp = scaled_BTp, A_BTd
         factors.append((weight.param, Outer(A_BTd, scaled_BTp)))
     if bias is not None and bias.origin is not None:
         if weight.origin is not None and bias.origin.is_parameter(bias.value):
             # The weight's factor holds these rows anyway.
-            factors.append((bias.param, RowSum(G_BTp)))
+            factors.append((bias.param, RowSum(bias.origin.matched(G_BTp))))
         else:
             factors += _vector(bias, lambda: RowSum(G_BTp).dense())
     return grad_input, factors
@@ -288,7 +288,8 @@ def _normalization(
             continue
         if operand.origin.is_parameter(operand.value):
             shape = None if axes == 1 else operand.value.shape
-            factors.append((operand.param, RowSum(parts_BnD, shape)))
+            rows_BnD = operand.origin.matched(parts_BnD)
+            factors.append((operand.param, RowSum(rows_BnD, shape)))
         else:
             factors += _vector(operand, RowSum(parts_BnD).dense)
     if grad_input is not None:
@@ -331,7 +332,7 @@ def _convolution(
         if weight.origin.transposed or not weight.origin.is_whole(weight.value):
             return None
         scaled = weight.origin.scaled(G)
-        factor = Convolution(x, scaled, W, strides, zeros, dilations, groups)
+        factor = Convolution(weight.origin.matched(x), scaled, W, strides, zeros, dilations, groups)
         factors.append((weight.param, factor))
     return grad_input, factors + _vector(bias, lambda: RowSum(G.flatten(2).mT).dense())
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from flash_clipping.factors import accumulation_dtype
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 #: Functions after which all elements are still there, in their order, if their number is the same.
@@ -39,8 +42,14 @@ class Origin:
     def is_scaled(self) -> bool:
         return isinstance(self.scale, Tensor) or self.scale != 1.0
 
+    def matched(self, x: Tensor) -> Tensor:
+        """Cast where one of the tensor and the parameter is float64: sums are like the latter."""
+        dtype = accumulation_dtype(self.leaf.dtype)
+        return x.to(dtype) if torch.float64 in (x.dtype, dtype) else x
+
     def scaled(self, G: Tensor) -> Tensor:
         """An output gradient, times what the parameter was multiplied by."""
+        G = self.matched(G)
         return G * self.scale if self.is_scaled else G
 
     def grads(self, grads_B: Tensor) -> Tensor:
