@@ -116,6 +116,7 @@ NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "gated": (gated, DENSE),
     "channels_first": (channels_first, DENSE),
     "one_axis_more": (lambda m, x: hat(m, x) * m.weight[None, None] + m.bias.view(1, -1), DENSE),
+    "enlarged": (lambda m, x: hat(m, x) * (m.weight + x.new_ones(T, 1).cumsum(0)), DENSE),
     "layer_norm": (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps), ROWS),
     "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), ROWS),
     "rms_norm_shifted": (lambda m, x: F.rms_norm(x, (D,), 2 - m.weight, m.eps), DENSE),

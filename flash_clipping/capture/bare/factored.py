@@ -143,8 +143,8 @@ def _vector(x: Any, grads_B: Callable[[], Tensor]) -> Factors:
 
 
 def _addition(asked: _Asked, x: Any, y: Any) -> Gradients | None:
-    G, found = asked.G, _one_of_each(x, y)
-    if found is None or found[0].value.shape != G.shape:
+    G, found = asked.G, _one_of_each(asked.G, x, y)
+    if found is None:
         return None
     samples, other = found
     factors = _vector(other, lambda: reduce_to(G, other.value.shape))
@@ -152,21 +152,21 @@ def _addition(asked: _Asked, x: Any, y: Any) -> Gradients | None:
 
 
 def _multiplication(asked: _Asked, x: Any, y: Any) -> Gradients | None:
-    G, found = asked.G, _one_of_each(x, y)
-    if found is None or found[0].value.shape != G.shape:
+    G, found = asked.G, _one_of_each(asked.G, x, y)
+    if found is None:
         return None
     samples, other = found
-    if other.value.dim() == G.dim() and other.value.shape[0] != 1:
-        return None  # a row for each sample
     factors = _vector(other, lambda: reduce_to(G * samples.value, other.value.shape))
     return (G * other.value).to(samples.value.dtype) if asked.input else None, factors
 
 
-def _one_of_each(x: Any, y: Any) -> tuple[_Operand, _Operand] | None:
-    """What carries samples, and the other."""
+def _one_of_each(G: Tensor, x: Any, y: Any) -> tuple[_Operand, _Operand] | None:
+    """What carries samples, and what is broadcast over these; ``None`` where it is not."""
     if not isinstance(x, _Operand) or not isinstance(y, _Operand):
         return None
-    return (x, y) if x.carries_samples else (y, x)
+    samples, other = (x, y) if x.carries_samples else (y, x)
+    by_row = other.value.dim() == G.dim() and other.value.shape[0] != 1  # a row for each sample
+    return None if by_row or samples.value.shape != G.shape else (samples, other)
 
 
 def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
@@ -248,7 +248,9 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Gradients | None:
     if eps is None:
-        eps = DEFAULT_EPS[input.value.dtype]
+        if input.value.dtype != asked.G.dtype:
+            return None  # which of the two it is a step of, versions differ
+        eps = DEFAULT_EPS[asked.G.dtype]
     return _normalization(asked, input, normalized_shape, weight, None, eps, centred=False)
 
 

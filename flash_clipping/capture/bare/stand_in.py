@@ -111,7 +111,7 @@ class BareParameter(torch.Tensor):
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.
         leaf.register_post_accumulate_grad_hook(Bypassed(tap))
-        return BareParameter.wrap(leaf, {leaf: param}, tap, origin=Origin(leaf))
+        return BareParameter.wrap(leaf, {leaf: param}, tap, None, None, Origin(leaf))
 
     @property
     def kept_origin(self) -> Origin | None:
