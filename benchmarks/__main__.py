@@ -23,6 +23,7 @@ from benchmarks import (
     report,
     segments,
     step,
+    subclasses,
     versions,
     walk,
 )
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         packed,
         product_key,
         segments,
+        subclasses,
         versions,
         walk,
     )

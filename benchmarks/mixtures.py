@@ -107,14 +107,14 @@ def errors_of(family: str) -> dict[str, Errors]:
     found = {}
     for trained in TRAINED:
         model = _prepared(mixture(family), trained)
-        found[trained] = _step_errors(model, model, batch, language_loss)
+        found[trained] = step_errors(model, model, batch, language_loss)
     for implementation in IMPLEMENTATIONS:
         wide = mixture(family)
         narrow = copy.deepcopy(wide).float()
         narrow.set_experts_implementation(implementation)  # type: ignore[operator]
-        found[implementation] = _step_errors(narrow, wide, batch, language_loss)
+        found[implementation] = step_errors(narrow, wide, batch, language_loss)
     block, x = _Alone(mixture(family)), torch.randn(5, 7, 16, dtype=torch.float64)
-    found[ALONE] = _step_errors(block, block, (x,), _squares)
+    found[ALONE] = step_errors(block, block, (x,), _squares)
     return found
 
 
@@ -167,9 +167,7 @@ def _prepared(model: nn.Module, trained: str) -> nn.Module:
     return model
 
 
-def _step_errors(
-    model: nn.Module, wide: nn.Module, batch: tuple[Tensor, ...], loss: Loss
-) -> Errors:
+def step_errors(model: nn.Module, wide: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Errors:
     """A step of ``model``, clipped at the median norm, beside the truth by ``wide``."""
     from tests.support.autograd import truth_by_autograd
 

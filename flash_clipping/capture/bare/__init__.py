@@ -9,6 +9,10 @@ An example: ``x + self.pos[: x.shape[1]]`` in a module that owns ``pos``.
 4. In backward, what reaches the sum is its gradient ``G``. Of sample ``b``, with respect to the
    slice, that is ``G[b]``; from there autograd goes back to ``pos`` (``gradients.py``).
 
+Where the operation is that of a layer with a rule (``F.linear(x, weight)``, ``weight * x_hat``),
+its gradient is a factor (``factored.py``): no more is kept than the rule would keep. Before, the
+parameter may have been transposed, cast, or the like (``origin.py``).
+
 Only such operations are looked at again in backward, never the module's forward.
 """
 

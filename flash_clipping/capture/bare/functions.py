@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import plain_functions, pytree, transforms_are_active
+from flash_clipping.capture.bare.arguments import flattened, unflattened
 from flash_clipping.capture.bare.mixed import mixed, run_mixed
 from flash_clipping.capture.bare.operation import (
     ADDITION,
@@ -17,6 +18,7 @@ from flash_clipping.capture.bare.operation import (
     looked_up,
     name_of,
 )
+from flash_clipping.capture.bare.origin import origin_of
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, UnsupportedUse, is_plain
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
@@ -28,6 +30,8 @@ _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadc
 _MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
+#: Functions of one tensor that return none.
+_ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
@@ -35,7 +39,9 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
     name = name_of(func)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if name in _ASKING and isinstance(args[0], BareParameter):
+        return func(args[0].value, *args[1:], **kwargs)
+    leaves, spec = flattened(args, kwargs)
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
     tap = bares[0].tap
     others = [leaf for leaf in leaves if is_plain(leaf)]
@@ -47,7 +53,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
     if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
         values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(values, spec)
+        args, kwargs = unflattened(values, spec)
         return func(*args, **kwargs)  # all were computed with gradients off
     if name == "backward":
         raise UnsupportedUse(
@@ -72,22 +78,28 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
     values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
-    plain_args, plain_kwargs = pytree.tree_unflatten(values, spec)
+    plain_args, plain_kwargs = unflattened(values, spec)
     result = func(*plain_args, **plain_kwargs)
     if name in _METADATA_ONLY and is_plain(leaves[0]):
         return result  # only the parameter's shape, dtype or device went into it
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
 
     rows = _row_of(func, name, leaves, spec, result)
-    lookup = _table_rows(func, name, leaves, spec, result) if isinstance(result, Tensor) else None
+    lookup, source = None, None
+    if isinstance(result, Tensor):
+        lookup = _table_rows(func, name, leaves, spec, result)
+        if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
+            source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return BareParameter.wrap(value, origin, tap, row, lookup)
+        return BareParameter.wrap(value, origin, tap, row, lookup, source)
 
+    if rows is None and isinstance(result, Tensor):
+        return derived(result, None)
     if rows is None:
         return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
     return pytree.tree_map(
@@ -111,7 +123,7 @@ def _row_of(
         bare = bares[0]
         if bare.dim() < result.dim() or bare.shape[0] == 1:
             return result[:1]
-    if not any(bare.row is not None for bare in bares):
+    if all(bare.row is None for bare in bares):
         return None
     if any(word in name for word in _RANDOM):
         return None
@@ -120,7 +132,7 @@ def _row_of(
         (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, BareParameter) else leaf
         for leaf in leaves
     ]
-    args, kwargs = pytree.tree_unflatten(ones, spec)
+    args, kwargs = unflattened(ones, spec)
     try:
         rows = func(*args, **kwargs)
     except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
@@ -157,7 +169,7 @@ def _table_rows(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
 ) -> TableRows | None:
     """Which rows of a table ``result`` is, if it is made of such rows alone."""
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = unflattened(leaves, spec)
     if name == "embedding":
         return looked_up(*args, **kwargs)
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
@@ -171,7 +183,7 @@ def _table_rows(
     # The same for the number of the row in every place of it: no memory, if rows stay whole.
     numbers = before.ids.unsqueeze(-1).expand(value.shape)
     moved = [numbers if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(moved, spec)
+    args, kwargs = unflattened(moved, spec)
     ids = func(*args, **kwargs)
     if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
         return None
@@ -226,7 +238,7 @@ def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
         )
     row = BareParameter.wrap(x.row, x.leaves, x.tap)
     like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
-    leaves, spec = pytree.tree_flatten(((like, row), {}))
+    leaves, spec = flattened((like, row), {})
     with plain_functions():
         return _mixed_rows(leaves, spec)
 
@@ -241,5 +253,6 @@ def _mixed_rows(leaves: list[Any], spec: Any) -> Tensor:
         batched=[True],
         autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
         recomputed=in_backward(),
+        origins=[None],
     )
     return run_mixed(operation, [like])

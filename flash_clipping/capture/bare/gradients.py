@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import pytree
 from flash_clipping.capture.bare.operation import (
     ADDITION,
     MULTIPLICATION,
     MixedOperation,
-    looked_up,
     name_of,
 )
 from flash_clipping.capture.bare.stand_in import BareParameter, UnsupportedUse
@@ -48,24 +46,14 @@ def input_grads(
 def table_factor(
     operation: MixedOperation, plain: list[Tensor], G: Tensor
 ) -> tuple[nn.Parameter, Factor] | None:
-    """The gradient of a table of which single rows took part, without a table per sample.
-
-    They were added to something that has samples, or looked up by it.
-    """
-    bare, name = operation.bares[0], name_of(operation.func)
-    if len(operation.bares) > 1 or len(plain) != 1:
+    """The gradient of a table of which single rows were added to something that has samples,
+    without a table per sample."""
+    bare, rows = operation.bares[0], operation.bares[0].lookup
+    if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
         return None
-    if name in ADDITION and len(operation.leaves) == 2 and (rows := bare.lookup) is not None:
-        if bare.shape[-1:] != G.shape[-1:]:
-            return None
-        return bare.leaves[rows.table], rows.factor(rows.ids, G, operation.axis)
-    if name != "embedding":
+    if len(operation.bares) > 1 or len(plain) != 1 or bare.shape[-1:] != G.shape[-1:]:
         return None
-    args, kwargs = pytree.tree_unflatten(operation.leaves, operation.spec)
-    found = looked_up(*args, **kwargs)
-    if found is None or not operation.batched[0]:
-        return None
-    return bare.leaves[found.table], found.factor(plain[0], G, 0)
+    return bare.leaves[rows.table], rows.factor(rows.ids, G, operation.axis)
 
 
 def per_sample_grads(
@@ -134,9 +122,9 @@ def _operand_grads(
         by_row = operation.by_row(bares[0], G.dim()) or own_row[0]
         shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
         if name in ADDITION:
-            return [_reduce_to(G, shape)]
+            return [reduce_to(G, shape)]
         if name in MULTIPLICATION:
-            return [_reduce_to(G * plain[0], shape)]
+            return [reduce_to(G * plain[0], shape)]
 
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
@@ -190,7 +178,7 @@ def _operand_grads_in_turn(
         ) from error
 
 
-def _reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
+def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
     aligned = [1] * (G.dim() - len(shape)) + list(shape)
     axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]

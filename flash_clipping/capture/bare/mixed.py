@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import apply_of
+from flash_clipping.capture.bare.factored import factored_gradients
 from flash_clipping.capture.bare.gradients import input_grads, per_sample_grads, table_factor
-from flash_clipping.capture.bare.operation import IN_PLACE, MixedOperation, name_of
+from flash_clipping.capture.bare.operation import IN_PLACE, READS_ROWS, MixedOperation, name_of
 from flash_clipping.capture.bare.stand_in import (
     BareParameter,
     UnsupportedUse,
@@ -21,6 +23,7 @@ from flash_clipping.capture.bare.stand_in import (
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, merge
+from flash_clipping.rules.registry import own
 
 
 def mixed(
@@ -42,6 +45,7 @@ def mixed(
             torch.get_autocast_dtype(device_type),
         ),
         recomputed=in_backward(),
+        origins=[bare.kept_origin if bare.value.requires_grad else None for bare in bares],
         axis=axis,
     )
     if tap.entered not in (None, circumstances()) and not operation.recomputed:
@@ -76,9 +80,11 @@ class _MixedFunction(torch.autograd.Function):
         if name_of(operation.func) in IN_PLACE:
             ctx.mark_dirty(tensors[0])
             ctx.shape = tensors[0].shape
-        else:
+        elif None in operation.origins:
             ctx.save_for_backward(*tensors[:n_plain])
-        return output
+        else:  # through autograd, so that a parameter that changes before backward is noticed
+            ctx.save_for_backward(*tensors[:n_plain], *values)
+        return own(output) if name_of(operation.func) in READS_ROWS else output
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
@@ -88,22 +94,22 @@ class _MixedFunction(torch.autograd.Function):
                 operation.tap,
                 "backward(create_graph=True) asks for the derivative of its gradient",
             )
-        plain = list(ctx.saved_tensors)
-        if name_of(operation.func) in IN_PLACE:  # an addition needs no more than the shape
+        n_plain = len(operation.batched)
+        saved = list(ctx.saved_tensors)
+        plain, values = saved[:n_plain], saved[n_plain:]
+        if name_of(operation.func) in IN_PLACE:  # an addition needs no more than shapes
             plain = [G.new_empty(()).expand(ctx.shape)]
-        needs = ctx.needs_input_grad[2 : 2 + len(plain)]
-        grads = input_grads(operation, plain, needs, G)
+            values = [bare.value.detach() for bare in operation.bares]
+        needs = ctx.needs_input_grad[2 : 2 + n_plain]
+        grads, factors = _gradients(operation, plain, values, needs, G)
         session = operation.tap.session
         by_param: dict[nn.Parameter, Factor] = {}
-        rows = table_factor(operation, plain, G)
-        if rows is not None:
-            by_param.update([rows])
-        else:
-            for param, grads_B in per_sample_grads(operation, plain, G):
-                factor = Dense(grads_B)
-                by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
+        for param, factor in factors:
+            by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
         if session.enabled:
-            operation.tap.record([*by_param], [*by_param.values()], operation.recomputed)
+            operation.tap.record(
+                [*by_param], [*by_param.values()], operation.recomputed, operation.readers
+            )
             return None, None, *grads, *[None] * len(operation.params)
         # An ordinary backward: ordinary gradients.
         ordinary = [
@@ -115,9 +121,35 @@ class _MixedFunction(torch.autograd.Function):
         return None, None, *grads, *ordinary
 
 
+def _gradients(
+    operation: MixedOperation,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: tuple[bool, ...],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
+    """Gradients of the tensors that carry samples, and factors of parameters."""
+    found = factored_gradients(operation, plain, values, needs, G)
+    if found is not None:
+        return found
+    grads = input_grads(operation, plain, needs, G)
+    if (rows := table_factor(operation, plain, G)) is not None:
+        return grads, [rows]
+    return grads, (
+        (param, Dense(grads_B)) for param, grads_B in per_sample_grads(operation, plain, G)
+    )
+
+
+_apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
+
+
 def run_mixed(operation: MixedOperation, plain: list[Tensor]) -> Tensor:
     """Run the operation; the parameters are inputs, so that its output requires grad."""
     params = operation.params
-    operation.tap.session.count_use(params)
-    output: Tensor = _MixedFunction.apply(operation, len(plain), *plain, *params)
+    session = operation.tap.session
+    session.count_use(params)
+    call = session.current_forward
+    if call is not None and name_of(operation.func) in READS_ROWS:
+        operation.readers = call, call.note_reader(plain[0])
+    output: Tensor = _apply(operation, len(plain), *plain, *params)
     return output

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import pytree
+from flash_clipping.capture.bare.arguments import unflattened
+from flash_clipping.capture.bare.origin import Origin
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows
 from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.finish.session import Readers
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
 #: ``x += p`` arrives under this name; what it changes in place is an ordinary tensor.
 IN_PLACE = {"add_"}
+#: Linear maps: layers that read one input are measured together.
+READS_ROWS = {"linear", "matmul"}
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -38,8 +42,12 @@ class MixedOperation:
     batched: list[bool]
     autocast: tuple[str, bool, torch.dtype]
     recomputed: bool
+    #: What each of ``bares`` is of a parameter, where it is little more than that.
+    origins: list[Origin | None]
     #: Axis of what carries samples, and of the output, that holds them.
     axis: int = 0
+    #: Which layers read the same rows, where that is of use.
+    readers: Readers | None = None
 
     @property
     def tap(self) -> FactorSource:
@@ -54,8 +62,10 @@ class MixedOperation:
             else (next(plain_) if isinstance(leaf, Tensor) else leaf)
             for leaf in self.leaves
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = unflattened(leaves, self.spec)
         device_type, enabled, dtype = self.autocast
+        if not enabled and not torch.is_autocast_enabled(device_type):
+            return self.func(*args, **kwargs)  # type: ignore[no-any-return]
         with torch.autocast(device_type, dtype=dtype, enabled=enabled):
             result: Tensor = self.func(*args, **kwargs)
         return result

@@ -17,6 +17,7 @@ from flash_clipping._compat import (
     pytree,
     saved_tensors_hooks_now,
 )
+from flash_clipping.capture.bare.origin import Origin
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Lookup
@@ -65,6 +66,9 @@ class BareParameter(torch.Tensor):
         leaves: a detached stand-in for each parameter -> the parameter.
         row: for an expansion of leading dimension 1, the value before it.
         lookup: for rows of a table, which ones.
+        origin: what ``value`` is of one parameter, if it is little more than that; see
+            :attr:`kept_origin`.
+        version: of ``value`` as it was made.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -76,6 +80,8 @@ class BareParameter(torch.Tensor):
     leaves: dict[Tensor, nn.Parameter]
     row: Tensor | None
     lookup: TableRows | None
+    origin: Origin | None
+    version: int
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -87,11 +93,12 @@ class BareParameter(torch.Tensor):
         tap: FactorSource,
         row: Tensor | None = None,
         lookup: TableRows | None = None,
+        origin: Origin | None = None,
     ) -> BareParameter:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = make_subclass(BareParameter, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
-        bare.lookup = lookup
+        bare.lookup, bare.origin, bare.version = lookup, origin, value._version
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))
@@ -104,7 +111,13 @@ class BareParameter(torch.Tensor):
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.
         leaf.register_post_accumulate_grad_hook(Bypassed(tap))
-        return BareParameter.wrap(leaf, {leaf: param}, tap)
+        return BareParameter.wrap(leaf, {leaf: param}, tap, None, None, Origin(leaf))
+
+    @property
+    def kept_origin(self) -> Origin | None:
+        """The origin, unless ``value`` was changed in place since, by this name or another."""
+        with plain_functions():
+            return self.origin if self.value._version == self.version else None
 
     @classmethod
     def __torch_function__(
