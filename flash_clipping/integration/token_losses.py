@@ -172,6 +172,7 @@ class ModelLosses:
 
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
+        self._root = root
         self._stand_ins: list[tuple[nn.Module, SampleMeans, list[str]]] = []
         #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
         adapters = getattr(root, "peft_config", {})
@@ -232,7 +233,8 @@ class ModelLosses:
                 "changes. Use a loss in which a sample stands alone, or make each group of samples "
                 "that are compared one privacy unit of fixed size (docs/units.md)."
             )
-        if isinstance(_part(output, "aux_loss"), Tensor):
+        weight = getattr(self._root, "router_aux_loss_coef", 1.0)
+        if isinstance(_part(output, "aux_loss"), Tensor) and weight:
             return (
                 "its own loss holds an aux_loss, which balances the experts' loads over all "
                 "samples of the batch. Call the model with output_router_logits=False, and balance "
