@@ -73,6 +73,9 @@ def test_copies_and_pickles_are_wrapped(
     scaled: tuple[GradSampleModuleFlashClipping, Scaled],
 ) -> None:
     wrapped, model = scaled
+    model.__dict__["__deepcopy__"] = lambda memo: model  # the model's, not the wrapper's
+    assert not hasattr(wrapped, "__deepcopy__")
+    del model.__dict__["__deepcopy__"]
     for twin in (copy.deepcopy(wrapped), copy.copy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         assert type(twin) is GradSampleModuleFlashClipping
         assert twin.width == 3
