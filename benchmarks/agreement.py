@@ -10,10 +10,11 @@ Where a method tells its coefficients, two more are told: by how much at most it
 further than its norm asks for, as rounding may hide a part of it, and the share of the samples for
 which that is more than :data:`DOUBTFUL`.
 
-The reference is Opacus, hooks first (it has the per-sample gradients themselves), ghost where
-hooks is not asked for or does not fit; where neither runs, the first method that tells its norms
-is what the others are compared with. Tolerances are for the reference's rounding as much as for
-ours: in bf16 and fp16, Opacus rounds norms to the model's dtype at every step.
+The reference is none of them: the plain model on one sample at a time, by ordinary autograd, in
+fp32 with the weights that the methods have (:func:`one_at_a_time`). In 16 bits the same is done
+once more in the methods' own dtype. What that is off by is the model's rounding, which no method
+can be blamed for: a method may be off by :data:`TOLERANCE`, or :data:`MARGIN` times as much as the
+plain model itself. Only a method of ours that is further off is an error; a peer's row says it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.methods import Method
+from benchmarks.methods import Method, Setting
+from benchmarks.models import loss
 
-REFERENCES = ("opacus-hooks", "opacus-ghost")
+REFERENCE = "one sample at a time in fp32"
+
+MARGIN = 3.0
+"""A method may be off by so many times the rounding of the plain model in the same dtype."""
 
 DOUBTFUL = 1e-3
 """A sample is doubtful if it is clipped further than its measured norm asks for by this much."""
@@ -45,6 +50,61 @@ class Fingerprint:
     norms_B: Tensor | None
     coefficients_B: Tensor | None
     gradients: list[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of a method, or what is allowed of them; None where there is nothing."""
+
+    norms: float | None
+    gradients: float | None
+
+    def exceed(self, allowed: Errors) -> bool:
+        pairs = (self.norms, allowed.norms), (self.gradients, allowed.gradients)
+        return any(e is not None and (limit is None or not e <= limit) for e, limit in pairs)
+
+    @property
+    def largest(self) -> float:
+        return max(e for e in (self.norms, self.gradients, 0.0) if e is not None)
+
+
+def allowed(dtype: torch.dtype, rounding: Errors | None) -> Errors:
+    """What a method may be off by, given the plain model's own rounding in its dtype."""
+    tolerance = TOLERANCE[dtype]
+    if rounding is None:
+        return Errors(tolerance, tolerance)
+    both = rounding.norms or 0.0, rounding.gradients or 0.0
+    return Errors(*(max(tolerance, MARGIN * error) for error in both))
+
+
+def one_at_a_time(
+    setting: Setting, inputs: Tensor, targets: Tensor, dtype: torch.dtype
+) -> Fingerprint:
+    """Norms and clipped sum of the plain model's gradients, one sample after the other.
+
+    ``dtype`` is that of forward and backward; norms are taken in fp64 and sums in fp32 at least.
+    """
+    model = setting.build().to(dtype)
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    params = [p for p in model.parameters() if p.requires_grad]
+    wide = torch.promote_types(dtype, torch.float32)
+    sums = [torch.zeros_like(p, dtype=wide, requires_grad=False) for p in params]
+    norms: list[Tensor] = []
+    for b in range(len(inputs)):
+        loss(model(inputs[b : b + 1]), targets[b : b + 1]).backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        squares = [g.to(wide).square().sum(dtype=torch.float64) for g in grads]
+        norms.append(torch.stack(squares).sum().sqrt())
+        coefficient = (setting.max_grad_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad.to(wide) * coefficient.to(wide)
+        model.zero_grad(set_to_none=True)
+    return Fingerprint(torch.stack(norms).cpu(), None, [total.cpu() for total in sums])
+
+
+def errors(ours: Fingerprint, reference: Fingerprint) -> Errors:
+    return Errors(norm_error(ours, reference), gradient_error(ours, reference))
 
 
 def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:

@@ -28,9 +28,19 @@ class Logits(nn.Module):
 
 
 def causal_lm(
-    name: str, kind: str, config: dict[str, Any], *, batch: int, seq: int, checkpointing: bool
+    name: str,
+    kind: str,
+    config: dict[str, Any],
+    *,
+    batch: int,
+    seq: int,
+    checkpointing: bool,
+    lora: int = 0,
 ) -> Workload:
-    """A language model of this class of ``transformers``, trained on the next token."""
+    """A language model of this class of ``transformers``, trained on the next token.
+
+    ``lora`` is the rank of PEFT's adapters on every linear layer but the head; 0 for none.
+    """
 
     def build() -> nn.Module:
         import transformers
@@ -39,14 +49,28 @@ def causal_lm(
         model = getattr(transformers, LANGUAGE_MODELS[kind])(made)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            model = with_lora(model, lora)
         return Logits(model, "input_ids", use_cache=False)
 
     draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=config["vocab_size"])
     return Workload(name, build, draw, batch=batch, positions=seq)
 
 
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
+    """PEFT's adapters, as after some training: both factors have gradients."""
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    return adapted
+
+
 LANGUAGE_MODELS = {
     "Llama": "LlamaForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
 }
@@ -71,9 +95,15 @@ def qwen3_moe(
 
 
 def llama_1b(
-    name: str, *, batch: int = 4, seq: int = 1024, layers: int = 16, checkpointing: bool = False
+    name: str,
+    *,
+    batch: int = 4,
+    seq: int = 1024,
+    layers: int = 16,
+    checkpointing: bool = False,
+    tied: bool = True,
 ) -> Workload:
-    """Llama 3.2 1B: grouped queries, SwiGLU, a vocabulary of 128k tied to the head."""
+    """Llama 3.2 1B: grouped queries, SwiGLU, a vocabulary of 128k, by default tied to the head."""
     config = {
         "vocab_size": 128256,
         "hidden_size": 2048,
@@ -81,20 +111,65 @@ def llama_1b(
         "num_hidden_layers": layers,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
     }
     return causal_lm(name, "Llama", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
-def gpt2_medium(
-    name: str, *, batch: int = 8, seq: int = 1024, layers: int = 24, checkpointing: bool = False
+def llama_8b_lora(
+    name: str, *, batch: int = 4, seq: int = 1024, layers: int = 32, checkpointing: bool = False
 ) -> Workload:
-    """GPT-2 medium without dropout, its embedding tied to the head."""
+    """Llama 3 8B with PEFT's LoRA of rank 16 on every linear layer but the head."""
+    config = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    shape: dict[str, Any] = dict(batch=batch, seq=seq, checkpointing=checkpointing)
+    return causal_lm(name, "Llama", config, lora=16, **shape)
+
+
+def mixtral_small(
+    name: str, *, batch: int = 8, seq: int = 512, layers: int = 4, checkpointing: bool = False
+) -> Workload:
+    """A narrow Mixtral: 8 experts, 2 for each token."""
+    config = {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    return causal_lm(name, "Mixtral", config, batch=batch, seq=seq, checkpointing=checkpointing)
+
+
+#: Layers, width and heads.
+GPT2_SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
+
+
+def gpt2(
+    name: str,
+    *,
+    size: str = "medium",
+    batch: int = 8,
+    seq: int = 1024,
+    layers: int | None = None,
+    checkpointing: bool = False,
+) -> Workload:
+    """GPT-2 without dropout, its embedding tied to the head."""
+    depth, width, heads = GPT2_SIZES[size]
     config = {
         "vocab_size": 50257,
-        "n_embd": 1024,
-        "n_layer": layers,
-        "n_head": 16,
+        "n_embd": width,
+        "n_layer": layers or depth,
+        "n_head": heads,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -102,25 +177,48 @@ def gpt2_medium(
     return causal_lm(name, "GPT2", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
-def bert_base(name: str, *, batch: int = 64, seq: int = 128, layers: int = 12) -> Workload:
-    """A BERT-base classifier of two classes, without dropout."""
+def classifier(
+    name: str, kind: str, config: dict[str, Any], *, batch: int, seq: int, vocab: int
+) -> Workload:
+    """A classifier of sequences into two classes, without dropout."""
 
     def build() -> nn.Module:
         import transformers
 
-        config = transformers.BertConfig(
-            num_hidden_layers=layers,
+        made = getattr(transformers, f"{kind}Config")(
+            **config,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             attn_implementation="sdpa",
         )
-        return Logits(transformers.BertForSequenceClassification(config), "input_ids")
+        model = getattr(transformers, f"{kind}ForSequenceClassification")(made)
+        return Logits(model, "input_ids")
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        ids = torch.randint(30522, (batch, seq), generator=generator)
+        ids = torch.randint(3, vocab, (batch, seq), generator=generator)  # no padding
         return ids, torch.randint(2, (batch,), generator=generator)
 
     return Workload(name, build, draw, batch=batch, positions=seq)
+
+
+def bert_base(name: str, *, batch: int = 64, seq: int = 128, layers: int = 12) -> Workload:
+    """A BERT-base classifier."""
+    config = {"num_hidden_layers": layers}
+    return classifier(name, "Bert", config, batch=batch, seq=seq, vocab=30_522)
+
+
+def roberta_large(name: str, *, batch: int = 16, seq: int = 256, layers: int = 24) -> Workload:
+    """A RoBERTa-large classifier, on the lengths to which GLUE's tasks are padded."""
+    config = {
+        "vocab_size": 50_265,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "hidden_size": 1024,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+    return classifier(name, "Roberta", config, batch=batch, seq=seq, vocab=50_265)
 
 
 def vit_large(name: str, *, batch: int = 64, layers: int = 24) -> Workload:

@@ -248,6 +248,46 @@ def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Wo
     return Workload(name, build, draw, batch=batch)
 
 
+class WideBlock(nn.Module):
+    """Pre-activation residual block; a 1×1 convolution beside it where the shape changes."""
+
+    def __init__(self, channels: int, grown: int, stride: int) -> None:
+        super().__init__()
+        self.first_norm = nn.GroupNorm(16, channels)
+        self.first = nn.Conv2d(channels, grown, 3, stride=stride, padding=1, bias=False)
+        self.second_norm = nn.GroupNorm(16, grown)
+        self.second = nn.Conv2d(grown, grown, 3, padding=1, bias=False)
+        same = channels == grown and stride == 1
+        self.beside = (
+            nn.Identity() if same else nn.Conv2d(channels, grown, 1, stride=stride, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.first_norm(x))
+        grown = self.first(active)
+        return self.beside(x) + self.second(F.relu(self.second_norm(grown)))
+
+
+def wide_resnet(name: str, *, depth: int, batch: int, width: int = 4, size: int = 32) -> Workload:
+    """A wide residual network for small images, with GroupNorm, as in private training."""
+
+    def build() -> nn.Module:
+        parts: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+        channels = 16
+        for group in range(3):
+            for number in range((depth - 4) // 6):
+                grown = 16 * width * 2**group
+                parts.append(WideBlock(channels, grown, 2 if group and not number else 1))
+                channels = grown
+        pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        return nn.Sequential(
+            *parts, nn.GroupNorm(16, channels), nn.ReLU(), *pooled, nn.Linear(channels, 10)
+        )
+
+    draw = functools.partial(draw_images, batch=batch, size=size, classes=10)
+    return Workload(name, build, draw, batch=batch)
+
+
 # --------------------------------------------------------------------------------------------------
 # Low-rank adapters
 # --------------------------------------------------------------------------------------------------
@@ -306,19 +346,29 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
         dict(layers=12, width=768, hidden=3072, vocab=50_257, batch=8, seq=128),
     ),
     "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
+    "wrn-16-4": (wide_resnet, dict(depth=16, batch=512)),
+    "wrn-40-4": (wide_resnet, dict(depth=40, batch=256)),
     "tiny": (
         decoder,
         dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8),
     ),
 }
 
-#: Functions of :mod:`benchmarks.huggingface`, which needs transformers.
-_HUGGING_FACE = {
-    "llama-3.2-1b": "llama_1b",
-    "gpt2-medium": "gpt2_medium",
-    "bert-base": "bert_base",
-    "vit-large": "vit_large",
-    "qwen3-moe": "qwen3_moe",
+#: Functions of :mod:`benchmarks.huggingface`, which needs transformers, and their arguments. E2E:
+#: the lengths to which published private fine-tuning on that data set pads its samples.
+_HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.2-1b": ("llama_1b", {}),
+    "llama-3.2-1b-untied": ("llama_1b", dict(tied=False)),
+    "llama-3-8b-lora": ("llama_8b_lora", {}),
+    "gpt2-medium": ("gpt2", dict(size="medium")),
+    "gpt2-small-e2e": ("gpt2", dict(size="small", batch=16, seq=100)),
+    "gpt2-medium-e2e": ("gpt2", dict(size="medium", batch=16, seq=100)),
+    "gpt2-large-e2e": ("gpt2", dict(size="large", batch=16, seq=100)),
+    "bert-base": ("bert_base", {}),
+    "roberta-large": ("roberta_large", {}),
+    "vit-large": ("vit_large", {}),
+    "mixtral-small": ("mixtral_small", {}),
+    "qwen3-moe": ("qwen3_moe", {}),
 }
 
 #: Layers of experts (:mod:`benchmarks.experts`) by B and T: of transformers, and (mixture-) ours.
@@ -365,7 +415,8 @@ def workload(
         defaults = {"name": name, **defaults}
     elif name in _HUGGING_FACE:
         module = importlib.import_module("benchmarks.huggingface")
-        factory, defaults = getattr(module, _HUGGING_FACE[name]), {"name": name}
+        function, chosen = _HUGGING_FACE[name]
+        factory, defaults = getattr(module, function), {"name": name, **chosen}
     elif name in _EXPERT_LAYERS:
         module = importlib.import_module("benchmarks.experts")
         factory = module.hugging_face if name.startswith("experts") else module.own

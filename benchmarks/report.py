@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,7 @@ def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
     """Markdown: one table of all steps that were measured beside both peers."""
     lines: list[list[str]] = []
     places: list[str] = []
+    reasons: list[str] = []
     for _, record in records:
         if isinstance(record, KernelRecord) or record.kind != "step":
             continue
@@ -121,11 +122,13 @@ def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
             continue
         device = "GPU" if record.environment["driver"] else "CPU"
         places.append(f"{device}: {_where(record)}, {record.settings['dtype']}")
+        reasons += _reasons(record, PEERS)
         lines += [
             [f"{device}: {line[0]}", *line[1:]] for line in _step_lines(record, list(PEERS)[1:])
         ]
     headings = ["time (memory) of a step", *PEERS.values()]
-    return table(headings, lines) + "\n" + "".join(f"* {place}\n" for place in places)
+    notes = [*places, *dict.fromkeys(reasons)]
+    return table(headings, lines) + "\n" + "".join(f"* {note}\n" for note in notes)
 
 
 def _where(record: Record | KernelRecord) -> str:
@@ -145,7 +148,19 @@ def _step_table(record: Record) -> str:
     if record.settings.get("graph"):
         what += " as one CUDA graph, the optimizer's aside"
     headings = [f"time (memory) of a {what}", "non-private", *methods]
-    return table(headings, _step_lines(record, methods))
+    reasons = _reasons(record, methods)
+    return table(headings, _step_lines(record, methods)) + (
+        "\n" + "".join(f"* {reason}\n" for reason in reasons) if reasons else ""
+    )
+
+
+def _reasons(record: Record, methods: Iterable[str]) -> list[str]:
+    """Why a method could not run, or what was wrong with what it computed."""
+    return [
+        f"{_workload(row.workload)}: `{row.method}`: {row.note}"
+        for row in record.rows
+        if row.note and row.method in methods
+    ]
 
 
 def _step_lines(record: Record, methods: Sequence[str]) -> list[list[str]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import agreement
-from benchmarks.agreement import REFERENCES, TOLERANCE, Fingerprint
+from benchmarks.agreement import REFERENCE, Errors, Fingerprint
 from benchmarks.measure import Clock, PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
@@ -31,7 +32,7 @@ DISTINCT_BATCHES = 4
 
 
 class Disagreement(Exception):
-    """Two methods computed different norms or gradients; nothing was timed."""
+    """A method of ours computed wrong norms or sums; nothing was timed."""
 
 
 class Session:
@@ -52,6 +53,8 @@ class Session:
             if reason := METHODS[name].missing(setting):
                 row.status, row.note = "missing", reason
         self.reference: str | None = None
+        #: What the plain model itself is off by in the methods' dtype, where that has 16 bits.
+        self.rounding: Errors | None = None
         self._batches = setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
         self._warm: set[str] = set()  # methods past their warm-up
@@ -63,68 +66,73 @@ class Session:
     # ---------------------------------------------------------------------------------- agreement
 
     def check(self, done: Progress = lambda line: None) -> None:
-        """Compare every method with a reference; ``reference`` then names it.
+        """Compare every method with the plain model on one sample at a time.
 
-        Where none of Opacus' methods was asked for, or none can run, its ghost clipping is set up
-        for this alone, on the same model without compilation, checkpointing and graphs.
+        Where that does not fit, with the first method that tells its norms. ``reference`` names
+        what it was.
 
         Raises:
-            Disagreement: with a line for each method that is further off than its tolerance.
+            Disagreement: with a line for each method of ours that is further off than allowed.
         """
         setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
-        plain = dataclasses.replace(
-            setting, workload=setting.plain or setting.workload, compile=None, graph=False
-        )
-        candidates = [name for name in self.running() if METHODS[name].flat]
-        opacus = [name for name in REFERENCES if name in candidates]
-        reference: tuple[str, Fingerprint] | None = None
+        reference = self._one_at_a_time_in(torch.promote_types(setting.dtype, torch.float32))
+        if reference is not None:
+            self.reference = REFERENCE
+            done("took one sample at a time")
+            if setting.dtype in (torch.float16, torch.bfloat16):
+                rounded = self._one_at_a_time_in(setting.dtype)
+                if rounded is not None:
+                    self.rounding = agreement.errors(rounded, reference)
+                done(f"took one sample at a time in {setting.dtype}")
         wrong: list[str] = []
-
-        def take(name: str, row: Row, setting: Setting) -> Fingerprint | None:
+        for name in [name for name in self.running() if METHODS[name].flat]:
+            row = self.rows[name]
             taken = self._attempt(row, partial(_fingerprint, name, setting, self._batches[0]))
             settle(setting.device)
-            shorter = None if taken is None else agreement.shortened(taken, setting.max_grad_norm)
+            done(f"checked {name}")
+            if taken is None:
+                continue
+            shorter = agreement.shortened(taken, setting.max_grad_norm)
             if shorter is not None and len(shorter):
                 row.shortened = shorter.max().item()
                 row.doubtful = (shorter > agreement.DOUBTFUL).double().mean().item()
-            done(f"checked {name}")
-            return taken
-
-        def compare(row: Row, taken: Fingerprint) -> None:
-            assert reference is not None
-            row.norm_error = agreement.norm_error(taken, reference[1])
-            row.gradient_error = agreement.gradient_error(taken, reference[1])
-            errors = [e for e in (row.norm_error, row.gradient_error) if e is not None]
-            if errors and max(errors) > self.tolerance:
-                wrong.append(
-                    f"{row.method} disagrees with {reference[0]} by {max(errors):.1e}, "
-                    f"more than {self.tolerance:.0e}"
-                )
-
-        for name in opacus:
-            if taken := take(name, self.rows[name], setting):
-                if reference is None:
-                    reference = name, taken
-                else:
-                    compare(self.rows[name], taken)
-        if reference is None:
-            stand_in = REFERENCES[-1]
-            if taken := take(stand_in, Row(stand_in), plain):
-                reference = f"{stand_in}, set up for this alone", taken
-        for name in candidates:
-            if name in opacus or (taken := take(name, self.rows[name], setting)) is None:
+            if reference is None:
+                if taken.norms_B is not None:
+                    self.reference, reference = name, taken
                 continue
-            if reference is not None:
-                compare(self.rows[name], taken)
-            elif taken.norms_B is not None:
-                reference = name, taken
-        self.reference = reference[0] if reference else None
+            found = agreement.errors(taken, reference)
+            row.norm_error, row.gradient_error = found.norms, found.gradients
+            if found.exceed(self.allowed):
+                row.note = f"off by {found.largest:.1e} from {self.reference}"
+                if METHODS[name].ours:
+                    limits = (
+                        f"{self.allowed.norms:.0e} (norms), {self.allowed.gradients:.0e} (sums)"
+                    )
+                    wrong.append(f"{name} is {row.note}, more than {limits}")
         if wrong:
             raise Disagreement("; ".join(wrong))
 
+    def _one_at_a_time_in(self, dtype: torch.dtype) -> Fingerprint | None:
+        """The plain model, without compilation, checkpointing and graphs; None: it does not fit."""
+        setting = self.setting
+        plain = dataclasses.replace(
+            setting, workload=setting.plain or setting.workload, compile=None, graph=False
+        )
+        row = Row(REFERENCE)
+
+        def take() -> Fingerprint:
+            with _exact_convolutions():
+                return agreement.one_at_a_time(plain, *self._batches[0], dtype)
+
+        taken = self._attempt(row, take)
+        settle(setting.device)
+        if row.status == "failed":
+            raise Disagreement(f"the plain model fails on one sample: {row.note}")
+        return taken
+
     @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.setting.dtype]
+    def allowed(self) -> Errors:
+        return agreement.allowed(self.setting.dtype, self.rounding)
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -246,10 +254,17 @@ class Session:
 
 
 def _fingerprint(name: str, setting: Setting, batch: tuple[Tensor, Tensor]) -> Fingerprint:
-    tf32 = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False  # convolutions to fp32's own precision
-    try:
+    with _exact_convolutions():
         return agreement.fingerprint(METHODS[name](setting), *batch)
+
+
+@contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    """Convolutions to fp32's own precision."""
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
     finally:
         torch.backends.cudnn.allow_tf32 = tf32
 

@@ -37,7 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "step",
         help="time full training steps of every method",
         description="Methods take turns in one process on the same inputs. Before anything is "
-        "timed, their norms and clipped sums are compared; a disagreement is an error.",
+        "timed, their norms and clipped sums are compared with the plain model's on one sample at "
+        "a time in fp32; where ours are wrong, that is an error and nothing is timed.",
     )
     add_setting_options(parser)
     parser.add_argument("--batch", type=int, help="override the model's batch size")
@@ -133,10 +134,10 @@ def step_table(rows: Sequence[Row]) -> Group:
     table.add_column("tokens / s", justify="right")
     notes: list[str] = []
     for row, summary in zip(rows, summaries(list(rows)), strict=True):
+        notes += [f"{row.method}: {row.note}"] if row.note else []
         peak = f"{row.peak_bytes / 2**20:,.1f}" if row.peak_bytes else ""
         if summary is None:
             table.add_row(row.method, f"[bold]{row.status}[/]", *[""] * 5, peak)
-            notes += [f"{row.method}: {row.note}"] if row.note else []
             continue
         ratio = summary.ratio
         table.add_row(
@@ -173,10 +174,16 @@ def _print_agreement(session: Session, console: Console) -> None:
         elif METHODS[name].flat:
             errors = _error(row.norm_error), _error(row.gradient_error)
             table.add_row(name, *errors, *_shortened(row))
+            notes += [f"{name}: {row.note}"] if row.note else []
     if session.reference not in session.rows:
         reference = session.reference or "nothing: no method could be a reference"
         notes.append(f"compared with {reference}")
-    title = f"Agreement on one batch (tolerance {session.tolerance:.0e})"
+    if session.rounding is not None:
+        norms, sums = _error(session.rounding.norms), _error(session.rounding.gradients)
+        notes.append(f"the plain model's own rounding: {norms} (norms), {sums} (clipped sums)")
+    allowed = session.allowed
+    limits = f"{_error(allowed.norms)} for norms, {_error(allowed.gradients)} for sums"
+    title = f"Agreement on one batch (allowed: {limits})"
     console.print(title, table, *notes, sep="\n")
 
 

@@ -15,6 +15,7 @@ from flash_clipping.integration.graphed_step import GraphedStep
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
 from flash_clipping.integration.sampling import NotPoissonWarning
+from flash_clipping.integration.token_losses import per_sample_loss
 from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.rules import Needs, Rule, register_rule
 
@@ -40,6 +41,7 @@ __all__ = [
     "Rule",
     "clipping_coefficients",
     "is_triton_available",
+    "per_sample_loss",
     "register_flash_norm_samplers",
     "register_rule",
     "samples",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,21 @@ class Samples:
                     if other != axis and size > 1:
                         found[size] = None
         return [*found]
+
+    def with_fewer_labels(self, ignored: int) -> Iterator[tuple[bool, Any]]:
+        """Batches in which the last half of the first sample is ``ignored``, in one tensor of
+        integers that may be labels; and whether some were ignored before. Where none were, not on
+        a GPU, which an index that is out of range would take down."""
+        for number, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
+            if axis != 0 or leaf.dim() != 2 or leaf.shape[1] < 2 or leaf.dtype != torch.int64:
+                continue
+            some = bool((leaf == ignored).any())
+            if leaf.device.type != "cpu" and not some:
+                continue
+            shorter = leaf.clone()
+            shorter[0, leaf.shape[1] // 2 :] = ignored
+            leaves = [*self._leaves[:number], shorter, *self._leaves[number + 1 :]]
+            yield some, pytree.tree_unflatten(leaves, self._spec)
 
     def without(self, sample: int) -> Any:
         return self.take([b for b in range(self.size) if b != sample])

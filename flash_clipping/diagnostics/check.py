@@ -22,6 +22,7 @@ from flash_clipping.diagnostics.batch import (
     squared_outputs,
     without_dropout,
 )
+from flash_clipping.diagnostics.labels import check_labels, instead
 from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Oracle, close, largest_norm_error
 from flash_clipping.diagnostics.other_batches import check_sizes, remove_samples
 from flash_clipping.diagnostics.parameters import compared_parameter, uncovered_parameters
@@ -54,9 +55,11 @@ def check(
     of this library takes part in it. The norm of every sample for every parameter, the clipped
     sums, and the norms of all other samples when one is removed must agree, and so must norms in
     batches that have the size of another axis of the inputs (samples are repeated for that). No
-    buffer may depend on a sample. With another sample in the place of one, the outputs of all
-    others must stay, and so must norms among many copies of one sample, where modules hand
-    integers to each other (the experts of a router). No loss may balance the loads of a batch.
+    buffer may depend on a sample. The loss must be that of its samples, also where one of them has
+    fewer labels (integers ``[B, T]``, of which some are set to -100 or -1; on a CPU). With another
+    sample in the place of one, the outputs of all others must stay, and so must norms among many
+    copies of one sample, where modules hand integers to each other (the experts of a router). No
+    loss may balance the loads of a batch.
 
     ``model`` and ``batch`` are not changed. Dropout is switched off in the copies. Memory: the
     oracle holds one sample's gradients and one sum in float64.
@@ -238,5 +241,8 @@ def _check_losses(
         subject.failures.append(
             f"The loss of the batch is {plain_loss:.6g}, but the {subject.task.reduction} "
             f"of its samples' own losses is {oracle.loss:.6g}: a sample's loss depends on the "
-            "other samples (or on how many tokens they have), or loss_reduction is wrong."
+            "other samples (or on how many tokens they have), or loss_reduction is wrong. "
+            f"{instead(subject.task)}"
         )
+    else:
+        check_labels(subject)

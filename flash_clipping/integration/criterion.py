@@ -12,8 +12,10 @@ from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
+from torch import Tensor
 
 from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.token_losses import logits_of
 
 
 def _counted(loss: DPTensorFastGradientClipping) -> DPTensorFastGradientClipping:
@@ -22,6 +24,25 @@ def _counted(loss: DPTensorFastGradientClipping) -> DPTensorFastGradientClipping
     if check is not None:
         check(loss.loss_per_sample)
     return loss
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """A criterion's arguments, by position, with logits in the place of a model's output.
+
+    Logits ``[B, T, V]`` in an output, with targets ``[B, T]``, are flattened, and ``shape`` says so
+    to Opacus' criterion, which takes the mean over each sample's own targets then.
+    """
+    for name in ("input", "target"):  # where Opacus looks for targets, and for no others
+        if name in kwargs and len(args) == (name == "target"):
+            args = *args, kwargs.pop(name)
+    if not args or isinstance(args[0], Tensor) or not hasattr(args[0], "logits"):
+        return args
+    logits, *others = logits_of(args[0]), *args[1:]
+    target = others[0] if others else None
+    if isinstance(target, Tensor) and logits.dim() == 3 and logits.shape[:2] == target.shape:
+        kwargs["shape"] = logits.shape
+        return logits.flatten(0, 1), target.flatten(), *others[1:]
+    return logits, *others
 
 
 class FlashTensor(DPTensorFastGradientClipping):
@@ -59,7 +80,9 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
 class FlashLoss(DPLossFastGradientClipping):
     """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
-    Built and called like Opacus' ``DPLossFastGradientClipping``.
+    Built and called like Opacus' ``DPLossFastGradientClipping``. Of an output of transformers it
+    takes the logits; with logits ``[B, T, V]`` and targets ``[B, T]`` a sample's loss is the mean
+    over its own targets (their sum, if losses are summed), and targets are not shifted.
 
     Raises:
         ValueError: the reductions of criterion, module and optimizer do not agree.
@@ -81,6 +104,7 @@ class FlashLoss(DPLossFastGradientClipping):
         super().__init__(module, optimizer, criterion, loss_reduction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
+        args = _arguments(args, kwargs)
         return FlashTensor.of(_counted(super().__call__(*args, **kwargs)))
 
 
@@ -104,4 +128,5 @@ class FlashAdaptiveLoss(DPLossFastGradientAdaptiveClipping):
         module.running_step.counts_unclipped = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
+        args = _arguments(args, kwargs)
         return FlashTensor.of(_counted(DPLossFastGradientClipping.__call__(self, *args, **kwargs)))

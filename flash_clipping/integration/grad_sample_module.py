@@ -29,12 +29,14 @@ from flash_clipping.capture.units import Offsets
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
+from flash_clipping.integration.like_the_model import LikeTheModel
 from flash_clipping.integration.model_watch import ModelWatch
 from flash_clipping.integration.options import Mode, check_options
 from flash_clipping.integration.parallel import refuse_new_class
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
+from flash_clipping.integration.token_losses import ModelLosses
 from flash_clipping.integration.unsupported import refuse_unsupported
 
 
@@ -182,6 +184,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
+        self._losses = ModelLosses(root, self._session)
         self._guards = ParameterGuards(root, self._owners, self._session, self.sum_dtype, handles)
         wrapper = self if isinstance(self, nn.Module) else root
         self._watch = ModelWatch(
@@ -192,6 +195,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def remove_hooks(self) -> None:
         """Take off all taps and hooks; the model is as it was."""
         self._taps.remove()
+        self._losses.remove()
         self._guards.remove()
         self.running_step.forget()
         self.running_step.follower = None
@@ -240,6 +244,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call = session.begin_forward(tensors, units=units)
         check_drawn(session, call)
         session.returning = call
+        self._losses.before_forward()
         return args, kwargs
 
     def _after_forward(
@@ -255,6 +260,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call.ended = True
         if call.guesses:
             self._watch.rehearse(module, args, kwargs, call)
+        self._losses.after_forward(kwargs, output)
         if self.mode == "two_pass":
             return
 
@@ -414,18 +420,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
 
 class GradSampleModuleFlashClipping(
-    GradSampleHooksFlashClipping, GradSampleModuleFastGradientClipping
+    LikeTheModel, GradSampleHooksFlashClipping, GradSampleModuleFastGradientClipping
 ):
     """Flash clipping around a model (Opacus' ``wrap_model=True``).
 
-    See :class:`GradSampleHooksFlashClipping` for arguments, guarantees and errors. State dicts
-    have Opacus' ``_module.`` prefix; ``to_standard_module()`` gives the model back as it was.
+    See :class:`GradSampleHooksFlashClipping` for arguments, guarantees and errors. Attributes and
+    methods that it has not itself are the model's (``config``, ``device``, ``generate``,
+    ``save_pretrained``). State dicts have Opacus' ``_module.`` prefix; those of the plain model are
+    loaded as well. ``to_standard_module()`` gives the model back as it was.
     """
 
     def __init__(self, m: nn.Module, **kwargs: Any):
         nn.Module.__init__(self)
         GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
         self.grad_accumulation_hook = None
+        self._constructed = True
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import models
+from benchmarks import huggingface, models
 from benchmarks.methods import Setting
+from benchmarks.session import Session
 
 
 @pytest.mark.parametrize("name", models.OWN_NAMES)
@@ -31,6 +34,15 @@ def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
         ("gpt2-medium", 354.8, 8, 1024),
         ("bert-base", 109.5, 64, 128),
         ("vit-large", 304.3, 64, 197),
+        ("roberta-large", 355.4, 16, 256),
+        ("gpt2-small-e2e", 124.4, 16, 100),
+        ("gpt2-medium-e2e", 354.8, 16, 100),
+        ("gpt2-large-e2e", 774.0, 16, 100),
+        ("llama-3.2-1b-untied", 1498.5, 4, 1024),
+        ("llama-3-8b-lora", 8072.2, 4, 1024),
+        ("mixtral-small", 428.4, 8, 512),
+        ("wrn-16-4", 2.749, 512, 1),
+        ("wrn-40-4", 8.949, 256, 1),
     ],
 )
 def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
@@ -104,3 +116,31 @@ def own_factory(batch: int = 3) -> models.Workload:
 def test_a_factory_of_the_users_own() -> None:
     workload = models.workload(f"{__name__}:own_factory", batch=7)
     assert (workload.name, workload.batch) == ("own", 7)
+
+
+def small(kind: str) -> models.Workload:
+    """The named models' own factories, at sizes for a CPU."""
+    language = dict(vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    language |= dict(num_attention_heads=2, num_key_value_heads=1)
+    shape: dict[str, Any] = dict(batch=3, seq=5, checkpointing=False)
+    if kind == "lora":
+        return huggingface.causal_lm(kind, "Llama", language, lora=2, **shape)
+    if kind == "mixtral":
+        config = language | dict(num_local_experts=3, num_experts_per_tok=2)
+        return huggingface.causal_lm(kind, "Mixtral", config, **shape)
+    if kind == "roberta":
+        config = dict(vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        config |= dict(intermediate_size=8, max_position_embeddings=10)
+        return huggingface.classifier(kind, "Roberta", config, batch=3, seq=5, vocab=17)
+    return models.wide_resnet(kind, depth=10, batch=3, width=1, size=8)
+
+
+@pytest.mark.parametrize("kind", ["lora", "mixtral", "roberta", "wide"])
+def test_ours_agree_with_one_sample_at_a_time(kind: str) -> None:
+    """``check`` raises where they do not."""
+    setting = Setting(small(kind), torch.device("cpu"), torch.float32)
+    session = Session(setting, ["flash"])
+    session.check()
+    row = session.rows["flash"]
+    assert row.status == "ok", row.note
+    assert row.norm_error is not None and row.gradient_error is not None

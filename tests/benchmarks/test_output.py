@@ -116,11 +116,12 @@ def test_report_puts_what_was_measured_beside_peers_into_the_readme(
     assert run(*arguments, "--check")[0] == 1
 
 
-def test_report_says_oom(tmp_path: Path, run: Run) -> None:
+def test_report_says_why_a_method_has_no_numbers(tmp_path: Path, run: Run) -> None:
     rows = [
         Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
         Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
         Row("opacus-hooks", "m", 2, 3, status="OOM"),
+        Row("opacus-ghost", "m", 2, 3, status="failed", note="NotImplementedError: tied"),
     ]
     environment: dict[str, str | None] = {
         "device": "Some GPU",
@@ -137,7 +138,8 @@ def test_report_says_oom(tmp_path: Path, run: Run) -> None:
     assert run(*arguments)[0] == 0
     text = page.read_text()
     assert "| time (memory) of a step | non-private |" in text
-    assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM |" in text
+    assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | failed |" in text
+    assert "\n* m; B 2, T 3: `opacus-ghost`: NotImplementedError: tied\n" in text
     assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
 
 

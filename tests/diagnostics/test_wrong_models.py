@@ -185,7 +185,12 @@ def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
     def mean_over_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-1)
 
-    assert check(Head(), (x, y), mean_over_tokens).passed  # equal lengths: harmless
+    equal = check(Head(), (x, y), mean_over_tokens)  # harmless, if it is always so
+    assert equal.passed and any("how many labels the others" in note for note in equal.notes)
+    as_short = y.clone()
+    as_short[:, -1] = -1
+    report = check(Head(), (x, as_short), mean_over_tokens)
+    assert any("per_sample_loss(logits, labels)" in failure for failure in report.failures)
     for sample in range(5):
         y[sample, : sample + 1] = -1  # unequal lengths
     report = check(Head(), (x, y), mean_over_tokens)
@@ -197,7 +202,9 @@ def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
         losses = F.cross_entropy(model(x).mT, y, ignore_index=-1, reduction="none")
         return losses.sum(1) / (y != -1).sum(1)
 
-    assert check(Head(), (x, y), mean_over_own_tokens).passed
+    for labels in (y, as_short):
+        report = check(Head(), (x, labels), mean_over_own_tokens)
+        assert report.passed and not any("labels" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("actual", "declared"), [("sum", "mean"), ("mean", "sum")])

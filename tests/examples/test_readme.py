@@ -85,11 +85,11 @@ def test_product_keys_train():
     assert norms.shape == (4,) and norms.isfinite().all() and (norms > 0).all()
 
 
-@pytest.mark.parametrize("marker", ["units", "views", "without the engine", "packed"])
+@pytest.mark.parametrize("marker", ["units", "views", "without the engine", "packed", "pairs"])
 def test_the_page_on_privacy_units(marker):
     names = training_objects() | {
         name: getattr(flash_clipping, name)
-        for name in ("FlashPrivacyEngine", "GradSampleModuleFlashClipping")
+        for name in ("FlashPrivacyEngine", "GradSampleModuleFlashClipping", "per_sample_loss")
     }
     names |= {"torch": torch, "DataLoader": DataLoader, "user_of_row": torch.arange(64) % 20}
     if marker == "views":
@@ -102,10 +102,23 @@ def test_the_page_on_privacy_units(marker):
     if marker == "packed":
         names |= {"model": gpt2().float(), "dataset": [torch.arange(2 + n % 4) for n in range(16)]}
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    if marker == "pairs":
+        ids = torch.randint(17, (6, 8))
+        names |= {"model": gpt2().float(), "P": 3, "input_ids": ids, "labels": ids}
+        names["frozen"] = torch.randn(6)
     exec(block(f"tested: {marker}", "docs/units.md"), names)
     private = names["private"] if "private" in names else names["model"]
     assert torch.isfinite(private.get_norm_sample()).all()
-    assert marker != "without the engine" or len(private.get_norm_sample()) == 3
+    assert marker not in ("without the engine", "pairs") or len(private.get_norm_sample()) == 3
+
+
+def test_the_lines_that_help_with_a_models_own_loss():
+    ids = torch.randint(17, (3, 8))
+    model = flash_clipping.GradSampleModuleFlashClipping(gpt2())
+    names = {"flash_clipping": flash_clipping, "model": model}
+    names["batch"] = {"input_ids": ids, "labels": ids}
+    exec(block("tested: own tokens", "docs/peft.md"), names)
+    assert model.get_norm_sample().shape == (3,)
 
 
 def test_drop_in_replaces_the_norms_of_opacus():

@@ -1,0 +1,298 @@
+"""The loss of each sample's own tokens, and refusals of losses that samples share.
+
+A mean over the labels of the whole batch makes the gradient of one sample depend on how many labels
+the others have: with ``n_b`` labels in sample ``b``, the model's own loss is
+``sum_b S_b / sum_b n_b``, and no clipping of gradients bounds what one sample changes. The loss of
+a sample is ``S_b / n_b`` here.
+
+Shape suffixes: ``B`` samples, ``T`` positions, ``V`` classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+
+#: Loss functions of transformers that are means over tokens, and whether they shift labels.
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+
+_INSTEAD = """Take the loss of each sample's own labels instead of the model's:
+    output = model(**batch)
+    loss = flash_clipping.per_sample_loss(output, batch["labels"]{shift}).{reduction}()"""
+
+
+def per_sample_loss(
+    logits: Any,
+    labels: Tensor,
+    *,
+    shift: bool = False,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of every sample, as the mean over its own labels.
+
+    Args:
+        logits: ``[B, ..., V]``, floating point, or an output of transformers that has them.
+        labels: ``[B, ...]``, integers below ``V``, or ``ignore_index``.
+        shift: position ``t`` predicts label ``t + 1``, as causal models of transformers take
+            ``labels=`` that are their own input ids.
+        ignore_index: labels that do not count.
+        label_smoothing: as of ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        ``[B]``, fp32 (fp64 for logits in fp64); 0 for a sample without labels. Take ``.mean()`` of
+        it with ``loss_reduction="mean"``, ``.sum()`` with ``"sum"``.
+
+    Guarantees:
+        The loss of one sample does not depend on the others, nor on how long the batch is padded.
+        Nothing waits for the device.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if not isinstance(logits, Tensor):
+        logits = logits_of(logits)
+    if logits.shape[:-1] != labels.shape or labels.dim() == 0:
+        raise ValueError(
+            f"per_sample_loss: found logits {tuple(logits.shape)} and labels "
+            f"{tuple(labels.shape)}; expected logits [B, ..., V] and labels [B, ...]."
+        )
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    labels = labels.to(logits.device)
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = F.cross_entropy(
+        wide.flatten(0, -2),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    B = len(labels)
+    if labels.dim() == 1:
+        return losses
+    counts_B = (labels != ignore_index).reshape(B, labels[:1].numel()).sum(1).clamp(min=1)
+    return losses.reshape(B, labels[:1].numel()).sum(1) / counts_B
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returned.
+
+    Raises:
+        TypeError: there are none.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", 0)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"found {type(output).__name__}; expected logits, or what holds .logits.")
+    return logits
+
+
+class SampleMeans:
+    """Stands in for a model's own loss function: means over samples of the means over their tokens.
+
+    Where nothing is recorded, the loss function itself.
+
+    Args:
+        original: of transformers, one of those that are means over tokens.
+        path: of the module whose loss it is.
+        session: of the wrapped model.
+
+    Attributes:
+        calls: how often a recorded loss was computed.
+    """
+
+    def __init__(self, original: Any, path: str, session: ClippingSession):
+        self.original, self.path, self.session = original, path, session
+        self.shift = _SHIFTS[original.__name__]
+        self.calls = 0
+        #: The number that losses of this model are divided by, where the caller gave one.
+        self.items: int | None = None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        given: dict[str, Any] = {"num_items_in_batch": num_items_in_batch}
+        if self.shift:
+            given["shift_labels"] = shift_labels
+        given |= {"ignore_index": ignore_index, **kwargs}
+        if not self.session.recording:
+            return self.original(logits, labels, *args, **given)
+        self.calls += 1
+        if num_items_in_batch is not None:
+            self._check_items(num_items_in_batch)
+            return self.original(logits, labels, *args, **given)
+        logits = logits.float()  # as the original does
+        if shift_labels is not None:
+            losses_B = per_sample_loss(logits, shift_labels, ignore_index=ignore_index)
+        else:
+            losses_B = per_sample_loss(logits, labels, shift=self.shift, ignore_index=ignore_index)
+        return losses_B.mean() if self.session.loss_reduction == "mean" else losses_B.sum()
+
+    def _check_items(self, items: Any) -> None:
+        """Refuse to divide by what depends on the batch."""
+        if self.session.loss_reduction != "sum" or not isinstance(items, int):
+            raise FlashClippingError(
+                f"{self.path or 'the model'}: found num_items_in_batch ({type(items).__name__}) "
+                f"and loss_reduction={self.session.loss_reduction!r}. A number of tokens that is "
+                "counted in the batch makes one sample's gradient depend on the others. Leave it "
+                "out, and each sample's loss is the mean over its own labels; or pass an int that "
+                'is the same for every batch, with loss_reduction="sum".'
+            )
+        if self.items not in (None, items):
+            raise FlashClippingError(
+                f"{self.path or 'the model'}: found num_items_in_batch={items} after {self.items}. "
+                "Expected the same number for every batch: a number of tokens that is counted in "
+                "the batch makes one sample's gradient depend on the others."
+            )
+        self.items = items
+
+
+class ModelLosses:
+    """The losses that a model of transformers computes itself.
+
+    Args:
+        root: the model that is wrapped.
+        session: of the wrapped model.
+    """
+
+    def __init__(self, root: nn.Module, session: ClippingSession):
+        self.session = session
+        self._root = root
+        self._stand_ins: list[tuple[nn.Module, SampleMeans, list[str]]] = []
+        #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
+        adapters = getattr(root, "peft_config", {})
+        self._penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
+        self._of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
+        for path, module in root.named_modules():
+            if not is_of(type(module), "transformers") or not _takes_labels(module):
+                continue
+            original = getattr(module, "loss_function", None)
+            if is_of(original, "transformers") and getattr(original, "__name__", "") in _SHIFTS:
+                stand_in, before = SampleMeans(original, path, session), {*vars(module)}
+                module.loss_function = stand_in  # its public setter
+                added = [name for name in vars(module) if name not in before]
+                self._stand_ins.append((module, stand_in, added))
+
+    def remove(self) -> None:
+        """The models' loss functions are again what they were."""
+        for module, stand_in, added in self._stand_ins:
+            module.loss_function = stand_in.original
+            for name in added:
+                delattr(module, name)
+        self._stand_ins.clear()
+
+    def before_forward(self) -> None:
+        """A recorded forward begins."""
+        for _, stand_in, _ in self._stand_ins:
+            stand_in.calls = 0
+
+    def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Let a backward pass fail that reaches a loss which samples share.
+
+        Nothing is wrong with it otherwise: the output's logits may be used.
+
+        Raises:
+            FlashClippingError: units are parts of rows, and the loss is a mean over these.
+        """
+        if not self._of_library:
+            return
+        loss = _loss_of(output)
+        if loss is None or not loss.requires_grad:
+            return
+        reason = self._shared(kwargs, output)
+        if reason:
+            refusal = f"the model: {reason}"
+
+            def refuse(grad: Tensor) -> None:
+                if self.session.enabled:
+                    raise FlashClippingError(refusal)
+
+            loss.register_hook(refuse)
+
+    def _shared(self, kwargs: Mapping[str, Any], output: Any) -> str:
+        """Why samples share the loss; empty if they do not, as far as is known."""
+        if kwargs.get("return_loss"):
+            return (
+                "its own loss (return_loss=True) compares the samples of a batch with each other, "
+                "so that each one's gradient depends on all others and no clipping bounds what one "
+                "changes. Use a loss in which a sample stands alone, or make each group of samples "
+                "that are compared one privacy unit of fixed size (docs/units.md)."
+            )
+        weight = getattr(self._root, "router_aux_loss_coef", 1.0)
+        if isinstance(_part(output, "aux_loss"), Tensor) and weight:
+            return (
+                "its own loss holds an aux_loss, which balances the experts' loads over all "
+                "samples of the batch. Call the model with output_router_logits=False, and balance "
+                "each sample by itself (docs/mixture-of-experts.md)."
+            )
+        reduction = self.session.loss_reduction
+        if self._penalised:
+            return (
+                "its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), whose gradient "
+                "is no sample's and would not be clipped. "
+                + _INSTEAD.format(shift=", shift=True", reduction=reduction)
+            )
+        by_position = self.session.positions is not None
+        means = any(stand_in.calls for _, stand_in, _ in self._stand_ins)
+        if means and not by_position:
+            return ""
+        for name, labels in kwargs.items():
+            if not name.endswith("labels") or labels is None:
+                continue
+            if not isinstance(labels, Tensor):
+                found = type(labels).__name__
+                return (
+                    f"its own loss of {name} ({found}) may divide by what is counted in all "
+                    "samples of the batch, boxes or masks. Compute the loss of every sample by "
+                    "itself from the model's other outputs."
+                )
+            if by_position:
+                return (
+                    f"its own loss of {name} is a mean over rows, whose parts are units. Compute "
+                    "losses of positions from the logits, as docs/units.md does."
+                )
+            if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
+                continue
+            return (
+                f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of the "
+                "whole batch, so that each sample's gradient depends on how many labels the others "
+                "have, and no clipping bounds what one sample changes. "
+                + _INSTEAD.format(shift="", reduction=reduction)
+            )
+        return ""
+
+
+def is_of(thing: Any, library: str) -> bool:
+    """Whether a class, or one that it derives from, or a function comes from a library."""
+    kinds = thing.__mro__ if isinstance(thing, type) else (thing,)
+    modules = [getattr(kind, "__module__", None) or "" for kind in kinds]
+    return any(name.partition(".")[0] == library for name in modules)
+
+
+def _takes_labels(module: nn.Module) -> bool:
+    return "labels" in inspect.signature(type(module).forward).parameters
+
+
+def _part(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss in an output of transformers: by its name, or first in a tuple."""
+    loss = output[0] if isinstance(output, tuple) and output else _part(output, "loss")
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

@@ -1,0 +1,246 @@
+"""Losses of tokens, in samples of different lengths: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+    per_sample_loss,
+)
+from tests.support.hugging_face import gpt2, tiny
+from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.wrapping import WRAPPERS
+
+LENGTHS = (2, 8, 3, 5)
+
+
+def ragged(lengths: tuple[int, ...] = LENGTHS, T: int = 8) -> tuple[Tensor, Tensor]:
+    """Ids and labels, which are the ids of as many tokens as the sample has."""
+    tokens = torch.randint(17, (len(lengths), T))
+    labels = tokens.clone()
+    for b, length in enumerate(lengths):
+        labels[b, length:] = -100
+    return tokens, labels
+
+
+def own_mean(shift: bool, reduction: str = "mean") -> Callable[..., Tensor]:
+    """The loss of one sample, by hand."""
+
+    def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        tokens, labels = batch
+        logits = model(tokens).logits[0]
+        labels = labels[0]
+        if shift:
+            logits, labels = logits[:-1], labels[1:]
+        losses_T = F.cross_entropy(logits, labels, reduction="none")
+        count = (labels != -100).sum() if reduction == "mean" else 1
+        return (losses_T.sum() / count)[None]
+
+    return losses
+
+
+# -- the helper ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_per_sample_loss_is_that_of_one_sample_at_a_time(shift: bool) -> None:
+    logits = torch.randn(4, 8, 17, dtype=torch.float64)
+    _, labels = ragged((2, 8, 3, 0))
+    found = per_sample_loss(logits, labels, shift=shift)
+    for b, length in enumerate((2, 8, 3)):
+        begin = int(shift)
+        expected = F.cross_entropy(logits[b, : length - begin], labels[b, begin:length])
+        assert_close(found[b], expected, 1e-12)
+    assert found[3] == 0
+    longer = F.pad(logits, (0, 0, 0, 5)), F.pad(labels, (0, 5), value=-100)
+    assert_close(per_sample_loss(*longer, shift=shift), found, 1e-12)
+
+
+def test_per_sample_loss_of_other_shapes() -> None:
+    assert per_sample_loss(torch.randn(3, 5), torch.tensor([1, -100, 4])).shape == (3,)
+    assert per_sample_loss(torch.randn(2, 3, 4, 5), torch.zeros(2, 3, 4).long()).shape == (2,)
+    assert per_sample_loss(torch.randn(0, 3, 5), torch.zeros(0, 3).long()).shape == (0,)
+    half = torch.randn(2, 3, 5).half()
+    found = per_sample_loss(half, torch.zeros(2, 3).long())
+    assert found.dtype is torch.float32
+    assert torch.equal(found, per_sample_loss(half.float(), torch.zeros(2, 3).long()))
+    with pytest.raises(ValueError, match=r"found logits \(2, 5\) and labels \(2, 3\)"):
+        per_sample_loss(torch.randn(2, 5), torch.zeros(2, 3).long())
+
+
+# -- the model's own loss --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrapper, reduction, mode",
+    [("wrapped", "mean", "one_pass"), ("hooks", "sum", "one_pass"), ("wrapped", "sum", "two_pass")],
+)
+def test_labels_of_a_causal_model(wrapper: str, reduction: str, mode: str) -> None:
+    """``model(**batch, labels=labels).loss`` is of each sample's own tokens."""
+    model = gpt2()
+    tokens, labels = ragged()
+    truth = per_sample_truth(model, (tokens, labels), own_mean(True))
+    flash = WRAPPERS[wrapper](model, loss_reduction=reduction, mode=mode)
+    called: Any = flash if wrapper == "wrapped" else model
+    output = called(input_ids=tokens, labels=labels)
+    expected = per_sample_loss(output.logits.float(), labels, shift=True)
+    assert output.loss == (expected.mean() if reduction == "mean" else expected.sum())
+    output.loss.backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-6)  # its loss is in fp32
+    for name, grad in truth.clipped(1.0).items():
+        assert_close(model.get_parameter(name).grad, grad, 1e-6, name)
+
+
+def test_evaluation_has_the_models_own_loss() -> None:
+    """The mean over all tokens, of which perplexity is made; and the model gets its own back."""
+    model = gpt2()
+    plain = copy.deepcopy(model)
+    tokens, labels = ragged()
+    wrapped = GradSampleModuleFlashClipping(model)
+    with torch.no_grad():
+        expected = plain(input_ids=tokens, labels=labels).loss
+        assert wrapped(input_ids=tokens, labels=labels).loss == expected
+    wrapped.disable_hooks()
+    assert wrapped(input_ids=tokens, labels=labels).loss == expected
+    wrapped.enable_hooks()
+    assert wrapped(input_ids=tokens, labels=labels).loss != expected
+    assert wrapped.to_standard_module()(input_ids=tokens, labels=labels).loss == expected
+    assert vars(model).keys() == vars(plain).keys()
+
+
+def test_one_long_sample_moves_the_sum_by_the_bound() -> None:
+    """The trap, and that it is closed: a sample of 64 tokens among seven of 3 that are alike."""
+    model = gpt2(positions=64).float()
+    tokens, labels = ragged((64,) + (3,) * 7, T=64)
+    tokens[1:], labels[1:, :3] = tokens[1], tokens[1, :3]
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=5.0)
+
+    def change(loss: Callable[[Tensor, Tensor], Tensor], removed: int) -> float:
+        sums = []
+        for rows in (range(8), [b for b in range(8) if b != removed]):
+            model.zero_grad(set_to_none=True)
+            loss(tokens[rows], labels[rows]).backward()
+            sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        return (sums[0] - sums[1]).norm().item() / 5.0
+
+    def own(tokens: Tensor, labels: Tensor) -> Tensor:
+        return flash(input_ids=tokens, labels=labels).loss
+
+    def over_the_batch(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = flash(input_ids=tokens).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    assert max(change(own, removed) for removed in (0, 1)) <= 1 + 1e-4
+    assert change(over_the_batch, 0) > 2
+
+
+# -- numbers of items ------------------------------------------------------------------------------
+
+
+def test_a_constant_number_of_items() -> None:
+    model = gpt2()
+    tokens, labels = ragged()
+    truth = per_sample_truth(model, (tokens, labels), own_mean(True, "sum"))
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    for _ in range(2):
+        model.zero_grad()
+        flash(input_ids=tokens, labels=labels, num_items_in_batch=50).loss.backward()
+        assert_close(flash.get_norm_sample(), truth.norms / 50, 1e-6)
+    with pytest.raises(FlashClippingError, match="found num_items_in_batch=51 after 50"):
+        flash(input_ids=tokens, labels=labels, num_items_in_batch=51)
+    with torch.no_grad():
+        flash(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(3))
+
+
+@pytest.mark.parametrize("reduction, items", [("mean", 50), ("sum", torch.tensor(14))])
+def test_a_number_of_items_that_is_counted_is_refused(reduction: str, items: Any) -> None:
+    flash = GradSampleModuleFlashClipping(gpt2(), loss_reduction=reduction)
+    tokens, labels = ragged()
+    with pytest.raises(FlashClippingError, match=r"num_items_in_batch.*Leave it out"):
+        flash(input_ids=tokens, labels=labels, num_items_in_batch=items)
+
+
+# -- losses that are refused, and the lines that help ----------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper, kind", [("wrapped", "T5"), ("hooks", "BertForMaskedLM")])
+def test_a_mean_over_the_batch_is_refused(wrapper: str, kind: str) -> None:
+    """And the two lines of the message are exact, with the same labels in the same call."""
+    model = tiny(kind)
+    tokens, labels = ragged()
+    given = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if kind == "T5" else {})
+    expected = []
+    for b in range(len(tokens)):
+        model.zero_grad()
+        one = {name: ids[b : b + 1] for name, ids in given.items()}
+        F.cross_entropy(model(**one).logits[0], labels[b]).backward()
+        squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+        expected.append(torch.stack(squares).sum().sqrt())
+    model.zero_grad()
+    flash = WRAPPERS[wrapper](model)
+    called: Any = flash if wrapper == "wrapped" else model
+    for options in ({}, {"return_dict": False}):
+        loss = called(**given, labels=labels, **options)[0]
+        with pytest.raises(FlashClippingError, match=r"labels \(4, 8\) is a mean over the labels"):
+            (2 * loss).backward()
+        assert all(p.grad is None for p in model.parameters())
+    output = called(**given, labels=labels)
+    per_sample_loss(output, labels).mean().backward()
+    assert_close(flash.get_norm_sample(), torch.stack(expected), 1e-9)
+
+
+def test_one_label_for_each_sample_passes() -> None:
+    model = tiny("BertForSequenceClassification")
+    tokens, label = torch.randint(17, (4, 8)), torch.randint(2, (4,))
+
+    def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).logits, batch[1])[None]
+
+    truth = per_sample_truth(model, (tokens, label), losses)
+    flash = GradSampleModuleFlashClipping(model)
+    flash(input_ids=tokens, labels=label).loss.backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
+
+
+def test_labels_that_are_no_tensor_are_refused() -> None:
+    """Of detection: boxes of all images are counted."""
+    model = tiny("BertForMaskedLM")
+    wrapped = GradSampleModuleFlashClipping(model)
+    losses = wrapped._losses
+    loss = model(torch.randint(17, (2, 4))).logits.sum()
+    losses.after_forward({"labels": [{"boxes": 1}]}, {"loss": loss})
+    with pytest.raises(FlashClippingError, match=r"labels \(list\) may divide"):
+        loss.backward()
+
+
+def test_a_balance_of_the_batch_is_refused() -> None:
+    model = tiny("MixtralForCausalLM")
+    wrapped = GradSampleHooksFlashClipping(model)
+    tokens = torch.randint(17, (3, 4))
+    loss = model(input_ids=tokens, labels=tokens, output_router_logits=True).loss
+    with pytest.raises(FlashClippingError, match="aux_loss, which balances"):
+        loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert wrapped.get_norm_sample().shape == (3,)
+
+
+def test_documents_in_one_row_have_no_mean() -> None:
+    wrapped = GradSampleModuleFlashClipping(gpt2(), sample_of="document", loss_reduction="sum")
+    tokens = torch.randint(17, (1, 8))
+    number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    place = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    output = wrapped(
+        input_ids=tokens, position_ids=place, document=number, use_cache=False, labels=tokens
+    )
+    with pytest.raises(FlashClippingError, match="a mean over rows, whose parts are units"):
+        output.loss.backward()
