@@ -22,6 +22,7 @@ from benchmarks import (
     report,
     segments,
     step,
+    survey,
     versions,
     walk,
 )
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         hyper_connections,
         product_key,
         segments,
+        survey,
         versions,
         walk,
     )
