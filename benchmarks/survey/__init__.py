@@ -44,7 +44,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"install transformers: {error}") from error
     transformers.logging.set_verbosity_error()
     sections = all_kinds()
-    chosen: dict[str, Kind] = {name: kind for kinds in sections.values() for name, kind in kinds.items()}
+    chosen: dict[str, Kind] = {
+        name: kind for kinds in sections.values() for name, kind in kinds.items()
+    }
     if options.only:
         if unknown := set(options.only) - chosen.keys():
             raise UsageError(f"unknown kinds {sorted(unknown)}: {', '.join(chosen)}")

@@ -55,9 +55,7 @@ class Kind:
         return model
 
 
-def kind(
-    cls: str, inputs: Inputs, *help: Help, name: str | None = None, **changes: Any
-) -> Kind:
+def kind(cls: str, inputs: Inputs, *help: Help, name: str | None = None, **changes: Any) -> Kind:
     return Kind(name or cls, cls, inputs, changes, help)
 
 

@@ -135,7 +135,9 @@ def measure(model: nn.Module, batch: Mapping[str, Any], B: int, **options: Any) 
             return Outcome(REFUSED, message=str(error))
         except Exception as error:
             return Outcome(FAILED, message=f"{type(error).__name__}: {error}")
-    notes = tuple(str(w.message) for w in caught if "flash" in w.filename or "vmap" in str(w.message))
+    notes = tuple(
+        str(w.message) for w in caught if "flash" in w.filename or "vmap" in str(w.message)
+    )
     norm_error = ((found.double() - norms_B).abs() / norms_B.clamp(min=1e-30)).max().item()
     coefs_B = (bound / norms_B.clamp(min=1e-30)).clamp(max=1.0)
     total = torch.stack([g.flatten(1).norm(dim=1).max() for g in grads.values()]).norm().item()
