@@ -191,7 +191,6 @@ AUDIO: list[Kind] = [
         codebook_dim=4,
         decoder_hidden_size=16,
     ),
-    kind("FastSpeech2ConformerModel", text()),
     kind(
         "MusicgenForCausalLM",
         lambda _: {"input_ids": torch.randint(0, 40, (SAMPLES * 2, 7))},
@@ -252,7 +251,6 @@ SERIES: list[Kind] = [
     ),
     kind("TimeSeriesTransformerForPrediction", _PAST_INPUTS, **_PAST),
     kind("InformerForPrediction", _PAST_INPUTS, **_PAST),
-    kind("AutoformerForPrediction", _PAST_INPUTS, moving_average=3, **_PAST),
     kind(
         "TimesFmModelForPrediction",
         together(floats(past_values=(32,)), fixed(freq=torch.zeros(SAMPLES, dtype=torch.long))),

@@ -139,7 +139,11 @@ def measure(model: nn.Module, batch: Mapping[str, Any], B: int, **options: Any) 
         str(w.message) for w in caught if "flash" in w.filename or "vmap" in str(w.message)
     )
     norm_error = ((found.double() - norms_B).abs() / norms_B.clamp(min=1e-30)).max().item()
-    coefs_B = (bound / norms_B.clamp(min=1e-30)).clamp(max=1.0)
+    coefs_B = flash.get_clipping_coef().double()
+    # They may be a little smaller, never larger: norms are raised to cover what rounding may hide.
+    ratio_B = coefs_B * norms_B.clamp(min=1e-30) / norms_B.clamp(max=bound, min=1e-30)
+    if not (ratio_B.max() <= 1 + TOLERANCE and ratio_B.min() >= 0.99):
+        norm_error = max(norm_error, (ratio_B - 1).abs().max().item())
     total = torch.stack([g.flatten(1).norm(dim=1).max() for g in grads.values()]).norm().item()
     sum_error = 0.0
     for name, g in grads.items():

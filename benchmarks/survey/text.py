@@ -194,12 +194,6 @@ ENCODERS: list[Kind] = [
         "LayoutLMForMaskedLM", together(text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4))))
     ),
     kind(
-        "LiltForSequenceClassification",
-        together(text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4)))),
-        channel_shrink_ratio=2,
-        max_2d_position_embeddings=64,
-    ),
-    kind(
         "MarkupLMForSequenceClassification",
         text(),
         max_depth=4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.survey.inputs import image, text, video
+from benchmarks.survey.inputs import floats, image, text, together, video
 from benchmarks.survey.kinds import Kind, each, kind
 
 #: Windows of four patches, two stages.
@@ -35,8 +35,9 @@ IMAGES: list[Kind] = [
         Dinov2WithRegistersForImageClassification DINOv3ViTModel IJepaForImageClassification
         MetaClip2ForImageClassification SiglipForImageClassification ViTForImageClassification
         ViTMSNForImageClassification Aimv2VisionModel MLCDVisionModel PixioModel
-        ViTMAEModel ViTMAEForPreTraining ViTForMaskedImageModeling""",
+        ViTForMaskedImageModeling""",
     ),
+    *each(together(image(), floats(noise=(16,))), "ViTMAEModel ViTMAEForPreTraining"),
     kind("SwinForImageClassification", image(), **_WINDOWS),
     kind("Swinv2ForImageClassification", image(), **_WINDOWS),
     kind("DonutSwinForImageClassification", image(), **_WINDOWS),
@@ -53,13 +54,13 @@ IMAGES: list[Kind] = [
     ),
     kind("ConvNextForImageClassification", image(32), **_STAGES),
     kind("ConvNextV2ForImageClassification", image(32), **_STAGES),
-    kind("DINOv3ConvNextModel", image(32), **_STAGES),
+    kind("DINOv3ConvNextModel", image(32), hidden_sizes=[16, 32], depths=[1, 1]),
     kind(
         "CvtForImageClassification",
         image(32),
         embed_dim=[16, 32, 32],
         num_heads=[1, 2, 4],
-        depth=[1, 1, 1],
+        depth=[1, 2, 3],
         qkv_projection_method=["dw_bn"] * 3,
     ),
     kind(
@@ -68,7 +69,7 @@ IMAGES: list[Kind] = [
         name="Cvt, linear projections",
         embed_dim=[16, 32, 32],
         num_heads=[1, 2, 4],
-        depth=[1, 1, 1],
+        depth=[1, 2, 3],
         qkv_projection_method=["linear"] * 3,
     ),
     kind(
@@ -108,6 +109,7 @@ IMAGES: list[Kind] = [
         "LevitForImageClassification",
         image(64),
         image_size=64,
+        patch_size=16,
         hidden_sizes=[16, 32, 32],
         num_attention_heads=[2, 2, 4],
         depths=[1, 1, 1],
@@ -158,7 +160,7 @@ IMAGES: list[Kind] = [
     ),
     kind(
         "RegNetForImageClassification",
-        image(32),
+        image(64),
         embedding_size=8,
         hidden_sizes=[8, 8, 16, 16],
         depths=[1, 1, 1, 1],
@@ -170,13 +172,6 @@ IMAGES: list[Kind] = [
         embedding_size=8,
         hidden_sizes=[8, 16],
         depths=[1, 1],
-    ),
-    kind(
-        "EfficientNetForImageClassification",
-        image(64),
-        width_coefficient=0.25,
-        depth_coefficient=0.25,
-        hidden_dim=64,
     ),
     kind(
         "SwiftFormerForImageClassification",
@@ -248,6 +243,8 @@ DENSE: list[Kind] = [
     kind(
         "DetrForSegmentation",
         image(64),
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
         num_queries=5,
         use_timm_backbone=False,
         use_pretrained_backbone=False,
@@ -273,15 +270,6 @@ DENSE: list[Kind] = [
         backbone_config=_RESNET,
     ),
     kind(
-        "DabDetrForObjectDetection",
-        image(64),
-        num_queries=5,
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
-        backbone_config=_RESNET,
-    ),
-    kind(
         "DeformableDetrForObjectDetection",
         image(64),
         num_queries=5,
@@ -291,11 +279,6 @@ DENSE: list[Kind] = [
         backbone_config=_RESNETS,
         num_feature_levels=3,
     ),
-    kind("RTDetrForObjectDetection", image(64), num_queries=5),
-    kind("RTDetrV2ForObjectDetection", image(64), num_queries=5),
-    kind("DFineForObjectDetection", image(64), num_queries=5),
-    kind("LwDetrForObjectDetection", image(64), num_queries=5),
-    kind("RfDetrForObjectDetection", image(64), num_queries=5),
     kind(
         "YolosForObjectDetection",
         image(32),
@@ -307,8 +290,8 @@ DENSE: list[Kind] = [
         "MaskFormerForInstanceSegmentation",
         image(64),
         num_queries=5,
-        fpn_feature_size=16,
-        mask_feature_size=16,
+        fpn_feature_size=32,
+        mask_feature_size=32,
         backbone_config={
             "model_type": "swin",
             "embed_dim": 16,
@@ -334,9 +317,9 @@ DENSE: list[Kind] = [
         "Mask2FormerForUniversalSegmentation",
         image(64),
         num_queries=5,
-        feature_size=16,
-        mask_feature_size=16,
-        hidden_dim=16,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
         encoder_feedforward_dim=16,
         decoder_layers=2,
         dim_feedforward=16,
@@ -367,7 +350,7 @@ DENSE: list[Kind] = [
         patch_size=8,
         num_hidden_layers=4,
         out_indices=[0, 1, 2, 3],
-        pool_scales=[1, 2],
+        pool_scales=[2, 3],
     ),
     kind(
         "Data2VecVisionForSemanticSegmentation",
@@ -376,7 +359,7 @@ DENSE: list[Kind] = [
         patch_size=8,
         num_hidden_layers=4,
         out_indices=[0, 1, 2, 3],
-        pool_scales=[1, 2],
+        pool_scales=[2, 3],
     ),
     kind(
         "DPTForSemanticSegmentation",
@@ -451,7 +434,7 @@ DENSE: list[Kind] = [
         "UperNetForSemanticSegmentation",
         image(64),
         hidden_size=16,
-        pool_scales=[1, 2],
+        pool_scales=[2, 3],
         auxiliary_in_channels=32,
         auxiliary_channels=8,
         backbone_config={
