@@ -27,7 +27,9 @@ def render(sections: Mapping[str, Mapping[str, Kind]], found: Mapping[str, Findi
     )
     parts = [f"{versions}, on a CPU. {summary(found.values())}\n"]
     for title, kinds in sections.items():
-        lines = [[f"`{name}`" if " " not in name else name, *_cells(found[name])] for name in kinds]
+        lines = [
+            [f"`{name}`" if " " not in name else name, *_row(found.get(name))] for name in kinds
+        ]
         parts += [f"### {title}\n", table(["kind", "as it is", "errors", "what helps"], lines)]
     return "\n".join(parts)
 
@@ -40,10 +42,14 @@ def summary(found: Iterable[Finding]) -> str:
     helped = sum(finding.helped is not None and finding.helped.verdict == EXACT for finding in all_)
     rest = len(all_) - mixing
     return (
-        f"{len(all_)} kinds. {mixing} have BatchNorm; of the other {rest}, {exact} "
+        f"{len(all_)} kinds were measured. {mixing} have BatchNorm; of the other {rest}, {exact} "
         f"({100 * exact / max(rest, 1):.0f} %) are exact as they are. With the help of the last "
         f"column, {helped} more are exact."
     )
+
+
+def _row(finding: Finding | None) -> list[str]:
+    return ["not measured", "", ""] if finding is None else _cells(finding)
 
 
 def _cells(finding: Finding) -> list[str]:

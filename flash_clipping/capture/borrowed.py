@@ -78,7 +78,7 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.serves = serves
         self.modules = set(root.modules())
-        self.running: list[nn.Module] = []
+        self.running = [root]  # its forward is called, not the root itself
         self.found: dict[nn.Module, dict[nn.Module, None]] = {}
         #: Who has a parameter; one that is tied, several.
         self.owners: dict[int, list[nn.Module]] = {}
@@ -96,7 +96,7 @@ class _Uses(TorchFunctionMode):
                 self.running.append(module)
 
         def leave(module: nn.Module) -> None:
-            if self.running and self.running[-1] is module:
+            if self.running[-1] is module and len(self.running) > 1:
                 self.running.pop()
 
         with around_modules(enter, leave):
@@ -106,7 +106,7 @@ class _Uses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.running and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             name = name_of(func)
             if name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED):
                 for leaf in pytree.tree_leaves((args, kwargs)):
