@@ -66,7 +66,7 @@ def each(inputs: Inputs, names: str, **changes: Any) -> list[Kind]:
 
 def all_kinds() -> dict[str, dict[str, Kind]]:
     """Section of the page -> name -> kind."""
-    from benchmarks.survey import audio, text, vision, vision_and_text
+    from benchmarks.survey import audio, dense, text, vision, vision_and_text
 
     sections: dict[str, list[Kind]] = {
         "Language models": text.LANGUAGE,
@@ -74,7 +74,7 @@ def all_kinds() -> dict[str, dict[str, Kind]]:
         "Encoders and their tasks": text.ENCODERS,
         "Text to text": text.TEXT_TO_TEXT,
         "Images and videos": vision.IMAGES,
-        "Detection, segmentation, depth": vision.DENSE,
+        "Detection, segmentation, depth": dense.DENSE,
         "Audio": audio.AUDIO,
         "Time series and actions": audio.SERIES,
         "Several modalities": vision_and_text.MODELS,

@@ -60,9 +60,8 @@ def without_chance(model: nn.Module) -> nn.Module:
 def _floats(output: Any, B: int) -> Iterator[Tensor]:
     """What a model returned that has a row for each sample and a gradient."""
     if isinstance(output, Tensor):
-        if output.is_floating_point() and output.requires_grad and output.dim():
-            if output.shape[0] == B:
-                yield output
+        if output.is_floating_point() and output.requires_grad and output.shape[:1] == (B,):
+            yield output
     elif isinstance(output, Mapping):
         for name, value in output.items():
             if name not in _NOT_OF_SAMPLES:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.factors import Bag
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
