@@ -75,7 +75,7 @@ def losses_of(output: Any, B: int) -> Tensor:
     """``[B]``: a number of each sample that all of its outputs take part in, none of others'."""
     losses = torch.zeros(B, dtype=torch.float64)
     for x in _floats(output, B):
-        x = torch.where(x.detach().abs() < 1e4, x, 0).double()
+        x = torch.where(x.detach().abs() < 1e4, x, 0).double().reshape(B, -1)
         weights = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
         turn = torch.cos(torch.arange(x[0].numel(), dtype=x.dtype)).view(x.shape[1:])
         losses = losses + (x.square() * weights / 2 + x * turn).flatten(1).sum(1)
