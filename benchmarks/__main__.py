@@ -24,6 +24,7 @@ from benchmarks import (
     segments,
     step,
     subclasses,
+    survey,
     versions,
     walk,
 )
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         product_key,
         segments,
         subclasses,
+        survey,
         versions,
         walk,
     )

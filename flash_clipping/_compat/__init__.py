@@ -41,6 +41,7 @@ from flash_clipping._compat.lookup import (
 from flash_clipping._compat.modules import (
     BATCH_NORMS,
     DROPOUTS,
+    around_modules,
     gate_of_experts,
     hooks_of_module,
     hooks_of_parameter,
@@ -90,6 +91,7 @@ __all__ = [
     "applied_to",
     "apply_of",
     "arguments_of",
+    "around_modules",
     "as_if_compiling",
     "assert_async",
     "at_end_of_backward",

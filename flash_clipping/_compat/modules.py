@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +47,34 @@ DROPOUTS: tuple[Any, ...] = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+
+
+@contextmanager
+def around_modules(
+    enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """Tell of every module that is called in this thread when its forward begins and ends. Without
+    hooks of all modules: nothing is told."""
+    before = find(nn, "modules.module.register_module_forward_pre_hook")
+    after = find(nn, "modules.module.register_module_forward_hook")
+    if before is None or after is None:
+        yield
+        return
+    thread = threading.get_ident()
+
+    def mine(tell: Callable[[nn.Module], None], module: nn.Module) -> None:
+        if threading.get_ident() == thread:
+            tell(module)
+
+    handles = [
+        before(lambda module, _: mine(enter, module)),
+        after(lambda module, *_: mine(leave, module)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def padding_of(layer: Any) -> list[int]:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.folded_rows import find_folded
 from flash_clipping.capture.forward_call import ForwardCall, Read
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.rehearsal import MODELS_OWN, Note, Rehearsals, Run, same_rows
+from flash_clipping.capture.row_gradients import reach_own_rows
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -68,8 +70,13 @@ def rehearse(
     runs = Rehearsals(root, forward, session, args, kwargs)
     if not runs.first_size():
         return  # no inputs, or no samples in them
+    found: set[str] = set()
     try:
         whole, other, sources = runs.pair()
+        while folded := find_folded(runs, whole, other, sources):
+            session.folded |= folded
+            found |= folded
+            whole, other, sources = runs.pair()
         for _ in range(ATTEMPTS):  # what is computed from such rows has such rows
             followers = _followers(whole, other) - runs.followers
             if not followers:
@@ -77,6 +84,7 @@ def rehearse(
             runs.followers |= followers
             whole, other, sources = runs.pair()
     except MODELS_OWN as error:
+        session.folded -= found
         if call is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         return  # the forward itself will raise it, or the model cannot be run twice
@@ -85,11 +93,16 @@ def rehearse(
         findings = _without_chance(runs, whole, sources, findings)
         findings = _without_rounding(runs, whole, sources, findings)
     if findings:
+        session.folded -= found
         raise FlashClippingError(_refusal(findings, session))
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
     _conclude(session, whole, other)
+    if found and (strays := found - reach_own_rows(runs, whole.size, sources, found)):
+        session.folded -= found
+        session.evidence.forget(found)
+        raise FlashClippingError(_refusal_of_strays(strays, whole))
     if call is None:
         if other is None:
             session.undecided.setdefault(frozenset(), set()).add(shapes)
@@ -287,3 +300,24 @@ def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
             "the parameters of these layers."
         )
     return "\n".join((*lines, *advice))
+
+
+def _refusal_of_strays(paths: set[str], whole: Run) -> str:
+    """One error that names every layer whose rows are parts of samples by their values only."""
+    rows = {read[0]: note.rows for read, note in whole.notes.items()}
+    lines = [
+        f"{path}: what it reads has {rows[path]} rows for a batch of {whole.size}, and it cannot "
+        "be shown that they are parts of samples: one sample's output, run backward, reaches rows "
+        "of other samples, or none of its own"
+        for path in sorted(paths)
+    ]
+    if len(lines) > NAMED:
+        lines[NAMED:] = [f"... and {len(lines) - NAMED} more layers"]
+    return "\n".join(
+        (
+            *lines,
+            "Freeze the parameters of these layers (requires_grad_(False), or use LoRA on other "
+            "layers); keep the batch the first axis of what they read; or return what the loss is "
+            "computed from, with a row for each sample, if the model returns a loss alone.",
+        )
+    )

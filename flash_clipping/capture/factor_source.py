@@ -28,13 +28,17 @@ class FactorSource:
         self.path = path
         self.session = session
         self.owners = owners
-        self.folded = folded
         if folded:
             session.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
+
+    @property
+    def folded(self) -> bool:
+        """Whether its rows are parts of samples: it was declared, or a rehearsal has shown it."""
+        return self.path in self.session.folded
 
     def record(
         self,
@@ -89,7 +93,7 @@ class FactorSource:
         readers: Readers | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to this backward pass."""
-        if self.folded:
+        if self.folded and not self.session.keeps_rows:
             factors = [self._fold(factor) for factor in factors]
         backward_pass.record(self.path, params, factors, readers)
 
@@ -100,8 +104,9 @@ class FactorSource:
         samples = self.session.samples()
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(
-                f"{self.path}: declared in folded_modules, but its {factor.batch_size} rows are no "
-                f"multiple of the batch ({samples}) that the model was called with. Every sample "
-                "must be folded into the same number of rows, which lie together."
+                f"{self.path}: its rows are parts of samples (declared in folded_modules, or found "
+                f"in the first step), but its {factor.batch_size} rows are no multiple of the "
+                f"batch ({samples}) that the model was called with. Every sample must be folded "
+                "into the same number of rows, which lie together."
             )
         return factor if factor.batch_size == samples else factor.fold(samples)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -66,6 +66,13 @@ class Evidence:
         self.proven: set[str] = set()
         self.constants: set[str] = set()
         self.reads: dict[str, list[list[bool]]] = {}
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """What was shown of these layers is void."""
+        for path in paths:
+            self.proven.discard(path)
+            self.constants.discard(path)
+            self.reads.pop(path, None)
 
     def known(self, read: Read, any_call: bool) -> bool | None:
         """Whether this read is samples; ``None`` where no rehearsal has told.

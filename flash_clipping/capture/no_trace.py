@@ -14,9 +14,20 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Put back buffers and attributes of all modules; writing in place hits copies of buffers."""
+    """Put back buffers and attributes of all modules; writing in place hits copies of buffers.
+
+    What dicts and lists among the attributes hold is put back as well. A model that hooks its own
+    layers once, and notes on itself that it has, would otherwise do it once more in the next
+    forward, and compute something else.
+    """
     modules = list(root.modules())
     before = [(vars(module).copy(), module._buffers.copy()) for module in modules]
+    held = [
+        (value, value.copy())
+        for attributes, _ in before
+        for name, value in attributes.items()
+        if isinstance(value, dict | list) and name not in ("_parameters", "_buffers", "_modules")
+    ]
     copies: dict[int, Tensor] = {}
     try:
         for module in modules:
@@ -28,6 +39,12 @@ def untouched(root: nn.Module) -> Iterator[None]:
     finally:
         for module, (attributes, buffers) in zip(modules, before, strict=True):
             put_back(module, attributes, buffers)
+        for value, content in held:
+            if isinstance(value, dict):
+                value.clear()
+                value.update(content)
+            else:
+                value[:] = content
 
 
 def put_back(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class OwnParameters:
         self,
         layer: nn.Module,
         owners: list[nn.Module],
-        prefixes: Sequence[str],
+        prefixes: list[str],
         path: str,
         has_rule: bool,
     ):

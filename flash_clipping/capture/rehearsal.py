@@ -40,6 +40,7 @@ class Note:
         sure: it was computed by tapped layers from what was taken for samples.
         beside: it stands beside such a tensor; it may be the same for all samples.
         answer: what the layer was told: whether it reads samples.
+        chosen: values of samples decided which rows it has, or their order.
         digest: a few numbers for every row, and how large these are.
     """
 
@@ -50,6 +51,7 @@ class Note:
     folded: bool
     answer: bool
     low: bool
+    chosen: bool
     digest: Tensor | None
 
 
@@ -89,6 +91,7 @@ class _Witness:
             folded=folded,
             answer=answer,
             low=low or is_low(x),
+            chosen=self.taint.is_chosen(x),
             digest=None if rows is not None or beside else digest_of(x, axis),
         )
         return answer

@@ -95,8 +95,10 @@ class ClippingSession:
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()
-        #: Layers whose rows were declared to be parts of samples.
+        #: Layers whose rows are parts of samples, declared or found.
         self.folded: set[str] = set()
+        #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
+        self.keeps_rows = False
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
         self.evidence = Evidence()
         #: How many parameters were watched at the last rehearsal; new ones ask for another.
@@ -349,9 +351,7 @@ class ClippingSession:
 
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
-        self.evidence.proven.discard(path)
-        self.evidence.constants.discard(path)
-        self.evidence.reads.pop(path, None)
+        self.evidence.forget([path])
         call = self.current_forward
         if call is not None:
             call.turns.pop(path, None)

@@ -29,6 +29,19 @@ _SHAPE_ONLY = {
     "new_full",
 }
 
+#: Operators that put rows where other tensors say: an index, or the order of values.
+_BY_INDEX = (
+    "index",
+    "gather",
+    "scatter",
+    "take",
+    "put",
+    "sort",
+    "topk",
+    "kthvalue",
+    "searchsorted",
+)
+
 
 class Taint(DispatchMode):
     """Follows what derives from some tensors, and takes the chance out of random operators.
@@ -42,16 +55,25 @@ class Taint(DispatchMode):
         super().__init__()
         # A weak reference keeps the address from being used again, not the memory.
         self._seen: dict[int, Any] = {}
+        self._chosen: dict[int, Any] = {}
         for tensor in sources:
             self._add(tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self._seen
 
-    def _add(self, tensor: Tensor) -> None:
+    def is_chosen(self, tensor: Tensor) -> bool:
+        """Whether values of samples decided which rows a tensor has, or in which order: a router
+        that picks tokens, a sort. Such rows may lie otherwise in another batch."""
+        return _storage(tensor) in self._chosen
+
+    def _add(self, tensor: Tensor, chosen: bool = False) -> None:
         key = _storage(tensor)
-        if key is not None and key not in self._seen:
-            self._seen[key] = weak_storage(tensor.untyped_storage())
+        if key is None:
+            return
+        for noted in (self._seen, self._chosen) if chosen else (self._seen,):
+            if key not in noted:
+                noted[key] = weak_storage(tensor.untyped_storage())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,10 +84,25 @@ class Taint(DispatchMode):
         args, kwargs = _without_dropout(func, args, kwargs)
         result = self._run(func, name, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
+            chosen = any(self.is_chosen(x) for x in given) or self._chooses(func, name, given)
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._add(leaf)
+                    self._add(leaf, chosen)
         return result
+
+    def _chooses(self, func: Any, name: str, given: list[Tensor]) -> bool:
+        """Whether an operator that got samples chooses among rows by their values.
+
+        A table that ids look up is none of the samples, so its rows lie as the ids do.
+        """
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return True
+        if name == "embedding" or not any(word in name for word in _BY_INDEX):
+            return False
+        # The first is what rows are taken from, or put into; indices are no floats.
+        rows = [given[0], *(x for x in given[1:] if x.is_floating_point() or x.is_complex())]
+        choosers = [x for x in given[1:] if not (x.is_floating_point() or x.is_complex())]
+        return any(x in self for x in rows) and (not choosers or any(x in self for x in choosers))
 
     @staticmethod
     def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

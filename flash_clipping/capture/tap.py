@@ -12,6 +12,7 @@ its parameters per sample, so that autograd itself delivers their per-sample gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, is_grad_enabled, nn
@@ -105,6 +106,8 @@ class Tap(FactorSource):
             )
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
+        #: Whether it uses parameters that another module owns.
+        self.borrows = False
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
@@ -117,6 +120,14 @@ class Tap(FactorSource):
         """``as_method``: Dynamo shares what it compiled among layers with one method for their
         forward, and not among layers with an object for each."""
         self.layer.forward = self.__call__ if as_method else self
+
+    def borrow(self, owners: Sequence[nn.Module], paths: Sequence[str]) -> None:
+        """Stand in for the parameters of these modules as well, which the layer's forward uses."""
+        self.borrows = True
+        for owner, path in zip(owners, paths, strict=True):
+            if all(owner is not known for known in self.owners):
+                self.parameters.prefixes.append(f"{path}.")
+                self.owners.append(owner)
 
     def remove(self) -> None:
         forward = vars(self.layer).get("forward")

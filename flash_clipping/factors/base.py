@@ -135,7 +135,7 @@ class Dense(Factor):
 
     def sqnorms(self, backend: str) -> Tensor:
         if self.sq_parts_Bn is None:
-            flat = self.grads.reshape(self.batch_size, self.grads[:1].numel() or 1)
+            flat = self.grads.reshape(self.batch_size, self.grads.shape[1:].numel())
             # vector_norm reduces in the wider dtype without writing a converted copy.
             norm_B = torch.linalg.vector_norm(
                 flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)

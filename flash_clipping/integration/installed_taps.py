@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
@@ -62,6 +63,34 @@ class InstalledTaps:
     def find_compiled(self) -> None:
         """Take over what was compiled of the model before, or since."""
         self.regions.find(self.of_root)
+
+    def lend(self, root: nn.Module, borrowed: Borrowed) -> None:
+        """Let modules stand in for parameters of others, which they were seen to use."""
+        paths = {module: path for path, module in root.named_modules()}
+        for user, owners in borrowed.items():
+            tap = next((t for t in self.all if t.layer is user and type(t) is Tap), None)
+            if tap is None:
+                tap = self._tap_inside(user, paths[user])
+            tap.borrow(owners, [paths[owner] for owner in owners])
+
+    def _tap_inside(self, module: nn.Module, path: str) -> Tap:
+        """A tap of a module that had none; what stands around the root's forward stays outside."""
+        outside = [tap for tap in self.all if tap.layer is module]
+        for outer in reversed(outside):
+            outer.remove()
+        tap = Tap(module, path, None, self.of_root.session)
+        tap.install()
+        for outer in outside:
+            outer.instance_forward = vars(module)["forward"]
+            outer.install()
+        place = self.all.index(outside[0]) if outside else len(self.all)
+        self.all.insert(place, tap)
+        return tap
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether a rule knows what of the modules below it a module uses."""
+        taps = (tap for tap in self.all if tap.layer is module)
+        return any(tap.generic or tap.rule is not None for tap in taps)
 
     def remove(self) -> None:
         """Every forward is again what it was."""

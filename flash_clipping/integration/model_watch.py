@@ -10,6 +10,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.batch_axis import rehearse
+from flash_clipping.capture.borrowed import find_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.position_rehearsal import rehearse_positions
@@ -97,6 +98,9 @@ class ModelWatch:
         if self._buffers is not None:
             forward = self._buffers.rehearsed(forward)
         given = module, forward, self.session, args, kwargs
+        if call is None and positions is None and not self.taps.regions.any_compiled:
+            borrowed = find_borrowed(*given, self.taps.serves)
+            self.taps.lend(module, borrowed)
         with self.taps.regions.as_compiled():
             if positions is None:
                 rehearse(*given, call)

@@ -210,6 +210,8 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
     if tap.rule is None:
         if tap.generic:
             return "it runs by the generic rule"
+        if tap.borrows:
+            return "it uses parameters that another module owns"
         if tap.folded or tap.session.batch_axis:
             return "it uses its parameters itself, and rows are not samples there"
         if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):

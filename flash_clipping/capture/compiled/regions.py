@@ -51,8 +51,12 @@ class Regions:
     def as_compiled(self) -> contextlib.AbstractContextManager[None]:
         """For rehearsals, which run uncompiled: the way through the model that compiled code takes,
         where it asks whether it is compiled."""
-        compiled = self._of_root is not None or bool(self._of_blocks)
-        return as_if_compiling() if compiled else contextlib.nullcontext()
+        return as_if_compiling() if self.any_compiled else contextlib.nullcontext()
+
+    @property
+    def any_compiled(self) -> bool:
+        """Whether anything of the model is compiled."""
+        return self._of_root is not None or bool(self._of_blocks)
 
     def find(self, forward: EmptyBatchForward) -> None:
         """Take over what was compiled before, or since: the root and blocks of it.

@@ -82,13 +82,16 @@ class WiredTap(Protocol):
     rule: Rule | None
     wiring: Wiring | None
     owners: list[torch.nn.Module]
-    folded: bool
     generic: bool
+    borrows: bool
     #: Its number in the region that runs, or -1.
     number: int
 
     @property
     def computed(self) -> bool: ...
+
+    @property
+    def folded(self) -> bool: ...
 
     def trainable(self) -> tuple[list[str], list[torch.nn.Parameter]]: ...
 
@@ -311,7 +314,7 @@ def kind_of(tap: WiredTap) -> Kind | None:
     if not tap.trainable()[1]:
         return None
     if tap.rule is None:
-        if tap.generic or tap.folded or session.batch_axis:
+        if tap.generic or tap.borrows or tap.folded or session.batch_axis:
             return None
         if tap.path in evidence.proven:
             return "own"

@@ -1,0 +1,122 @@
+"""Parameters that a module uses which another module owns: found while the model is rehearsed.
+
+``self.dt_proj.bias.float()`` in the mixer of a state-space model, ``weight @ x`` with the weight of
+a layer that is never called, a head that takes the table of an embedding by itself. The module that
+uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.bare`).
+
+Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
+by the guard of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flash_clipping._compat import around_modules, pytree
+from flash_clipping.capture.bare.operation import name_of
+from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.no_trace import random_state, untouched, without_activations
+from flash_clipping.capture.own_parameters import owners
+from flash_clipping.capture.rehearsal import MODELS_OWN
+from flash_clipping.capture.session import ClippingSession
+
+#: Properties of a parameter that a gradient comes through.
+_DERIVED = {"__get__T", "__get__mT", "__get__H", "__get__mH", "__get__real", "__get__imag"}
+#: Functions that tell of a parameter only what it is like.
+_DESCRIBING = {"size", "dim", "ndimension", "stride", "numel", "nelement", "is_floating_point"}
+_DESCRIBING |= {"is_complex", "is_contiguous", "data_ptr", "element_size", "detach", "get_device"}
+_DESCRIBING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
+
+#: Module -> modules that own parameters which it uses.
+Borrowed = dict[nn.Module, list[nn.Module]]
+
+
+def find_borrowed(
+    root: nn.Module,
+    forward: Callable[..., Any],
+    session: ClippingSession,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    serves: Callable[[nn.Module], bool],
+) -> Borrowed:
+    """Run the model once, as it is, and see which modules use trainable parameters of others.
+
+    Args:
+        forward: runs ``root``.
+        serves: whether a module's rule takes care of what is below the module.
+    """
+    uses = _Uses(root, serves)
+    tensors = [*batched_inputs(args, dict(kwargs)), *session.state()]
+    devices = {x.device for x in tensors if x.is_cuda}
+    try:
+        with (
+            untouched(root),
+            random_state(list(devices), seed=0),
+            without_activations(),
+            session.bypass(),
+            uses.watched(),
+            uses,
+        ):
+            forward(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except MODELS_OWN:
+        pass  # the forward itself will raise it
+    return {user: list(found) for user, found in uses.found.items()}
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which running modules use parameters of others."""
+
+    def __init__(self, root: nn.Module, serves: Callable[[nn.Module], bool]):
+        super().__init__()
+        self.serves = serves
+        self.modules = set(root.modules())
+        self.running = [root]  # its forward is called, not the root itself
+        self.found: dict[nn.Module, dict[nn.Module, None]] = {}
+        #: Who has a parameter; one that is tied, several.
+        self.owners: dict[int, list[nn.Module]] = {}
+        for module in root.modules():
+            for param in module._parameters.values():
+                if param is not None and param.requires_grad:
+                    self.owners.setdefault(id(param), []).append(module)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Know which module runs."""
+
+        def enter(module: nn.Module) -> None:
+            if module in self.modules:
+                self.running.append(module)
+
+        def leave(module: nn.Module) -> None:
+            if self.running[-1] is module and len(self.running) > 1:
+                self.running.pop()
+
+        with around_modules(enter, leave):
+            yield
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            name = name_of(func)
+            if name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED):
+                for leaf in pytree.tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor) and id(leaf) in self.owners:
+                        self._note(self.owners[id(leaf)])
+        return func(*args, **kwargs)
+
+    def _note(self, owning: list[nn.Module]) -> None:
+        user = self.running[-1]
+        own = owners(user)
+        if self.serves(user) or any(module in own for module in owning):
+            return
+        self.found.setdefault(user, {}).update(dict.fromkeys(owning))

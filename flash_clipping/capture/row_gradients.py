@@ -1,0 +1,162 @@
+"""Whose rows does a sample's gradient reach? A small backward shows it.
+
+Values alone do not show it where rows hold what is the same for all samples: a class token that was
+put in front of every frame, and is then taken from the first ``B`` of ``B * frames`` rows, has the
+value that it should have, while its gradient goes to the rows of other samples. So, where rows are
+to be taken for parts of samples, the model runs on a few samples, and one sample of one output at a
+time goes backward. What layers record of the other samples' rows must be 0.
+
+Shape suffixes: ``B`` samples, ``R`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import checkpoints_replaced
+from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
+from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.factors import Factor
+from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.session import Readers
+
+#: Samples that the model runs on, and outputs of it that go backward.
+SAMPLES, OUTPUTS = 3, 8
+
+#: What of a gradient may be rounding.
+ROUNDING = 1e-6
+
+#: Squared norms of what layers recorded, of every row.
+_Rows = dict[str, Tensor]
+
+
+def reach_own_rows(runs: Rehearsals, size: int, sources: list[Tensor], paths: set[str]) -> set[str]:
+    """Of layers whose rows are taken for parts of samples, those that this is right for.
+
+    Args:
+        runs: rehearsals of the model on a batch of ``size`` samples; what its layers read is known.
+        sources: its inputs that hold the samples.
+        paths: the layers.
+
+    Returns:
+        Layers that recorded something of every sample, and all of it in the sample's own rows. An
+        output in which other layers do not tell samples apart (similarities of all pairs) is passed
+        over. None where the model does not run, or returns nothing with a row for each sample.
+    """
+    order = [*range(min(size, SAMPLES) - 1), size - 1] if size > 1 else [0, 0]
+    try:
+        found = list(_backwards(runs, size, order, sources))
+    except torch.OutOfMemoryError:
+        raise
+    except MODELS_OWN:
+        return set()
+    return _confined(found, len(order), paths)
+
+
+def _confined(found: list[tuple[int, int, _Rows]], B: int, paths: set[str]) -> set[str]:
+    """Layers whose gradients stay in their samples' rows, by (output, sample, rows)."""
+    telling = {output for output, _, _ in found}
+    for output, b, rows in found:
+        if any(_strays(rows_R, b, B) for path, rows_R in rows.items() if path not in paths):
+            telling.discard(output)
+    reached: dict[str, set[int]] = {path: set() for path in paths}
+    strays: set[str] = set()
+    for output, b, rows in found:
+        for path in paths & rows.keys() if output in telling else ():
+            if _strays(rows[path], b, B):
+                strays.add(path)
+            elif rows[path].any():
+                reached[path].add(b)
+    return {path for path, samples in reached.items() if len(samples) == B} - strays
+
+
+def _strays(rows_R: Tensor, b: int, B: int) -> bool:
+    """Whether sample ``b`` reached rows of others. What is not finite did."""
+    parts, rest = divmod(len(rows_R), B)
+    if rest or not parts:
+        return True
+    sums_B = rows_R.view(B, parts).sum(1)
+    outside_B = torch.cat([sums_B[:b], sums_B[b + 1 :]])
+    return not bool((outside_B <= ROUNDING**2 * sums_B[b]).all())
+
+
+def _backwards(
+    runs: Rehearsals, size: int, order: list[int], sources: list[Tensor]
+) -> Iterator[tuple[int, int, _Rows]]:
+    """The model on the samples in ``order``; each of its outputs, sample by sample, backward."""
+    session = runs.session
+    ids = {id(x) for x in sources}
+    args, kwargs = map_tensors(
+        lambda x: runs.reordered(size, order, x) if id(x) in ids else x, (runs.args, runs.kwargs)
+    )
+    tensors = batched_inputs(args, kwargs)
+    before = session.current_forward
+    call = session.begin_forward(tensors)
+    devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
+    params = session.trainable()
+    try:
+        with (
+            untouched(runs.root),
+            random_state(list(devices), runs.seed),
+            checkpoints_replaced(PlainCheckpoint),
+            _noted(session) as rows,
+        ):
+            outputs = tensors_in(runs.forward(*args, **kwargs))
+            call.end()
+            call.spent = True  # no backward of the user's may find it
+            outputs = [x for x in outputs if _has_samples(x, session.batch_axis, len(order))]
+            for number, output in enumerate(outputs[:OUTPUTS]):
+                for b in range(len(order)):
+                    row = output.select(session.batch_axis, b).flatten()
+                    weights = torch.arange(1.0, row.numel() + 1, device=row.device).cos()
+                    rows.clear()
+                    torch.autograd.grad(
+                        row, params, weights.to(row.dtype), retain_graph=True, allow_unused=True
+                    )
+                    yield number, b, dict(rows)
+    finally:
+        call.spent = True
+        call.end()
+        if before is not None:
+            session.resume_forward(before)
+
+
+def _has_samples(x: Tensor, axis: int, B: int) -> bool:
+    return x.is_floating_point() and x.requires_grad and x.dim() > axis and x.shape[axis] == B
+
+
+@contextmanager
+def _noted(session: ClippingSession) -> Iterator[_Rows]:
+    """Let backward passes note squared norms of the rows that layers record, and nothing else."""
+    noted: _Rows = {}
+
+    class NotesRows(BackwardPass):
+        def record(
+            self,
+            path: str,
+            params: Sequence[nn.Parameter],
+            factors: Sequence[Factor],
+            readers: Readers | None = None,
+        ) -> None:
+            with torch.no_grad():
+                for factor in factors:
+                    rows_R = factor.sqnorms("torch").detach()
+                    if path in noted and len(noted[path]) != len(rows_R):
+                        rows_R = rows_R.new_full((1,), torch.nan)  # no multiple of the samples
+                    elif path in noted:
+                        rows_R = rows_R + noted[path]
+                    noted[path] = rows_R
+
+    kind: Any = session.backward_pass_class
+    session.backward_pass_class, session.keeps_rows = NotesRows, True
+    try:
+        yield noted
+    finally:
+        session.backward_pass_class, session.keeps_rows = kind, False

@@ -1,0 +1,205 @@
+"""Rows that are parts of samples, found without a declaration; and rows that only look like it.
+
+Shape suffixes: B samples, T positions, d features.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
+
+
+class Flat(nn.Module):
+    """Positions of all samples are one axis, ``order`` says in which order: OPT's feed-forward."""
+
+    def __init__(self, order: str = "samples first") -> None:
+        super().__init__()
+        self.embed, self.ffn, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm = nn.LayerNorm(4)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        B, T = h.shape[:2]
+        if self.order == "positions first":
+            rows = self.ffn(self.norm(h.transpose(0, 1).reshape(T * B, 4)))
+            return self.head(h + rows.view(T, B, 4).transpose(0, 1))
+        if self.order == "halves":
+            halves = h.unflatten(1, (2, T // 2)).transpose(0, 1).reshape(B * T, 4)
+            back = self.ffn(self.norm(halves)).view(2, B, T // 2, 4).transpose(0, 1)
+            return self.head(h + back.reshape(B, T, 4))
+        return self.head(h + self.ffn(self.norm(h.reshape(B * T, 4))).view_as(h))
+
+
+class Windows(nn.Module):
+    """Windows folded into the batch, with a table of biases by relative position, as Swin's."""
+
+    def __init__(self, size: int = 4, heads: int = 2) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Linear(3, 4), nn.Linear(4, 12), nn.Linear(4, 2)
+        self.table = nn.Parameter(torch.randn(2 * size - 1, heads))
+        self.scale = nn.Parameter(torch.ones(heads, 1, 1))
+        self.size, self.heads = size, heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + self.attend(h.unflatten(1, (-1, self.size)).flatten(0, 1)).view_as(h)
+        return self.head(h)
+
+    def attend(self, rows: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(rows).chunk(3, -1)
+        )
+        places = torch.arange(self.size)
+        bias = self.table[places[:, None] - places + self.size - 1].permute(2, 0, 1)
+        weights = (self.scale * (q @ k.mT) + bias).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_positions_of_all_samples_in_one_axis(samples: int, mode: str) -> None:
+    torch.manual_seed(samples)
+    check_by_autograd(Flat().double(), float64s(samples, 4, 3), squares, mode=mode)
+
+
+def test_windows_with_a_table_of_biases() -> None:
+    torch.manual_seed(0)
+    check_by_autograd(Windows().double(), float64s(3, 12, 3), squares)
+
+
+def test_other_batches_after_the_first() -> None:
+    torch.manual_seed(0)
+    model = Flat().double()
+    flash = GradSampleModuleFlashClipping(model)
+    for samples, positions in ((3, 4), (1, 6), (5, 2), (2, 1)):
+        model.zero_grad(set_to_none=True)
+        (x,) = float64s(samples, positions, 3)
+        squares(flash, (x,)).backward()
+        found = flash.get_norm_sample()
+        for b in range(samples):
+            model.zero_grad(set_to_none=True)
+            squares(flash, (x[b : b + 1],)).backward()
+            torch.testing.assert_close(flash.get_norm_sample()[0], found[b])
+
+
+def refused(model: nn.Module, batch: tuple[Tensor, ...], words: str) -> None:
+    flash = GradSampleModuleFlashClipping(model.double())
+    with pytest.raises(FlashClippingError, match=words):
+        squares(flash, batch).backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("order", ["positions first", "halves"])
+def test_rows_of_a_sample_that_lie_apart(order: str) -> None:
+    torch.manual_seed(0)
+    refused(Flat(order), float64s(3, 4, 3), r"ffn .* 12 rows for a batch of 3")
+
+
+class Gated(Flat):
+    """What is behind a gate that is still 0 shows no order, here the wrong one."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__(order)
+        self.embed.weight.data.zero_()
+        self.embed.bias.data.zero_()
+
+
+def test_rows_that_are_all_alike_show_nothing() -> None:
+    torch.manual_seed(0)
+    refused(Gated("positions first"), float64s(3, 4, 3), r"ffn .* 12 rows for a batch of 3")
+
+
+class Chosen(nn.Module):
+    """Rows that values choose: by a mask, or sorted. In this batch they lie sample by sample."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.expert, self.head, self.by = nn.Linear(3, 3), nn.Linear(3, 2), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        if self.by == "mask":
+            places = (rows[:, 0] > 0).nonzero().squeeze(1)
+        elif self.by == "sort":
+            places = (rows[:, 0] > 9).long().argsort(stable=True)
+        else:
+            places = rows[:, 1].sort().indices
+        out = rows.index_put((places,), self.expert(rows[places]))
+        return self.head(out.view_as(x))
+
+
+@pytest.mark.parametrize("by", ["mask", "sort", "values"])
+def test_rows_that_values_choose(by: str) -> None:
+    torch.manual_seed(0)
+    (x,) = float64s(3, 4, 3)
+    x[..., 0] = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
+    x[..., 1] = torch.arange(12.0).view(3, 4).double()
+    refused(Chosen(by), (x,), r"expert .* for a batch of 3")
+
+
+class TokenOfFrames(nn.Module):
+    """A class token in front of every frame; those of the first ``B`` frames are taken for the
+    samples': the value that they should have, and other samples' rows. TimeSformer does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, frames, T, d]
+        h = self.embed(x.flatten(0, 1))
+        h = torch.cat([self.token.expand(len(h), -1, -1), h], 1)
+        token = h[: len(x), :1]
+        return self.head(token.square() + h[:, 1:].unflatten(0, x.shape[:2]).mean((1, 2))[:, None])
+
+
+def test_gradients_that_reach_rows_of_other_samples() -> None:
+    torch.manual_seed(0)
+    refused(TokenOfFrames(), float64s(3, 2, 4, 3), r"the model .* cannot\s+be shown")
+    model = TokenOfFrames()
+    model.token.requires_grad_(False)
+    check_by_autograd(model.double(), float64s(3, 2, 4, 3), squares)
+
+
+class LossAlone(Flat):
+    def forward(self, x: Tensor) -> Tensor:
+        return mean_squares(super().forward(x))
+
+
+def test_a_model_that_returns_its_loss_alone() -> None:
+    flash = GradSampleModuleFlashClipping(LossAlone().double())
+    with pytest.raises(FlashClippingError, match="returns a loss alone"):
+        flash(*float64s(3, 4, 3)).backward()
+
+
+class HooksItself(nn.Module):
+    """Hooks its layers in the first forward, and notes that it has, as models of transformers do
+    that return what their layers returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.kept: list[Tensor] = []
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.embed.register_forward_hook(lambda *given: self.kept.append(given[-1]))
+            self.is_hooked = True
+        self.kept.clear()
+        h = self.embed(x)
+        return self.head(h + torch.stack(self.kept).sum(0))
+
+
+def test_a_rehearsal_leaves_no_hooks() -> None:
+    torch.manual_seed(0)
+    check_by_autograd(HooksItself().double(), float64s(3, 3), squares)
+    model = HooksItself().double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 3)).backward()
+    assert len(model.embed._forward_hooks) == 1
