@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import (
     certificate,
+    convolutions,
     hyper_connections,
     memory,
     mixtures,
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         hyper_connections,
         product_key,
         segments,
+        convolutions,
         versions,
         walk,
     )

@@ -329,8 +329,27 @@ _EXPERT_LAYERS: dict[str, dict[str, Any]] = {
     for zipf in (False, True)
 } | {f"{kind}-tiny": dict(batch=3, seq=10, zipf=True) for kind in ("experts", "mixture")}
 
+#: Networks of :mod:`benchmarks.convolutional`, and their sizes.
+_CONVOLUTIONAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "wrn-16-4": ("wide_resnet", dict(depth=16, widen=4, batch=512)),
+    "wrn-40-4": ("wide_resnet", dict(depth=40, widen=4, batch=256)),
+    "resnet50-gn": ("resnet", {}),
+    "convnext-t": ("convnext", {}),
+    "unet": ("unet", {}),
+    "wrn-tiny": ("wide_resnet", dict(depth=10, widen=1, batch=4, size=8)),
+    "resnet-tiny": (
+        "resnet",
+        dict(blocks=(1, 1), width=16, batch=4, size=16, classes=10),
+    ),
+    "convnext-tiny": (
+        "convnext",
+        dict(blocks=(1, 1), width=8, batch=4, size=16, classes=10),
+    ),
+    "unet-tiny": ("unet", dict(width=16, levels=(1, 2), batch=4, size=8, head=16)),
+}
+
 #: Models written here.
-OWN_NAMES: tuple[str, ...] = tuple(_NAMED)
+OWN_NAMES: tuple[str, ...] = (*_NAMED, *_CONVOLUTIONAL)
 NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERT_LAYERS)
 
 
@@ -363,6 +382,10 @@ def workload(
     elif name in _NAMED:
         factory, defaults = _NAMED[name]
         defaults = {"name": name, **defaults}
+    elif name in _CONVOLUTIONAL:
+        module = importlib.import_module("benchmarks.convolutional")
+        kind, sizes = _CONVOLUTIONAL[name]
+        factory, defaults = getattr(module, kind), {"name": name, **sizes}
     elif name in _HUGGING_FACE:
         module = importlib.import_module("benchmarks.huggingface")
         factory, defaults = getattr(module, _HUGGING_FACE[name]), {"name": name}
