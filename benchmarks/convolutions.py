@@ -34,6 +34,7 @@ from flash_clipping.ops.convolution import (
     convolution_grads,
     convolution_sqnorms,
     convolution_sum,
+    laid_out,
     reference,
 )
 from flash_clipping.ops.outer import weighted_sum
@@ -212,6 +213,7 @@ class Work:
             ("clipped sum", lambda: convolution_sum(x, G, coef, geometry)),
             ("forward", lambda: torch.convolution(x, weight, None, *options, *rest)),
             ("other format", copies),
+            ("laid out", lambda: laid_out(x, G, geometry)),
         ]
         own = Result(self.name, floor, "", flop), lambda: reference.weight_grad(x, G, geometry)
         return [own, *((Result(self.name, name, floor, flop), call) for name, call in calls)]

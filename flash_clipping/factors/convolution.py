@@ -17,6 +17,7 @@ from flash_clipping.ops.convolution import (
     convolution_grads,
     convolution_sqnorms,
     convolution_sum,
+    laid_out,
     reference,
 )
 from flash_clipping.ops.runtime import cost
@@ -58,6 +59,8 @@ class Convolution(Factor):
     def _measured(self, backend: str) -> tuple[Tensor, Tensor | None]:
         """Squared norms in parts, and what is in doubt of them: whoever measures knows."""
         if self._norms is None:
+            # The clipped sum will want them so as well.
+            self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
             self._norms = convolution_sqnorms(self.x, self.G, self.geometry, backend=backend)
         return self._norms
 

@@ -14,6 +14,15 @@ from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import check_coefficients
 
 
+def laid_out(
+    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The operands in the memory format in which the other functions here read them: copies where
+    they are in another. For a caller who will ask twice, and can let go of what it had."""
+    x, G = _checked(x, G, geometry)
+    return backends.run(reference.laid_out, backend, G, x, G, geometry)
+
+
 def convolution_sqnorms(
     x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +79,7 @@ def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Operands of one dtype that fit together: a kernel reads where these shapes say."""
     out_sizes = geometry.out_sizes(x.shape)
     groups = geometry.groups
-    if G.shape != (x.shape[0], G.shape[1], *out_sizes) or x.shape[1] % groups:
+    if G.shape != (*x.shape[:1], *G.shape[1:2], *out_sizes) or x.shape[1] % groups:
         raise ValueError(
             f"G has shape {tuple(G.shape)} and x has shape {tuple(x.shape)}; expected "
             f"[B, O, {', '.join(map(str, out_sizes))}] for this convolution: {geometry}."

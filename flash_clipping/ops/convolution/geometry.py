@@ -73,6 +73,8 @@ class InThree(NamedTuple):
     Attributes:
         x_strides: of sample, channel and three axes.
         channels_last: whether a position's channels lie together in ``x``.
+        is_flat: whether the window is one element that meets every position once, and these lie at
+            one distance.
         is_wide: whether a sample of ``x`` spans more elements than 32 bits count.
     """
 
@@ -84,6 +86,7 @@ class InThree(NamedTuple):
     out_sizes: tuple[int, int, int]
     x_strides: tuple[int, int, int, int, int]
     channels_last: bool
+    is_flat: bool
     is_wide: bool
 
     @property
@@ -110,6 +113,12 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
     # Of samples and axes of one element strides say nothing.
     span = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
     positions = math.prod(shape[2:])
+    sees_each_once = set(geometry.kernel) == set(geometry.stride) == {1} and not any(
+        geometry.padding
+    )
+    at_one_distance = all(
+        strides[axis] == strides[axis + 1] * shape[axis + 1] for axis in range(2, len(shape) - 1)
+    )
     return InThree(
         filled(geometry.kernel, 1),
         filled(geometry.stride, 1),
@@ -119,6 +128,7 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
         filled(out_sizes, 1),
         (strides[0], strides[1], *spatial),
         strides[1] == 1 and positions > 1,
+        sees_each_once and at_one_distance,
         span >= 1 << 31,
     )
 

@@ -25,6 +25,11 @@ COPIED_ELEMENTS = 1 << 20
 """Elements that oneDNN lays out anew for one call: less than it does for a whole batch."""
 
 
+def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.convolution.laid_out`."""
+    return x, G
+
+
 def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.convolution.convolution_sqnorms`."""
     if not len(G):

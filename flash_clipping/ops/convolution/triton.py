@@ -32,6 +32,7 @@ from torch import Tensor
 
 from flash_clipping.ops.convolution.depthwise import depthwise_grads
 from flash_clipping.ops.convolution.geometry import Geometry, flat_positions, in_three
+from flash_clipping.ops.convolution.layout import channels_last
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -81,6 +82,7 @@ def _convolution_kernel(
     MODE: tl.constexpr,
     ONE_OFFSET: tl.constexpr,
     DEPTH: tl.constexpr,
+    FLAT: tl.constexpr,
     X_CHANNELS_LAST: tl.constexpr,
     G_CHANNELS_LAST: tl.constexpr,
     WIDE: tl.constexpr,
@@ -153,19 +155,22 @@ def _convolution_kernel(
         # Where the window of every position begins, and x at these tile's offsets: [t, n].
         to = tl.expand_dims(t, 1 if X_CHANNELS_LAST else 0)
         inside = to < T
-        if DEPTH:
-            d = to // (out_width * out_height) * stride_d + from_d
-            inside = inside & (d >= 0) & (d < depth)
-            h = to // out_width % out_height * stride_h + from_h
+        if FLAT:
+            x_at = (to.to(tl.int64) if WIDE else to) * x_stride_w
         else:
-            h = to // out_width * stride_h + from_h
-        w = to % out_width * stride_w + from_w
-        inside = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        if WIDE:
-            h, w = h.to(tl.int64), w.to(tl.int64)
-        x_at = h * x_stride_h + w * x_stride_w
-        if DEPTH:
-            x_at += (d.to(tl.int64) if WIDE else d) * x_stride_d
+            if DEPTH:
+                d = to // (out_width * out_height) * stride_d + from_d
+                inside = inside & (d >= 0) & (d < depth)
+                h = to // out_width % out_height * stride_h + from_h
+            else:
+                h = to // out_width * stride_h + from_h
+            w = to % out_width * stride_w + from_w
+            inside = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+            if WIDE:
+                h, w = h.to(tl.int64), w.to(tl.int64)
+            x_at = h * x_stride_h + w * x_stride_w
+            if DEPTH:
+                x_at += (d.to(tl.int64) if WIDE else d) * x_stride_d
         mask = inside if ONE_OFFSET else inside & in_columns
         x = tl.load(x_ptr + b * x_stride_b + (x_at + columns), mask=mask, other=0.0)
         if not X_CHANNELS_LAST:
@@ -225,12 +230,27 @@ def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  #
     return Config(block_o, block_n, block_t, promote=16 if T > 2048 else 0)
 
 
+FEWEST_CHANNELS = 16
+"""Of a group, for which laying them side by side is worth it."""
+
+
+def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.convolution.laid_out`."""
+    if x.element_size() > 2 or geometry.is_depthwise(x):
+        return x, G  # numbers of 32 bits are fetched one by one as they are
+    three = in_three(geometry, x)
+    in_rows = G.shape[2:].numel() % (16 // G.element_size()) == 0
+    if not (three.is_flat and in_rows) and x.shape[1] // geometry.groups >= FEWEST_CHANNELS:
+        x = channels_last(x)
+    return x, G if in_rows else channels_last(G)
+
+
 def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.convolution.reference.convolution_sqnorms`."""
     if geometry.is_depthwise(x):
         grads = depthwise_grads(x, G, geometry)
         return torch.linalg.vector_norm(grads.flatten(1), dim=1).square_().unsqueeze(1), None
-    parts_Bn, _ = launch_convolution("norm", x, G, geometry)
+    parts_Bn, _ = launch_convolution("norm", *laid_out(x, G, geometry), geometry)
     return parts_Bn, None
 
 
@@ -238,7 +258,7 @@ def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor,
     """See :func:`flash_clipping.ops.convolution.reference.convolution_grads`."""
     if geometry.is_depthwise(x):
         return depthwise_grads(x, G, geometry), None
-    parts_Bn, grads = launch_convolution("store", x, G, geometry)
+    parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry)
     assert grads is not None
     return geometry.in_order_of_weight(grads), parts_Bn
 
@@ -247,7 +267,7 @@ def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) ->
     """See :func:`flash_clipping.ops.convolution.reference.convolution_sum`."""
     if geometry.is_depthwise(x):
         return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
-    _, sums = launch_convolution("sum", x, G, geometry, coef_B)
+    _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B)
     assert sums is not None
     chunked = geometry.in_order_of_weight(sums)
     result = chunked.new_empty(chunked.shape[1:])  # as the parameter lies, in one launch
@@ -312,6 +332,7 @@ def launch_convolution(
         MODE=mode,
         ONE_OFFSET=C % config.block_n == 0,
         DEPTH=len(geometry.kernel) == 3,
+        FLAT=three.is_flat,
         X_CHANNELS_LAST=three.channels_last,
         G_CHANNELS_LAST=G.stride(1) == 1 and T > 1,
         WIDE=three.is_wide or _span(G) >= 1 << 31,
