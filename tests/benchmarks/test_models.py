@@ -31,6 +31,11 @@ def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
         ("gpt2-medium", 354.8, 8, 1024),
         ("bert-base", 109.5, 64, 128),
         ("vit-large", 304.3, 64, 197),
+        ("wrn-16-4", 2.749, 512, 1),
+        ("wrn-40-4", 8.949, 256, 1),
+        ("resnet50-gn", 25.56, 128, 1),
+        ("convnext-t", 28.58, 128, 1),
+        ("unet", 8.875, 64, 1),
     ],
 )
 def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
