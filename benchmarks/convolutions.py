@@ -119,9 +119,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         candidates = work.candidates()
         if options.sweep:
             candidates += sweep(work)
-        results += measure(candidates, options.rounds, device)
+        found = measure(candidates, options.rounds, device)
+        console.print(table(found, name))  # layer by layer: an interrupted run leaves what it has
+        results += found
         settle(device)
-    console.print(table(results, name, device))
     if options.json:
         content = {
             "kind": "convolutions",
@@ -262,7 +263,7 @@ def compile_before(options: argparse.Namespace, name: str) -> None:
         part.wait()
 
 
-def table(results: list[Result], name: str, device: torch.device) -> Table:
+def table(results: list[Result], name: str) -> Table:
     found = Table("layer", "operation", "time (µs)", "TFLOP/s", "of weight gradient", title=name)
     for result in results:
         share = "" if result.of_floor is None else f"{result.of_floor:.2f}"
