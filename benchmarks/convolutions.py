@@ -234,20 +234,16 @@ def sweep(work: Work) -> Iterator[Candidate] | list[Candidate]:
         for mode in ("norm", "sum")
     }
     chosen = config_for(x.dtype, G.shape[2:].numel(), C, O, geometry.offsets)
-    tiles = [(64, 64, 64, 4), (64, 128, 64, 4), (128, 64, 64, 4), (128, 128, 64, 8)]
-    tiles += [(64, 64, 32, 4), (64, 32, 64, 4)]
-    for (block_o, block_n, block_t, warps), programs in itertools.product(tiles, (4, 16)):
-        if programs != 4 and block_t == 32:
-            continue
-        config = Config(block_o, block_n, block_t, chosen.promote, warps, 3, programs)
+    tiles = [(64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4), (64, 64, 4, 16)]
+    for (block_o, block_n, warps, programs), mode in itertools.product(tiles, settings):
         if x.dtype == torch.float32 and block_n * block_o > 64 * 128:
             continue
-        for mode, call in settings.items():
-            if mode == "sum" and (block_t, block_n) not in ((64, 64), (64, 128)):
-                continue
-            label = f"{mode} {block_o}x{block_n}x{block_t} w{warps} p{programs}"
-            result = Result(work.name, label, "weight gradient", work.flop)
-            found.append((result, partial(call, config=config)))
+        if mode == "sum" and programs > 6:
+            continue
+        config = Config(block_o, block_n, 64, chosen.promote, warps, 3, programs)
+        label = f"{mode} {block_o}x{block_n} w{warps} p{programs}"
+        result = Result(work.name, label, "weight gradient", work.flop)
+        found.append((result, partial(settings[mode], config=config)))
     return found
 
 

@@ -273,9 +273,8 @@ def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) ->
         return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
     _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B)
     assert sums is not None
-    chunked = geometry.in_order_of_weight(sums)
-    result = chunked.new_empty(chunked.shape[1:])  # as the parameter lies, in one launch
-    return torch.sum(chunked, 0, out=result)
+    # Adds up and puts into the weight's order at once; PyTorch's own sum would read out of order.
+    return weighted_sum(geometry.in_order_of_weight(sums), sums.new_ones(len(sums)))
 
 
 def launch_convolution(
