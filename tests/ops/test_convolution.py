@@ -30,6 +30,7 @@ SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
     "groups": (Geometry((3, 3), (2, 2), (1, 1), (1, 1), 2), (6, 9, 8), 34, PLAIN, PLAIN),
     "wide groups": (Geometry((1, 2), (1, 1), (0, 0), (1, 1), 3), (48, 4, 5), 9, LAST, LAST),
     "1 x 1": (Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1), (70, 3, 5), 66, PLAIN, PLAIN),
+    "1 x 1, strided": (Geometry((1, 1), (2, 1), (0, 0), (1, 1), 1), (4, 5, 4), 5, PLAIN, LAST),
     "1d": (Geometry((5,), (2,), (3,), (1,), 1), (4, 40), 6, PLAIN, PLAIN),
     "3d": (Geometry((2, 3, 1), (1, 2, 1), (1, 0, 1), (2, 1, 1), 1), (5, 4, 7, 3), 17, PLAIN, LAST),
     "one position": (Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1), (4, 3, 3), 5, LAST, LAST),
