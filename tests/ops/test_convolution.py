@@ -103,6 +103,10 @@ def check(x: Tensor, G: Tensor, of: Geometry, case: Case, keep: list[int] | None
 @every_case
 @shapes
 def test_all_of_it_is_that_of_one_sample_after_the_other(case: Case, name: str) -> None:
+    interpreted = case.backend == "triton" and case.device == "cpu"
+    in_half = case.dtype == torch.float16
+    if interpreted and name != "same" and list(SHAPES).index(name) % 2 == in_half:
+        pytest.skip("interpreted in the other dtype: there a shape takes a second")
     check(*operands(name, case), case)
 
 
