@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import (
     certificate,
+    convolutions,
     hyper_connections,
     memory,
     mixtures,
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         segments,
         subclasses,
         survey,
+        convolutions,
         versions,
         walk,
     )

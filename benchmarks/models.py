@@ -248,46 +248,6 @@ def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Wo
     return Workload(name, build, draw, batch=batch)
 
 
-class WideBlock(nn.Module):
-    """Pre-activation residual block; a 1×1 convolution beside it where the shape changes."""
-
-    def __init__(self, channels: int, grown: int, stride: int) -> None:
-        super().__init__()
-        self.first_norm = nn.GroupNorm(16, channels)
-        self.first = nn.Conv2d(channels, grown, 3, stride=stride, padding=1, bias=False)
-        self.second_norm = nn.GroupNorm(16, grown)
-        self.second = nn.Conv2d(grown, grown, 3, padding=1, bias=False)
-        same = channels == grown and stride == 1
-        self.beside = (
-            nn.Identity() if same else nn.Conv2d(channels, grown, 1, stride=stride, bias=False)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        active = F.relu(self.first_norm(x))
-        grown = self.first(active)
-        return self.beside(x) + self.second(F.relu(self.second_norm(grown)))
-
-
-def wide_resnet(name: str, *, depth: int, batch: int, width: int = 4, size: int = 32) -> Workload:
-    """A wide residual network for small images, with GroupNorm, as in private training."""
-
-    def build() -> nn.Module:
-        parts: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
-        channels = 16
-        for group in range(3):
-            for number in range((depth - 4) // 6):
-                grown = 16 * width * 2**group
-                parts.append(WideBlock(channels, grown, 2 if group and not number else 1))
-                channels = grown
-        pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-        return nn.Sequential(
-            *parts, nn.GroupNorm(16, channels), nn.ReLU(), *pooled, nn.Linear(channels, 10)
-        )
-
-    draw = functools.partial(draw_images, batch=batch, size=size, classes=10)
-    return Workload(name, build, draw, batch=batch)
-
-
 # --------------------------------------------------------------------------------------------------
 # Low-rank adapters
 # --------------------------------------------------------------------------------------------------
@@ -346,8 +306,6 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
         dict(layers=12, width=768, hidden=3072, vocab=50_257, batch=8, seq=128),
     ),
     "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
-    "wrn-16-4": (wide_resnet, dict(depth=16, batch=512)),
-    "wrn-40-4": (wide_resnet, dict(depth=40, batch=256)),
     "tiny": (
         decoder,
         dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8),
@@ -379,8 +337,27 @@ _EXPERT_LAYERS: dict[str, dict[str, Any]] = {
     for zipf in (False, True)
 } | {f"{kind}-tiny": dict(batch=3, seq=10, zipf=True) for kind in ("experts", "mixture")}
 
+#: Networks of :mod:`benchmarks.convolutional`, and their sizes.
+_CONVOLUTIONAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "wrn-16-4": ("wide_resnet", dict(depth=16, widen=4, batch=512)),
+    "wrn-40-4": ("wide_resnet", dict(depth=40, widen=4, batch=256)),
+    "resnet50-gn": ("resnet", {}),
+    "convnext-t": ("convnext", {}),
+    "unet": ("unet", {}),
+    "wrn-tiny": ("wide_resnet", dict(depth=10, widen=1, batch=4, size=8)),
+    "resnet-tiny": (
+        "resnet",
+        dict(blocks=(1, 1), width=16, batch=4, size=16, classes=10),
+    ),
+    "convnext-tiny": (
+        "convnext",
+        dict(blocks=(1, 1), width=8, batch=4, size=16, classes=10),
+    ),
+    "unet-tiny": ("unet", dict(width=16, levels=(1, 2), batch=4, size=8, head=16)),
+}
+
 #: Models written here.
-OWN_NAMES: tuple[str, ...] = tuple(_NAMED)
+OWN_NAMES: tuple[str, ...] = (*_NAMED, *_CONVOLUTIONAL)
 NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERT_LAYERS)
 
 
@@ -413,6 +390,10 @@ def workload(
     elif name in _NAMED:
         factory, defaults = _NAMED[name]
         defaults = {"name": name, **defaults}
+    elif name in _CONVOLUTIONAL:
+        module = importlib.import_module("benchmarks.convolutional")
+        kind, sizes = _CONVOLUTIONAL[name]
+        factory, defaults = getattr(module, kind), {"name": name, **sizes}
     elif name in _HUGGING_FACE:
         module = importlib.import_module("benchmarks.huggingface")
         function, chosen = _HUGGING_FACE[name]

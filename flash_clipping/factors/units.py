@@ -207,7 +207,10 @@ def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor
     sq_U = Dense(_unit_sums(rows, units)).sqnorms(backend)
     # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
     # that was measured as it is released, the spread over rows is its norm.
-    doubt_M = rows.doubt(backend)
+    if isinstance(rows, Convolution):  # its rows were formed by another product
+        doubt_M: Tensor | None = rows.doubt_of_any_product()
+    else:
+        doubt_M = rows.doubt(backend)
     if doubt_M is None:
         doubt_M = certificate.doubt(rows.sqnorms(backend).sqrt())
     return sq_U, units.sums(doubt_M.sqrt().unsqueeze(1)).squeeze(1).square_().to(sq_U.dtype)

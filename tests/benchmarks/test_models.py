@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import huggingface, models
+from benchmarks import convolutional, huggingface, models
 from benchmarks.methods import Setting
 from benchmarks.session import Session
 
@@ -43,6 +43,9 @@ def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
         ("mixtral-small", 428.4, 8, 512),
         ("wrn-16-4", 2.749, 512, 1),
         ("wrn-40-4", 8.949, 256, 1),
+        ("resnet50-gn", 25.56, 128, 1),
+        ("convnext-t", 28.58, 128, 1),
+        ("unet", 8.875, 64, 1),
     ],
 )
 def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
@@ -132,7 +135,7 @@ def small(kind: str) -> models.Workload:
         config = dict(vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
         config |= dict(intermediate_size=8, max_position_embeddings=10)
         return huggingface.classifier(kind, "Roberta", config, batch=3, seq=5, vocab=17)
-    return models.wide_resnet(kind, depth=10, batch=3, width=1, size=8)
+    return convolutional.wide_resnet(kind, depth=10, widen=1, batch=3, size=8)
 
 
 @pytest.mark.parametrize("kind", ["lora", "mixtral", "roberta", "wide"])

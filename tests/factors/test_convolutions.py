@@ -10,6 +10,13 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import Convolution
+from flash_clipping.factors.units import UnitMap, by_units
+from flash_clipping.ops import certificate
+from flash_clipping.ops.convolution import reference
+from flash_clipping.ops.runtime.backend import is_interpreting
+from tests.support.cases import bound_between, check_case, make_case, step_case
+from tests.support.models import Case, floats
+from tests.support.oracle import per_sample_truth
 
 LAYERS = {
     "1d": (nn.Conv1d(8, 16, 5, stride=2, padding=3), (40,)),
@@ -52,10 +59,11 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 @layers
 @dtypes
-@pytest.mark.parametrize("way", ["_by_patches", "_by_groups"])
-def test_gradients_are_the_samples_own(name: str, dtype: torch.dtype, way: str) -> None:
+@pytest.mark.parametrize("way", [reference.by_patches, reference.by_groups])
+def test_gradients_are_the_samples_own(name: str, dtype: torch.dtype, way: Any) -> None:
     factor, truth = factor_and_truth(name, dtype)
-    assert error(getattr(factor, way)(), truth) <= (1e-5 if dtype == torch.float32 else 1e-12)
+    found = way(factor.x, factor.G, factor.geometry)
+    assert error(found, truth) <= (1e-5 if dtype == torch.float32 else 1e-12)
 
 
 @layers
@@ -64,8 +72,8 @@ def test_gradients_are_the_samples_own(name: str, dtype: torch.dtype, way: str) 
 def test_norms(
     name: str, dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Convolution, "CHUNK_ELEMENTS_CPU", elements)
-    monkeypatch.setattr(Convolution, "COPIED_ELEMENTS", elements)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(reference, "COPIED_ELEMENTS", elements)
     factor, truth = factor_and_truth(name, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected = truth.flatten(1).square().sum(1)
@@ -82,7 +90,9 @@ def test_a_bad_sample_leaves_the_others_alone(name: str) -> None:
     factor.x[2] = float("nan")
     factor.G[3] = float("inf")
     keep = torch.tensor([True, True, False, False, True])
-    for dense in (factor._by_patches(), factor._by_groups(), factor.stored("torch").dense()):
+    operands = factor.x, factor.G, factor.geometry
+    ways = [reference.by_patches(*operands), reference.by_groups(*operands)]
+    for dense in (*ways, factor.stored("torch").dense()):
         assert error(dense[keep], truth[keep]) <= 1e-5
         assert not dense[~keep].flatten(1).isfinite().all(1).any()
 
@@ -110,3 +120,41 @@ def test_gradients_are_kept_only_where_they_are_small(
     module(torch.randn(4, channels, size, size)).square().sum(1).mean().backward()
     assert len(sizes) == kept
     assert all(kept_now <= 1.5 * replaced for kept_now, replaced in sizes)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="kernels are compiled for the GPU in this run")
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_model_on_kernels(mode: str) -> None:
+    """Gradients kept and not, padding that no kernel adds, strides, groups, channels of one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4, bias=False),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 2, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(6, 16, 2),
+        nn.Flatten(),
+    )
+    case = Case(lambda: model, floats(3, 2, 6, 6))
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, backend="triton")
+    step_case(module, case, batch, "mean")
+    check_case(module, truth, bound, 1e-5)
+
+
+def test_units_doubt_their_rows_whatever_measured_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels measure what they release of a row; of a unit another product is measured."""
+    factor, truth = factor_and_truth("2d", torch.float32, B=4)
+    units = UnitMap(torch.tensor([0, 1, 0, 1]), 2)
+    expected = by_units(factor, units).doubt("torch")
+    of_kernels, _ = factor_and_truth("2d", torch.float32, B=4)
+    monkeypatch.setattr(Convolution, "doubt", lambda self, backend: None)
+    found = by_units(of_kernels, units).doubt("torch")
+    assert expected is not None and found is not None
+    assert error(found, expected.double()) <= 1e-6
+    norm_U = units.sums(truth).flatten(1).norm(dim=1)
+    assert bool((found > certificate.doubt(norm_U)).all())  # by the spread, not by the norm

@@ -355,3 +355,16 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_for(A[..., :63], G[..., :1]) == "hopper"  # rows lie on 16 bytes
     monkeypatch.setattr(module, "has_gluon", lambda: False)
     assert kernel_for(A, G) == "portable"
+
+
+@every_case
+def test_many_samples_of_one_position(case: Case) -> None:
+    """As the last layer of a classifier has them; one that is dropped holds what is not finite."""
+    A, G = case.randn(130, 1, 24), case.randn(130, 1, 10, seed=1)
+    coef = torch.rand(130, device=case.device)
+    A[7], G[9], coef[7], coef[9] = float("inf"), float("nan"), 0, 0
+    keep = coef != 0
+    (found,) = clipped_sums(A, [G], coef, backend=case.backend)
+    grads = per_sample_gradients(A[keep], G[keep])
+    oracle = torch.einsum("bpd,b->pd", grads, coef[keep].cpu().double())
+    assert relative_error(found, oracle) <= max(case.tolerance / 10, 1e-6)

@@ -36,6 +36,7 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 jit.JITFunction.run = compile_only
 
 from flash_clipping.ops.clipped_sum import triton as clipped_sum_triton
+from flash_clipping.ops.convolution import Geometry, triton as convolution_triton
 from flash_clipping.ops.embedding import triton as embedding_triton
 from flash_clipping.ops.gram import triton as gram_triton
 from flash_clipping.ops.hyper_connections import triton as hyper_connections_triton
@@ -76,6 +77,21 @@ for dtype in (torch.bfloat16, torch.float32):
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
     outer_triton.weighted_sum(A, coef)
     outer_triton.weighted_sums_many([A, G], coef)
+    kept = torch.empty(2, 64, 9, 32, dtype=dtype).unflatten(2, (3, 3)).movedim(-1, 2)
+    outer_triton.weighted_sums_many([kept, kept], coef)
+    for stride, padding, groups, C in ((1, 1, 1, 64), (2, 0, 2, 6)):
+        of = Geometry((3, 3), (stride,) * 2, (padding,) * 2, (1, 1), groups)
+        x = torch.empty(2, C, 16, 16, dtype=dtype)
+        y = torch.empty(2, 128, *of.out_sizes(x.shape), dtype=dtype)
+        for lies in (torch.contiguous_format, torch.channels_last):
+            pair = x.contiguous(memory_format=lies), y.contiguous(memory_format=lies)
+            convolution_triton.convolution_sqnorms(*pair, of)
+            convolution_triton.convolution_grads(*pair, of)
+            convolution_triton.convolution_sum(*pair, coef, of)
+            convolution_triton.convolution_grads(pair[0], pair[0], of._replace(groups=C))
+    long = torch.empty(2, 64, 2, 2, 1024, dtype=dtype)
+    of = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    convolution_triton.convolution_sum(long, long, coef, of)
     noise_triton.draw([A, G], 1.0, 2.0, seed=1, offset=0)
     noise_triton.draw([A, G], 1.0, 2.0, torch.bfloat16, seed=1, offset=0)
     noise_triton.draw([A.flatten()[1:]], 1.0, 2.0, seed=1, offset=0)
@@ -146,7 +162,10 @@ KERNELS = {
     "row_sums_kernel",
     "spread_kernel",
     "tokens_kernel",
+    "_channels_last_kernel",
     "_clipped_sums_kernel",
+    "_convolution_kernel",
+    "_depthwise_kernel",
     "_gates_grad_kernel",
     "_gates_kernel",
     "_gather_kernel",

@@ -210,8 +210,24 @@ WEIGHTED_UNROLL = 4
 
 
 @triton.jit
+def _in_order_of_weight(columns, K, C):
+    """Where elements in the order (o, k, c) are in the order (o, c, k)."""
+    within = columns % (K * C)
+    return columns - within + within % C * K + within // C
+
+
+@triton.jit
 def _weighted_sum_kernel(
-    grads_ptr, coef_ptr, out_ptr, B, N, stride_b, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+    grads_ptr,
+    coef_ptr,
+    out_ptr,
+    B,
+    N,
+    stride_b,
+    K,
+    C,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
@@ -224,14 +240,26 @@ def _weighted_sum_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(start + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + columns, total, mask=inside)
+    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=inside)
+
+
+def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
+    """The same elements, those of a sample one after the other: a view of gradients as kernels for
+    convolutions leave them (K offsets of a window before C channels), else a copy. And K and C;
+    1 and 1 where elements are in their parameter's order."""
+    if grads[0].is_contiguous():
+        return grads, 1, 1
+    if grads.dim() > 3:
+        channels_last = grads.movedim(2, -1)
+        if channels_last[0].is_contiguous():
+            return channels_last, grads.shape[3:].numel(), grads.shape[2]
+    return grads.contiguous(), 1, 1
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.outer.weighted_sum`."""
-    if not grads[0].is_contiguous():
-        grads = grads.contiguous()
     out = torch.empty(grads.shape[1:], dtype=torch.float32, device=grads.device)
+    grads, K, C = _in_memory_order(grads)
     N = out.numel()
     launch(
         _weighted_sum_kernel,
@@ -242,6 +270,8 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
         grads.shape[0],
         N,
         grads.stride(0),
+        K,
+        C,
         BLOCK=WEIGHTED_BLOCK,
         UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
@@ -267,7 +297,8 @@ def _weighted_sums_kernel(
     grads_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
     out_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
     N = tl.multiple_of(tl.load(row + 2), 8)
-    columns = (block - tl.load(row + 3)) * BLOCK + tl.arange(0, BLOCK)
+    K, C = tl.load(row + 3), tl.load(row + 4)
+    columns = (block - tl.load(row + 5)) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, B, UNROLL):
         for step in tl.static_range(UNROLL):
@@ -276,7 +307,7 @@ def _weighted_sums_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + columns, total, mask=columns < N)
+    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
 
 
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
@@ -284,14 +315,18 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     first = grads[0]
     B = coef_B.shape[0]
     sizes = [tensor.numel() // B for tensor in grads]
-    plain = all([size % 8 == 0 for size in sizes]) and tiles.lie_plainly(grads)
-    if len(grads) == 1 or not plain:
+    plain = len(grads) > 1 and all([size % 8 == 0 for size in sizes])
+    if plain:
+        lying, Ks, Cs = zip(*[_in_memory_order(tensor) for tensor in grads], strict=True)
+        plain = tiles.lie_plainly(lying)
+    if not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
-    outs = [tensor.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
+    outs = [first.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
     firsts, blocks = firsts_of([tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes])
-    addresses = [x.data_ptr() for x in grads], [x.data_ptr() for x in outs]
-    table = Table(columns=4)
-    table.numbers.extend(itertools.chain(*zip(*addresses, sizes, firsts, strict=True)))
+    addresses = [x.data_ptr() for x in lying], [x.data_ptr() for x in outs]
+    table = Table(columns=6)
+    places = zip(*addresses, sizes, Ks, Cs, firsts, strict=True)
+    table.numbers.extend(itertools.chain(*places))
     launch(
         _weighted_sums_kernel,
         blocks,

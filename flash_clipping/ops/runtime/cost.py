@@ -75,6 +75,10 @@ CPU = Machine(
 SEGMENTS_HALF = replace(GPU_HALF, gram_overhead=200, outer_overhead=80)
 SEGMENTS_SINGLE = replace(GPU_SINGLE, gram_rate=1.0, outer_rate=1.0)
 
+CONVOLUTION_FLOP_PER_BYTE = {True: 60.0, False: 8.0}
+"""Rate of convolutions' kernels over copy bandwidth: of 16-bit operands (True) and wider. These
+gather their operands, and are further from what tensor cores can do."""
+
 # Stored gradients replace the operands A and G, which are freed as soon as the norms are known, so
 # up to about their size nothing is added to the peak.
 STORE_BUDGET = 1.5
@@ -161,6 +165,21 @@ def choose_on(
     return choose(
         B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=may_store, shared=shared, machine=machine
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_for_convolution(device_type: str, B: int, T: int, d: int, p: int, itemsize: int) -> str:
+    """``"outer"``, ``"outer_store"`` or, on a CPU, ``"gram"``: of a convolution whose gradients may
+    be kept. ``B`` counts samples and groups, ``d`` what an output channel sees."""
+    if device_type == "cpu":
+        return choose_on("cpu", B, T, d, p, itemsize, may_store=True)
+    machine = replace(
+        machine_for(device_type, itemsize),
+        flop_per_byte=CONVOLUTION_FLOP_PER_BYTE[itemsize <= 2],
+        outer_rate=1.0,
+    )
+    candidates = costs(B=B, T=T, d=d, p=p, itemsize=itemsize, machine=machine)
+    return min("outer", "outer_store", key=candidates.__getitem__)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,94 @@
+"""Convolutions: norms of per-sample weight gradients, these gradients, and their clipped sum.
+
+B samples, O output channels, C input channels of one group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_clipping.ops.convolution import reference
+from flash_clipping.ops.convolution.geometry import Geometry as Geometry
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import check_coefficients
+
+
+def laid_out(
+    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The operands in the memory format in which the other functions here read them: copies where
+    they are in another. For a caller who will ask twice, and can let go of what it had."""
+    x, G = _checked(x, G, geometry)
+    return backends.run(reference.laid_out, backend, G, x, G, geometry)
+
+
+def convolution_sqnorms(
+    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Squared norms of the per-sample gradients of a convolution's weight.
+
+    On a GPU by one launch, which writes nothing of the size of its operands: windows are read where
+    they lie in ``x``.
+
+    Args:
+        x: the layer's input, ``[B, groups·C, *in]``, in any memory format.
+        G: its output gradient, ``[B, O, *out]``.
+        geometry: of the convolution.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        Squared norms in parts ``[B, n]`` that are still to be added up, and what rounding may hide
+        of them, ``[B]`` (:mod:`flash_clipping.ops.certificate`); both in fp32 (float64 for
+        float64). None where :func:`convolution_sum` releases the very numbers that were measured.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    x, G = _checked(x, G, geometry)
+    return backends.run(reference.convolution_sqnorms, backend, G, x, G, geometry)
+
+
+def convolution_grads(
+    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """The per-sample gradients themselves.
+
+    Returns:
+        ``[B, O, C, *kernel]`` in G's dtype or wider, in any order in memory, and their squared
+        norms in parts ``[B, n]``, or None where they are still to be taken. What is squared is the
+        rounded value that is kept, so that what is measured is what is released.
+    """
+    x, G = _checked(x, G, geometry)
+    return backends.run(reference.convolution_grads, backend, G, x, G, geometry)
+
+
+def convolution_sum(
+    x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry, *, backend: str = "auto"
+) -> Tensor:
+    """``Σ_b coef_b · g_b``, ``[O, C, *kernel]`` in fp32 (float64 for float64).
+
+    A coefficient of 0 excludes its sample, whatever its operands hold: inf and NaN too.
+    """
+    x, G = _checked(x, G, geometry)
+    check_coefficients(coef_B, G, "G")
+    return backends.run(reference.convolution_sum, backend, G, x, G, coef_B, geometry)
+
+
+def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Operands of one dtype that fit together: a kernel reads where these shapes say."""
+    out_sizes = geometry.out_sizes(x.shape)
+    groups = geometry.groups
+    if G.shape != (*x.shape[:1], *G.shape[1:2], *out_sizes) or x.shape[1] % groups:
+        raise ValueError(
+            f"G has shape {tuple(G.shape)} and x has shape {tuple(x.shape)}; expected "
+            f"[B, O, {', '.join(map(str, out_sizes))}] for this convolution: {geometry}."
+        )
+    if G.shape[1] % groups:
+        raise ValueError(f"G has {G.shape[1]} channels; expected a multiple of {groups} groups.")
+    if x.get_device() != G.get_device():
+        raise ValueError(f"x is on {x.device} and G is on {G.device}.")
+    if x.dtype != G.dtype:
+        common = torch.promote_types(x.dtype, G.dtype)
+        x, G = x.to(common), G.to(common)
+    return x, G

@@ -1,0 +1,187 @@
+"""Reference for convolutions: windows are unfolded for a few samples at a time, and multiplied.
+
+B samples, N samples and groups, T output positions, p output channels of one group, d elements of
+what one of these sees.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_clipping.ops import certificate
+from flash_clipping.ops.convolution.geometry import Geometry
+from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.row_scale.reference import row_scale
+from flash_clipping.ops.runtime.shapes import accumulator
+
+CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS_CPU = 1 << 18
+"""Elements of unfolded input alive at once, unless one sample alone has more: few launches on a
+GPU, what fits into a cache on a CPU."""
+
+COPIED_ELEMENTS = 1 << 20
+"""Elements that oneDNN lays out anew for one call: less than it does for a whole batch."""
+
+
+def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.convolution.laid_out`."""
+    return x, G
+
+
+def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.convolution.convolution_sqnorms`."""
+    if not len(G):
+        return G.new_zeros((0, 1), dtype=accumulator(G)), None
+    found = []
+    for rows in chunks(x, G, geometry):
+        A_NTd, G_NTp = unfolded(x[rows], G[rows], geometry)
+        ((sq_1N, _),) = linear_sqnorms([(A_NTd, [G_NTp])], backend="torch")
+        found.append(sq_1N[0])
+    sq_B = torch.cat(found).view(len(G), geometry.groups).sum(1)
+    return sq_B.unsqueeze(1), doubt(x, G, geometry)
+
+
+def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+    """What rounding may hide of squared norms that another product than the released one gave,
+    ``[B]`` (:mod:`flash_clipping.ops.certificate`)."""
+    dtype = accumulator(x, G)
+    # ‖patch‖² of every position and group: a convolution of squares with ones.
+    x_sq = x.to(dtype).square().unflatten(1, (geometry.groups, -1)).sum(2)
+    ones = x_sq.new_ones((geometry.groups, 1, *geometry.kernel))
+    patch_sq = torch.convolution(
+        x_sq,
+        ones,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        [0] * len(geometry.kernel),
+        geometry.groups,
+    )
+    G = G.unflatten(1, (geometry.groups, -1))
+    norms = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
+    per_group = x.shape[1] // geometry.groups
+    patch_sq += certificate.FLOOR * (per_group * geometry.offsets)
+    norms_sq = norms.square_().add_(certificate.FLOOR * G.shape[2])
+    return certificate.doubt(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
+
+
+def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.convolution.convolution_grads`."""
+    way = by_groups if _groups_are_fast(x, G, geometry) else by_patches
+    grads = way(x, G, geometry)
+    norm_B = torch.linalg.vector_norm(grads.flatten(1), dim=1, dtype=accumulator(grads))
+    return grads, norm_B.square_().unsqueeze(1)
+
+
+def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:
+    """See :func:`flash_clipping.ops.convolution.convolution_sum`."""
+    G = row_scale(G, coef_B)
+    x = x.to(G.dtype)
+    # The input is not scaled, so 0 * inf must be kept out of it as well. Only the CPU may look
+    # whether there is such a sample; on a GPU looking would wait for the device.
+    if coef_B.device.type != "cpu" or bool((coef_B == 0).any()):
+        keep = (coef_B != 0).view(-1, *[1] * (x.dim() - 1))
+        x = torch.where(keep, x, x.new_zeros(()))
+    return weight_grad(x, G, geometry)
+
+
+def weight_grad(x: Tensor, G: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
+    """What PyTorch's own backward gives for the weight: samples added up, in the operands' dtype.
+    ``like`` gives shape only."""
+    if like is None:
+        like = x.new_empty(geometry.weight_shape(x, G))
+    result: Tensor = torch.ops.aten.convolution_backward(
+        G,
+        x,
+        like,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        [0] * len(geometry.kernel),
+        geometry.groups,
+        [False, True, False],
+    )[1]
+    return result
+
+
+# -- ways to form gradients ------------------------------------------------------------------------
+
+
+def chunks(x: Tensor, G: Tensor, geometry: Geometry) -> list[slice]:
+    """So many samples at a time as may be unfolded at once."""
+    elements = CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else CHUNK_ELEMENTS
+    per_sample = G.shape[2:].numel() * x.shape[1] * geometry.offsets
+    step = max(1, elements // max(1, per_sample))
+    return [slice(i, i + step) for i in range(0, len(G), step)]
+
+
+def unfolded(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The convolution as a linear map, each group a sample of its own: ``A_NTd`` and ``G_NTp``."""
+    spatial = x.dim() - 2
+    B, positions, groups = G.shape[0], G.shape[2:].numel(), geometry.groups
+    d = x.shape[1] // groups * geometry.offsets
+    if any(geometry.padding):
+        x = F.pad(x, [pad for pad in reversed(geometry.padding) for _ in range(2)])
+    patches = x
+    for axis in range(spatial):
+        span = (geometry.kernel[axis] - 1) * geometry.dilation[axis] + 1
+        patches = patches.unfold(2 + axis, span, geometry.stride[axis])
+    every = [slice(None)] * (2 + spatial) + [slice(None, None, n) for n in geometry.dilation]
+    patches = patches[tuple(every)]  # [B, C, *out, *kernel]
+    if x.device.type == "cpu":
+        # Copied along the positions, which lie together in x: several times as fast.
+        out = tuple(range(2, 2 + spatial))
+        kernel = tuple(range(2 + spatial, 2 + 2 * spatial))
+        A_NTd = patches.permute(0, 1, *kernel, *out).reshape(B * groups, d, positions).mT
+    else:  # [B, groups, *out, C / groups, *kernel]
+        patches = patches.unflatten(1, (groups, -1)).movedim(2, 2 + spatial)
+        A_NTd = patches.reshape(B * groups, positions, d)
+    return A_NTd, G.reshape(B * groups, G.shape[1] // groups, positions).mT
+
+
+def _groups_are_fast(x: Tensor, G: Tensor, geometry: Geometry) -> bool:
+    """Whether oneDNN is there, whose kernels work on blocks of channels."""
+    channels = (G.shape[1] // geometry.groups, x.shape[1] // geometry.groups)
+    return (
+        x.device.type == "cpu"
+        and G.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and all(count % 8 == 0 for count in channels)
+    )
+
+
+def by_groups(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+    """A few samples as one with so many times the channels and groups: nothing is unfolded."""
+    shape = geometry.weight_shape(x, G)
+    grads = G.new_empty((len(G), *shape))
+    copied = x[:1].numel() + G[:1].numel() + grads[:1].numel()
+    step = max(1, COPIED_ELEMENTS // max(1, copied))
+    parts = zip(x.split(step), G.split(step), grads.split(step), strict=True)
+    for some_x, some_G, out in parts:
+        as_one = geometry._replace(groups=len(out) * geometry.groups)
+        # The weight that is asked for gives shape only: the result's own place will do.
+        result = weight_grad(
+            some_x.reshape(1, -1, *x.shape[2:]),
+            some_G.reshape(1, -1, *G.shape[2:]),
+            as_one,
+            out.flatten(0, 1),
+        )
+        out.flatten(0, 1).copy_(result)
+    return grads
+
+
+def by_patches(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+    """Unfolded windows, multiplied."""
+    grads = G.new_empty((len(G), *geometry.weight_shape(x, G)))
+    grads_Npd = grads.view(len(G) * geometry.groups, G.shape[1] // geometry.groups, -1)
+    for rows in chunks(x, G, geometry):
+        A_NTd, G_NTp = unfolded(x[rows], G[rows], geometry)
+        chunk = slice(rows.start * geometry.groups, rows.stop * geometry.groups)
+        torch.bmm(G_NTp.mT, A_NTd, out=grads_Npd[chunk])
+    return grads

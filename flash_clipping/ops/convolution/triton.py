@@ -1,0 +1,357 @@
+"""Kernels for convolutions: per-sample gradients as matrix products whose operand is never written.
+
+B samples, O output channels, C input channels of one group, K offsets of the kernel, T output
+positions, N = K·C elements of what one output channel sees.
+
+``dW_b[o, (k, c)] = Σ_t G[b, o, t] · x[b, c, window(t, k)]``. A program owns a tile of ``dW`` and
+walks over the positions of some samples, one after the other; where in ``x`` an offset of a window
+lies is computed on the way, from strides. What it does with a sample's tile is the mode:
+
+* ``norm``: it is squared and summed;
+* ``store``: it is rounded and kept, and what was kept is squared and summed;
+* ``sum``: it is added up, times the sample's coefficient.
+
+The loop that forms the tile is the same in all modes, and so are its blocks (:func:`config_for`):
+the numbers that ``sum`` releases are those that ``norm`` has measured, to the last bit. That is why
+these norms are not in doubt (:mod:`flash_clipping.ops.certificate`).
+
+Elements of ``dW`` are in the order (o, k, c), so that all columns of a tile are at one offset of
+the window if C is a multiple of its width: then an address is a part of the position's and a part
+of the channel's, and whether it is inside the image depends on the position alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping.ops.convolution.depthwise import depthwise_grads
+from flash_clipping.ops.convolution.geometry import Geometry, flat_positions, in_three
+from flash_clipping.ops.convolution.layout import channels_last
+from flash_clipping.ops.outer.triton import weighted_sum
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import sum_by_warp
+
+
+@triton.jit
+def _convolution_kernel(
+    x_ptr,
+    G_ptr,
+    coef_ptr,
+    out_ptr,
+    parts_ptr,
+    B,
+    T,
+    C,
+    O,  # noqa: E741
+    K,
+    x_stride_b,
+    x_stride_c,
+    x_stride_d,
+    x_stride_h,
+    x_stride_w,
+    G_stride_b,
+    G_stride_o,
+    G_stride_t,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    kernel_height,
+    kernel_width,
+    stride_d,
+    stride_h,
+    stride_w,
+    padding_d,
+    padding_h,
+    padding_w,
+    dilation_d,
+    dilation_h,
+    dilation_w,
+    each,
+    tiles_o,
+    tiles_n,
+    groups,
+    MODE: tl.constexpr,
+    ONE_OFFSET: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FLAT: tl.constexpr,
+    X_CHANNELS_LAST: tl.constexpr,
+    G_CHANNELS_LAST: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Tiles of the same samples are at work at one time, so that these come from memory once.
+    count = groups * tiles_o * tiles_n
+    tile = tl.program_id(0) % count
+    chunk = tl.program_id(0) // count
+    n0 = (tile % tiles_n) * BLOCK_N
+    o0 = (tile // tiles_n % tiles_o) * BLOCK_O
+    group = (tile // tiles_n // tiles_o).to(tl.int64)
+    first = chunk * each
+    samples = min(B - first, each)
+    N = K * C
+
+    o = o0 + tl.arange(0, BLOCK_O)
+    n = n0 + tl.arange(0, BLOCK_N)
+    # A tile at one offset has only columns that exist: C is a multiple of its width.
+    k = n0 // C if ONE_OFFSET else n // C
+    c = n - k * C
+    from_w = (k % kernel_width) * dilation_w - padding_w
+    from_h = (k // kernel_width % kernel_height) * dilation_h - padding_h
+    if DEPTH:
+        from_d = (k // kernel_width // kernel_height) * dilation_d - padding_d
+    G_ptr += group * O * G_stride_o
+    x_ptr += group * C * x_stride_c
+    c_at, o_at = c, o
+    if WIDE:
+        c_at, o_at = c.to(tl.int64), o.to(tl.int64)
+    if X_CHANNELS_LAST:
+        columns, in_columns = (c_at * x_stride_c)[None, :], (n < N)[None, :]
+    else:
+        columns, in_columns = (c_at * x_stride_c)[:, None], (n < N)[:, None]
+    if not ONE_OFFSET:
+        if X_CHANNELS_LAST:
+            from_w, from_h = from_w[None, :], from_h[None, :]
+        else:
+            from_w, from_h = from_w[:, None], from_h[:, None]
+        if DEPTH:
+            from_d = from_d[None, :] if X_CHANNELS_LAST else from_d[:, None]
+
+    steps = tl.cdiv(T, BLOCK_T)
+    product = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    if PROMOTE > 0:
+        rounded = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    if MODE == "sum":
+        total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    for step in range(0, samples * steps):
+        b = (first + step // steps).to(tl.int64)
+        part = step % steps
+        t = part * BLOCK_T + tl.arange(0, BLOCK_T)
+
+        # G, [o, t] in registers.
+        t_at = t.to(tl.int64) if WIDE else t
+        G_b = G_ptr + b * G_stride_b
+        if G_CHANNELS_LAST:
+            G_at = (t_at * G_stride_t)[:, None] + (o_at * G_stride_o)[None, :]
+            g = tl.load(G_b + G_at, mask=(t < T)[:, None] & (o < O)[None, :], other=0.0)
+            g = tl.trans(g)
+        else:
+            G_at = (o_at * G_stride_o)[:, None] + (t_at * G_stride_t)[None, :]
+            g = tl.load(G_b + G_at, mask=(o < O)[:, None] & (t < T)[None, :], other=0.0)
+
+        # Where the window of every position begins, and x at these tile's offsets: [t, n].
+        to = tl.expand_dims(t, 1 if X_CHANNELS_LAST else 0)
+        inside = to < T
+        if FLAT:
+            x_at = (to.to(tl.int64) if WIDE else to) * x_stride_w
+        else:
+            if DEPTH:
+                d = to // (out_width * out_height) * stride_d + from_d
+                inside = inside & (d >= 0) & (d < depth)
+                h = to // out_width % out_height * stride_h + from_h
+            else:
+                h = to // out_width * stride_h + from_h
+            w = to % out_width * stride_w + from_w
+            inside = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+            if WIDE:
+                h, w = h.to(tl.int64), w.to(tl.int64)
+            x_at = h * x_stride_h + w * x_stride_w
+            if DEPTH:
+                x_at += (d.to(tl.int64) if WIDE else d) * x_stride_d
+        mask = inside if ONE_OFFSET else inside & in_columns
+        x = tl.load(x_ptr + b * x_stride_b + (x_at + columns), mask=mask, other=0.0)
+        if not X_CHANNELS_LAST:
+            x = tl.trans(x)
+
+        product = tl.dot(g, x, product, input_precision=PRECISION)
+        last = part == steps - 1
+        # See gram/triton.py: the accumulator of the tensor cores truncates.
+        if PROMOTE > 0:  # noqa: SIM102
+            if (part % PROMOTE == PROMOTE - 1) | last:
+                rounded += product
+                product = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        if last:
+            done = rounded if PROMOTE > 0 else product
+            if MODE == "sum":
+                coef = tl.load(coef_ptr + b).to(tl.float32)
+                total += tl.where(coef == 0, 0.0, coef * done)
+            else:
+                if MODE == "store":
+                    kept = done.to(out_ptr.dtype.element_ty)
+                    row = (b * groups + group) * O + o
+                    at = row[:, None] * N + n[None, :]
+                    tl.store(out_ptr + at, kept, mask=(o < O)[:, None] & (n < N)[None, :])
+                    done = kept.to(tl.float32)
+                parts = (b * count + tile) * PARTS + tl.arange(0, PARTS)
+                tl.store(parts_ptr + parts, sum_by_warp(done * done, BLOCK_O, PARTS))
+            if PROMOTE > 0:
+                rounded = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+            product = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    if MODE == "sum":
+        row = (chunk.to(tl.int64) * groups + group) * O + o
+        at = row[:, None] * N + n[None, :]
+        tl.store(out_ptr + at, total, mask=(o < O)[:, None] & (n < N)[None, :])
+
+
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks. ``programs``: on one multiprocessor, about."""
+
+    block_o: int = 64
+    block_n: int = 64
+    block_t: int = 64
+    promote: int = 0
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 6
+
+
+@functools.lru_cache(maxsize=1024)
+def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  # noqa: E741
+    """By rule, not by search: few kernels, quick to compile. The same for all modes.
+
+    Chosen by what the compiler says for sm_90: in no mode does a tile spill, and of each there is
+    room for two programs or more on a multiprocessor, in registers as in shared memory.
+    """
+    block_o = min(128 if O % 128 == 0 else 64, max(16, tiles.next_power_of_2(O)))
+    block_n = min(64, max(16, tiles.next_power_of_2(C * K)))
+    block_t = max(16, tiles.next_power_of_2(T))
+    if dtype == torch.float32:
+        return Config(min(64, block_o), block_n, min(32, block_t), promote=2)
+    return Config(block_o, block_n, min(64, block_t), promote=16 if T > 2048 else 0)
+
+
+FEWEST_CHANNELS = 16
+"""Of a group, for which laying them side by side is worth it."""
+
+
+def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.convolution.laid_out`."""
+    if x.element_size() > 2 or geometry.is_depthwise(x):
+        return x, G  # numbers of 32 bits are fetched one by one as they are
+    three = in_three(geometry, x)
+    in_rows = G.shape[2:].numel() % (16 // G.element_size()) == 0
+    if not (three.is_flat and in_rows) and x.shape[1] // geometry.groups >= FEWEST_CHANNELS:
+        x = channels_last(x)
+    return x, G if in_rows else channels_last(G)
+
+
+def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.convolution.reference.convolution_sqnorms`."""
+    if geometry.is_depthwise(x):
+        grads = depthwise_grads(x, G, geometry)
+        return torch.linalg.vector_norm(grads.flatten(1), dim=1).square_().unsqueeze(1), None
+    parts_Bn, _ = launch_convolution("norm", *laid_out(x, G, geometry), geometry)
+    return parts_Bn, None
+
+
+def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.convolution.reference.convolution_grads`."""
+    if geometry.is_depthwise(x):
+        return depthwise_grads(x, G, geometry), None
+    parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry)
+    assert grads is not None
+    return geometry.in_order_of_weight(grads), parts_Bn
+
+
+def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:
+    """See :func:`flash_clipping.ops.convolution.reference.convolution_sum`."""
+    if geometry.is_depthwise(x):
+        return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
+    _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B)
+    assert sums is not None
+    # Adds up and puts into the weight's order at once; PyTorch's own sum would read out of order.
+    return weighted_sum(geometry.in_order_of_weight(sums), sums.new_ones(len(sums)))
+
+
+def launch_convolution(
+    mode: str,
+    x: Tensor,
+    G: Tensor,
+    geometry: Geometry,
+    coef_B: Tensor | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One launch; ``config`` is open to benchmarks.
+
+    Returns:
+        Squared norms in parts ``[B, n]`` (nothing in mode ``"sum"``); and per-sample gradients
+        ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in fp32.
+    """
+    G = flat_positions(G)
+    B, T = G.shape[0], G.shape[2]
+    three = in_three(geometry, x)
+    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, three.offsets  # noqa: E741
+    config = config or config_for(x.dtype, T, C, O, K)
+    tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
+    count = geometry.groups * tiles_o * tiles_n
+    wanted = tiles.cdiv(config.programs * tiles.sm_count(x.device), count)
+    each = tiles.cdiv(B, min(B, wanted))
+    chunks = tiles.cdiv(B, each)
+    parts = x.new_empty((0 if mode == "sum" else B, count * config.num_warps), dtype=torch.float32)
+    out: Tensor | None = None
+    if mode == "store":
+        out = G.new_empty((B, G.shape[1], K * C))
+    elif mode == "sum":
+        out = x.new_empty((chunks, G.shape[1], K * C), dtype=torch.float32)
+    launch(
+        _convolution_kernel,
+        count * chunks,
+        x,
+        G,
+        parts if coef_B is None else coef_B.contiguous(),
+        parts if out is None else out,
+        parts,
+        B,
+        T,
+        C,
+        O,
+        K,
+        *three.x_strides,
+        *G.stride(),
+        *three.x_sizes,
+        *three.out_sizes[1:],
+        *three.kernel[1:],
+        *three.stride,
+        *three.padding,
+        *three.dilation,
+        each,
+        tiles_o,
+        tiles_n,
+        geometry.groups,
+        MODE=mode,
+        ONE_OFFSET=C % config.block_n == 0,
+        DEPTH=len(geometry.kernel) == 3,
+        FLAT=three.is_flat,
+        X_CHANNELS_LAST=three.channels_last,
+        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1,
+        WIDE=three.is_wide or _span(G) >= 1 << 31,
+        BLOCK_O=config.block_o,
+        BLOCK_N=config.block_n,
+        BLOCK_T=config.block_t,
+        PROMOTE=config.promote,
+        PARTS=config.num_warps,
+        PRECISION=tiles.dot_precision(x.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return parts, out
+
+
+def _span(G_BOT: Tensor) -> int:
+    """Elements from the first of a sample to its last."""
+    _, O, T = G_BOT.shape  # noqa: E741
+    return (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2)

@@ -1,0 +1,263 @@
+"""Norms, gradients and clipped sums of convolutions, against one sample at a time in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_clipping.ops.convolution import (
+    Geometry,
+    convolution_grads,
+    convolution_sqnorms,
+    convolution_sum,
+    geometry,
+    laid_out,
+)
+from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
+
+# What it is, input channels and sides, output channels, and how channels lie in x and in G.
+PLAIN, LAST = False, True
+SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
+    "same": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), (16, 7, 5), 20, PLAIN, PLAIN),
+    "small": (Geometry((2, 2), (1, 1), (1, 1), (1, 1), 1), (4, 4, 4), 5, LAST, LAST),
+    "same, last": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), (16, 7, 5), 20, LAST, LAST),
+    "strided": (Geometry((3, 2), (2, 1), (1, 2), (1, 1), 1), (5, 9, 6), 18, PLAIN, LAST),
+    "dilated": (Geometry((2, 3), (1, 2), (0, 2), (3, 2), 1), (33, 8, 9), 3, LAST, PLAIN),
+    "groups": (Geometry((3, 3), (2, 2), (1, 1), (1, 1), 2), (6, 9, 8), 34, PLAIN, PLAIN),
+    "wide groups": (Geometry((1, 2), (1, 1), (0, 0), (1, 1), 3), (48, 4, 5), 9, LAST, LAST),
+    "1 x 1": (Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1), (70, 3, 5), 66, PLAIN, PLAIN),
+    "1 x 1, strided": (Geometry((1, 1), (2, 1), (0, 0), (1, 1), 1), (4, 5, 4), 5, PLAIN, LAST),
+    "1d": (Geometry((5,), (2,), (3,), (1,), 1), (4, 40), 6, PLAIN, PLAIN),
+    "3d": (Geometry((2, 3, 1), (1, 2, 1), (1, 0, 1), (2, 1, 1), 1), (5, 4, 7, 3), 17, PLAIN, LAST),
+    "one position": (Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1), (4, 3, 3), 5, LAST, LAST),
+    "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 7, 9), 6, PLAIN, PLAIN),
+    "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 9, 8), 10, LAST, LAST),
+    "depthwise, 3d": (
+        Geometry((2, 1, 2), (1, 1, 2), (1, 0, 0), (1, 1, 1), 3),
+        (3, 3, 4, 5),
+        3,
+        LAST,
+        PLAIN,
+    ),
+}
+shapes = pytest.mark.parametrize("name", SHAPES)
+
+
+kernels = pytest.mark.parametrize(
+    "case", [p for p in every_case.args[1] if p.values[0].backend == "triton"]
+)
+
+
+def lying(x: Tensor, channels_last: bool) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+
+
+def operands(name: str, case: Case, B: int = 3) -> tuple[Tensor, Tensor, Geometry]:
+    of, x_shape, channels, x_last, G_last = SHAPES[name]
+    x = case.randn(B, *x_shape)
+    G = case.randn(B, channels, *of.out_sizes(x.shape), seed=1)
+    return lying(x, x_last), lying(G, G_last), of
+
+
+def truth(x: Tensor, G: Tensor, of: Geometry) -> Tensor:
+    """The gradients of one sample after the other, by autograd, in float64."""
+    convolve: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(of.kernel)]
+    weight = torch.zeros(of.weight_shape(x, G), dtype=torch.float64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(
+            convolve(x_1[None], weight, None, of.stride, of.padding, of.dilation, of.groups),
+            weight,
+            G_1[None],
+        )[0]
+        for x_1, G_1 in zip(x.cpu().double(), G.cpu().double(), strict=True)
+    ]
+    return torch.stack(grads)
+
+
+def check(x: Tensor, G: Tensor, of: Geometry, case: Case, keep: list[int] | None = None) -> None:
+    """All three against the truth; samples that are not in ``keep`` have coefficient 0."""
+    expected = truth(x, G, of)
+    keep = keep if keep is not None else list(range(len(x)))
+    parts, doubt = convolution_sqnorms(x, G, of, backend=case.backend)
+    squares = expected.flatten(1).square().sum(1)
+    assert worst_relative_error(parts.sum(1)[keep], squares[keep]) <= case.tolerance
+    assert (doubt is None) == (case.backend == "triton")
+    grads, grad_parts = convolution_grads(x, G, of, backend=case.backend)
+    assert relative_error(grads[keep], expected[keep]) <= case.rounding
+    if grad_parts is not None:  # what is measured is what is kept: the norm of rounded values
+        kept = grads.double().flatten(1).square().sum(1)
+        assert worst_relative_error(grad_parts.sum(1)[keep], kept[keep]) <= case.tolerance
+    coef = torch.zeros(len(x), device=x.device)
+    coef[keep] = torch.linspace(0.1, 2, len(keep)).to(x.device)
+    total = convolution_sum(x, G, coef, of, backend=case.backend)
+    wanted = torch.einsum("b...,b->...", expected[keep], coef[keep].cpu().double())
+    assert relative_error(total, wanted) <= case.tolerance
+    for result in (parts, total):
+        assert result.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+
+
+@every_case
+@shapes
+def test_all_of_it_is_that_of_one_sample_after_the_other(case: Case, name: str) -> None:
+    interpreted = case.backend == "triton" and case.device == "cpu"
+    in_half = case.dtype == torch.float16
+    if interpreted and name != "same" and list(SHAPES).index(name) % 2 == in_half:
+        pytest.skip("interpreted in the other dtype: there a shape takes a second")
+    check(*operands(name, case), case)
+
+
+@every_case
+@pytest.mark.parametrize("name", ["small", "depthwise"])
+def test_a_sample_that_is_not_finite_leaves_the_others_alone(case: Case, name: str) -> None:
+    x, G, of = operands(name, case, B=4)
+    x[1, 2, 3, 3] = float("nan")
+    G[2, 1, 2, 2] = float("inf")
+    parts, _ = convolution_sqnorms(x, G, of, backend=case.backend)
+    assert not parts[1].sum().isfinite() and not parts[2].sum().isfinite()
+    check(x, G, of, case, keep=[0, 3])
+
+
+@every_case
+def test_operands_that_lie_anyhow(case: Case) -> None:
+    """Part of a larger image, on no 16 bytes; an output gradient that is the same everywhere."""
+    of = SHAPES["same"][0]
+    x = case.randn(2, 9, 12, 11)[:, 1:6, 2:9, 1::2]
+    check(x, case.randn(2, 3, 1, 1, seed=1).expand(2, 3, 7, 5), of, case)
+    check(x, case.randn(2, 7, 5, 3, seed=1).permute(0, 3, 2, 1).transpose(2, 3), of, case)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["same", "1d", "3d", "1 x 1"])
+def test_laid_out_anew_they_are_the_same_numbers(case: Case, name: str) -> None:
+    """Channels side by side, where 16-bit numbers would be fetched one by one; or untouched."""
+    x, G, of = operands(name, case)
+    x_laid, G_laid = laid_out(x, G, of, backend="triton")
+    assert torch.equal(x_laid, x) and torch.equal(G_laid, G)
+    moved = case.dtype.itemsize == 2 and x.shape[1] >= 16
+    assert (x_laid.stride(1) == 1, x_laid is x) == (moved, not moved)
+
+
+@every_case
+@pytest.mark.parametrize("B", [0, 1])
+def test_batches_of_none_and_one(case: Case, B: int) -> None:
+    x, G, of = operands("strided", case, B)
+    if B:
+        return check(x, G, of, case)
+    parts, _ = convolution_sqnorms(x, G, of, backend=case.backend)
+    assert parts.sum(1).shape == (0,)
+    total = convolution_sum(x, G, x.new_zeros(0).float(), of, backend=case.backend)
+    assert total.shape == of.weight_shape(x, G) and not total.any()
+
+
+@kernels
+def test_programs_of_several_samples_and_of_one(case: Case) -> None:
+    """Norms bitwise: how samples are shared out changes only the order in which they are added.
+    Accumulators of tensor cores are added up on the way, as where positions are many."""
+    from flash_clipping.ops.convolution.triton import Config, launch_convolution
+
+    x, G, of = operands("groups", case, B=6)
+    x, G = x[:5], G[:5]  # behind them lies what a program that goes too far would add
+    expected = truth(x, G, of)
+    coef = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.25, 7.0], device=case.device)[:5]
+    wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
+    norms = []
+    for programs in (1, 4):
+        config = Config(32, 32, 16, promote=1, programs=programs)
+        norms.append(launch_convolution("norm", x, G, of, config=config)[0])
+        _, sums = launch_convolution("sum", x, G, of, coef, config)
+        assert sums is not None
+        assert relative_error(of.in_order_of_weight(sums).sum(0), wanted) <= case.tolerance
+    assert torch.equal(*norms)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["small", "3d"])
+def test_offsets_of_64_bits_are_the_same_places(
+    case: Case, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("flash_clipping.ops.convolution.triton")
+
+    def wide(of: Geometry, x: Tensor) -> geometry.InThree:
+        return geometry.in_three(of, x)._replace(is_wide=True)
+
+    monkeypatch.setattr(module, "in_three", wide)
+    check(*operands(name, case), case)
+
+
+def test_samples_that_need_64_bits_are_known() -> None:
+    of = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)
+    x = torch.empty(2, 4, 1 << 15, 1 << 14, device="meta")
+    assert geometry.in_three(of, x[:, :3]).is_wide is False
+    assert geometry.in_three(of, x.expand(2, 4, 1 << 15, 1 << 14)).is_wide is False
+    assert geometry.in_three(of, torch.empty(2, 5, 1 << 15, 1 << 14, device="meta")).is_wide
+
+
+@kernels
+def test_what_is_released_is_what_was_measured(case: Case) -> None:
+    """Positions that cancel leave nothing but rounding: the norm is of the rounding released."""
+    of = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    half, G_half = case.randn(2, 4, 10, 5), case.randn(2, 4, 10, 5, seed=1)
+    half[..., [0, 4]], G_half[..., [0, 4]] = 0, 0  # so that windows of one half see none of another
+    x, G = torch.cat([half, half], 3), torch.cat([G_half, -G_half], 3)
+    assert truth(x, G, of).abs().max() <= 1e-12
+    parts, doubt = convolution_sqnorms(x, G, of, backend="triton")
+    assert doubt is None
+    for sample in range(2):
+        coef = torch.zeros(2, device=case.device)
+        coef[sample] = 1
+        released = convolution_sum(x, G, coef, of, backend="triton").double().square().sum()
+        measured = parts[sample].double().sum()
+        assert released > 0 and abs(measured / released - 1) <= 1e-6
+
+
+@kernels
+@pytest.mark.parametrize("name", ["small", "depthwise"])
+def test_bitwise_equal_from_run_to_run(case: Case, name: str) -> None:
+    x, G, of = operands(name, case)
+    coef = torch.rand(3, device=case.device)
+
+    def all_of_it() -> tuple[Any, ...]:
+        options: Any = {"backend": "triton"}
+        norms, grads = (
+            convolution_sqnorms(x, G, of, **options),
+            convolution_grads(x, G, of, **options),
+        )
+        return norms[0], grads[0], convolution_sum(x, G, coef, of, **options)
+
+    assert all(torch.equal(a, b) for a, b in zip(all_of_it(), all_of_it(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
+    """Tensor cores truncate their accumulator."""
+    of = Geometry((1,), (1,), (0,), (1,), 1)
+    x = torch.randn(1, 64, 65536, device="cuda", dtype=dtype) + 1
+    G = torch.randn(1, 64, 65536, device="cuda", dtype=dtype) / 10 + 1
+    parts, _ = convolution_sqnorms(x, G, of, backend="triton")
+    expected = (G[0].double() @ x[0].double().mT).square().sum()
+    assert abs(parts.double().sum() / expected - 1) <= 1e-5
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    of = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 2)
+    x = torch.randn(2, 4, 5, 5)
+    with pytest.raises(ValueError, match=r"expected \[B, O, 5, 5\]"):
+        convolution_sqnorms(x, torch.randn(2, 4, 4, 5), of)
+    with pytest.raises(ValueError, match="multiple of 2 groups"):
+        convolution_sqnorms(x, torch.randn(2, 3, 5, 5), of)
+    with pytest.raises(ValueError, match="2 more axes"):
+        convolution_grads(x[0], torch.randn(2, 4, 5, 5), of)
+    with pytest.raises(ValueError, match="one coefficient"):
+        convolution_sum(x, torch.randn(2, 4, 5, 5), torch.ones(3), of)
+
+
+def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
+    x, G, of = operands("same", Case("torch", "cpu", torch.float32))
+    grads, _ = convolution_grads(x.bfloat16(), G, of)
+    assert grads.dtype == torch.float32
+    assert relative_error(grads, truth(x.bfloat16(), G, of)) <= 1e-5
