@@ -156,7 +156,7 @@ def test_batches_of_none_and_one(case: Case, B: int) -> None:
 @kernels
 def test_programs_of_several_samples_and_of_one(case: Case) -> None:
     """Norms bitwise: how samples are shared out changes only the order in which they are added.
-    Accumulators of tensor cores are added up on the way, as where positions are many."""
+    In fp32 accumulators of tensor cores are added up on the way, as where positions are many."""
     from flash_clipping.ops.convolution.triton import Config, launch_convolution
 
     x, G, of = operands("groups", case, B=6)
@@ -166,7 +166,8 @@ def test_programs_of_several_samples_and_of_one(case: Case) -> None:
     wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
     norms = []
     for programs in (1, 4):
-        config = Config(32, 32, 16, promote=1, programs=programs)
+        promote = int(case.dtype == torch.float32)
+        config = Config(32, 32, 16, promote=promote, programs=programs)
         norms.append(launch_convolution("norm", x, G, of, config=config)[0])
         _, sums = launch_convolution("sum", x, G, of, coef, config)
         assert sums is not None
