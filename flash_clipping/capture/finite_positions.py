@@ -24,23 +24,22 @@ from torch import Tensor
 from flash_clipping._compat import apply_of, is_alias_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import TappedLayer, backward_of
-from flash_clipping.capture.units import Units
 from flash_clipping.ops.finite_rows import finite_rows
 
 
-def contained(output: Tensor, units: Units) -> Tensor:
+def contained(output: Tensor, session: ClippingSession) -> Tensor:
     """The same with zeros at positions that are not finite."""
     if not output.is_floating_point():
         return output
-    found: Tensor = _FinitePositions.apply(output, units.lost_on(output.device), True, False)
+    found: Tensor = _FinitePositions.apply(output, session, True, False)
     return found
 
 
-def finite_gradients(x: Any, units: Units) -> Any:
+def finite_gradients(x: Any, session: ClippingSession) -> Any:
     """The same, whose gradient is 0 at positions where it is not finite."""
     if not isinstance(x, Tensor) or not x.requires_grad:
         return x
-    return _FinitePositions.apply(x, units.lost_on(x.device), False, True)
+    return _FinitePositions.apply(x, session, False, True)
 
 
 def unrecorded(session: ClippingSession, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -57,9 +56,9 @@ def unrecorded(session: ClippingSession, own: Callable[..., Any], args: Any, kwa
     def closed(x: Any) -> Any:
         if not has_positions(x) or not x.is_floating_point():
             return x
-        return _FinitePositions.apply(x, units.lost_on(x.device), True, True)
+        return _FinitePositions.apply(x, session, True, True)
 
-    output = own(*(finite_gradients(x, units) if has_positions(x) else x for x in args), **kwargs)
+    output = own(*(finite_gradients(x, session) if has_positions(x) else x for x in args), **kwargs)
     return type(output)(map(closed, output)) if type(output) in (tuple, list) else closed(output)
 
 
@@ -68,14 +67,15 @@ class _FinitePositions(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, lost_N: Tensor, values: bool, gradients: bool
+        ctx: Any, x: Tensor, session: ClippingSession, values: bool, gradients: bool
     ) -> Tensor:
-        ctx.lost_N, ctx.gradients = lost_N, gradients
-        return _finite(x, lost_N) if values else x.view_as(x)
+        ctx.lost_N, ctx.backend = _lost_on(x, session), session.backend
+        ctx.gradients = gradients
+        return _finite(x, ctx.lost_N, ctx.backend) if values else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
-        return _finite(G, ctx.lost_N) if ctx.gradients else G, None, None, None
+        return _finite(G, ctx.lost_N, ctx.backend) if ctx.gradients else G, None, None, None
 
 
 class _LayerByPosition(TappedLayer):
@@ -91,18 +91,18 @@ class _LayerByPosition(TappedLayer):
         ctx: Any, tap: Any, *others_inputs_and_params: Any
     ) -> Any:
         output = TappedLayer.forward(ctx, tap, *others_inputs_and_params)
-        units = tap.session.positions
         given = [x for x in others_inputs_and_params if isinstance(x, Tensor)]
         parts = output if isinstance(output, tuple) else (output,)
-        ctx.lost_N = units.lost_on(parts[0].device)
-        found = tuple(_own_finite(part, ctx.lost_N, given) for part in parts)
+        ctx.lost_N, backend = _lost_on(parts[0], tap.session), tap.session.backend
+        found = tuple(_own_finite(part, ctx.lost_N, given, backend) for part in parts)
         return found if isinstance(output, tuple) else found[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         def finite(grads: tuple[Any, ...], saved: tuple[Any, ...]) -> tuple[Any, ...]:
             shared = [x for x in (*grad_outputs, *saved) if isinstance(x, Tensor)]
-            return tuple(_own_finite(grad, ctx.lost_N, shared) for grad in grads)
+            backend = ctx.tap.session.backend
+            return tuple(_own_finite(grad, ctx.lost_N, shared, backend) for grad in grads)
 
         return backward_of(ctx, grad_outputs, finite)
 
@@ -110,18 +110,24 @@ class _LayerByPosition(TappedLayer):
 apply_layer_by_position = apply_of(_LayerByPosition)
 
 
-def _own_finite(x: Any, lost_N: Tensor, shared: Sequence[Tensor]) -> Any:
+def _lost_on(x: Tensor, session: ClippingSession) -> Tensor:
+    """Where positions that are not finite are noted, beside ``x``."""
+    assert session.positions is not None
+    return session.positions.lost_on(x.device)
+
+
+def _own_finite(x: Any, lost_N: Tensor, shared: Sequence[Tensor], backend: str) -> Any:
     """Zeros at positions that are not finite: in place, but where others hold the memory."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     if not x.is_contiguous() or any(is_alias_of(x, other) for other in shared):
-        return _finite(x, lost_N)
-    return finite_rows(x, lost_N, in_place=True)
+        return _finite(x, lost_N, backend)
+    return finite_rows(x, lost_N, in_place=True, backend=backend)
 
 
-def _finite(x: Tensor, lost_N: Tensor) -> Tensor:
+def _finite(x: Tensor, lost_N: Tensor, backend: str) -> Tensor:
     """Zeros at positions that are not finite, in a fresh tensor; ``x`` has rows ``[N, ...]``, or
     ``[R, T, ...]``."""
     N = len(lost_N)
     rows = x.reshape(N, x.numel() // max(N, 1))
-    return finite_rows(rows, lost_N).view(x.shape)
+    return finite_rows(rows, lost_N, backend=backend).view(x.shape)

@@ -155,15 +155,15 @@ def by_position(
     (rows,) = positions.rows(args)
     note_read(path, session, rows, args, recomputed)
     rows = rows if positions.folded else rows.unsqueeze(1)
-    output = run(finite_gradients(rows, units))
+    output = run(finite_gradients(rows, session))
     parts = output if isinstance(output, tuple) else (output,)
     if any(not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(rows) for x in parts):
         refuse_layer(path, "this module returns something else than one row for each")
     alone = not positions.folded
     found = tuple(
-        positions.back(contained(x, units).squeeze(1))
+        positions.back(contained(x, session).squeeze(1))
         if alone and x.dim() == rows.dim() and x.shape[1] == 1
-        else contained(x, units)
+        else contained(x, session)
         for x in parts
     )
     call = session.current_forward
