@@ -115,7 +115,10 @@ def grouped_mm(X: Tensor, Y: Tensor, runs: int) -> Callable[..., Tensor] | None:
         return None
     if not X.is_cuda or torch.version.hip is not None:
         return None
-    if torch.cuda.get_device_capability(X.device)[0] < 9:
+    major = torch.cuda.get_device_capability(X.device)[0]
+    # Blackwell leaves what it found in the product of a run without rows (pytorch#172439), and a
+    # unit's gradient would be another's.
+    if major < 9 or (major > 9 and X.dim() == Y.dim() == 2):
         return None
     return _grouped_mm if _is_on_16_bytes(X) and _is_on_16_bytes(Y) else None
 

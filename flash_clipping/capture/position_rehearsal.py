@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
+from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals, Run
 from flash_clipping.capture.row_values import are_alike, digest_of, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Taint
@@ -82,6 +82,14 @@ class _PositionRehearsals(Rehearsals):
     def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
         assert self.units is not None
         return PositionWitness(taint, len(self.units.map))
+
+    def run(self, *args: Any, **kwargs: Any) -> Run:
+        """With other tokens other documents may not be finite: that is none of the step's."""
+        assert self.units is not None
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self.units.forget_lost()
 
 
 def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

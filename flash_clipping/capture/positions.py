@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.finite_positions import contained, finite_gradients
 from flash_clipping.capture.position_rehearsal import PositionWitness
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
 from flash_clipping.capture.session import ClippingSession
@@ -94,7 +95,7 @@ class Positions:
         note_read(self.path, session, rows[0], args, recomputed)
         if rule.folds:
             rows = tuple(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in rows)
-        return tuple(map(finite_gradients, rows))
+        return rows
 
     def back(self, output: Tensor) -> Tensor:
         """The output ``[N, ...]`` as the layer's own."""
@@ -154,15 +155,15 @@ def by_position(
     (rows,) = positions.rows(args)
     note_read(path, session, rows, args, recomputed)
     rows = rows if positions.folded else rows.unsqueeze(1)
-    output = run(finite_gradients(rows))
+    output = run(finite_gradients(rows, session))
     parts = output if isinstance(output, tuple) else (output,)
     if any(not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(rows) for x in parts):
         refuse_layer(path, "this module returns something else than one row for each")
     alone = not positions.folded
     found = tuple(
-        positions.back(contained(x).squeeze(1))
+        positions.back(contained(x, session).squeeze(1))
         if alone and x.dim() == rows.dim() and x.shape[1] == 1
-        else contained(x)
+        else contained(x, session)
         for x in parts
     )
     call = session.current_forward
@@ -185,69 +186,3 @@ def _compare(path: str, expected: Any, found: tuple[Tensor, ...]) -> None:
             same = bool(error <= different * scale) or not bool(torch.isfinite(scale))
         if not same:
             refuse_layer(path, "this module does not work position by position")
-
-
-# -- a document that is not finite -------------------------------------------------------------
-# Attention between layers multiplies what is masked by 0, and 0 · inf is NaN: one document would
-# take all others of its row with it, and the sum would change by more than what one may add. So
-# positions that are not finite do not leave a layer, forward or backward.
-
-
-def contained(output: Tensor) -> Tensor:
-    """The same with zeros at positions that are not finite, whose gradient becomes inf: so is the
-    norm of their unit then, which adds nothing."""
-    if not output.is_floating_point():
-        return output
-    found: Tensor = _Contained.apply(output)
-    return found
-
-
-def finite_gradients(x: Any) -> Any:
-    """The same, whose gradient is 0 at positions where it is not finite."""
-    if not isinstance(x, Tensor) or not x.requires_grad:
-        return x
-    return _FiniteGradients.apply(x)
-
-
-def frozen(session: ClippingSession, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A layer without trainable parameters, which positions that are not finite do not leave."""
-    R, T = session.positions.shape if session.positions is not None else (0, 0)
-
-    def has_positions(x: Any) -> bool:
-        return isinstance(x, Tensor) and (tuple(x.shape[:2]) == (R, T) or x.shape[:1] == (R * T,))
-
-    output = own(*(finite_gradients(x) if has_positions(x) else x for x in args), **kwargs)
-    if not has_positions(output) or not output.is_floating_point():
-        return output
-    return _FiniteGradients.apply(output.masked_fill(_not_finite(output, R, T), 0))
-
-
-def _not_finite(x: Tensor, *lead: int) -> Tensor:
-    """Where a position is not finite, to be broadcast over ``x``."""
-    axes = 2 if lead and tuple(x.shape[:2]) == lead else 1
-    if x.dim() == axes:
-        return ~torch.isfinite(x)
-    return ~torch.isfinite(x).flatten(axes).all(-1).view(*x.shape[:axes], *[1] * (x.dim() - axes))
-
-
-class _Contained(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        lost = _not_finite(x)
-        ctx.save_for_backward(lost)
-        return x.masked_fill(lost, 0)
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Tensor:  # type: ignore[override]
-        (lost,) = ctx.saved_tensors
-        return G.masked_fill(lost, torch.inf)
-
-
-class _FiniteGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Tensor:  # type: ignore[override]
-        return G.masked_fill(_not_finite(G), 0)

@@ -34,6 +34,7 @@ from flash_clipping.capture.compiled.tracing import (
 )
 from flash_clipping.capture.declared_rows import declared_rows
 from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.layer_arguments import LayerArguments
@@ -42,8 +43,6 @@ from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owne
 from flash_clipping.capture.positions import (
     Positions,
     by_position,
-    contained,
-    frozen,
     refuse_layer,
 )
 from flash_clipping.capture.session import ClippingSession
@@ -167,8 +166,9 @@ class Tap(FactorSource):
             self._was_declared = self._was_declared or declared_rows() is not None
             if rule.allows_children and not rule.folds and self._is_checkpointed():
                 # Its own forward need not call its children, and their uses must be counted.
-                return self._untapped_forward(rule, args, kwargs)
-            return self.original(*args, **kwargs)
+                own = lambda *x, **named: self._untapped_forward(rule, x, named)  # noqa: E731
+                return unrecorded(session, own, args, kwargs)
+            return unrecorded(session, self.original, args, kwargs)
         if (call is None or call.ended) and not recomputed:
             self._refuse_call()
         try:
@@ -190,8 +190,8 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.parameters.computed else self.rule
         if not params:
-            if session.positions is not None and session.recording:
-                return frozen(session, self.original, args, kwargs)
+            if session.positions is not None and not session.bypassed:
+                return unrecorded(session, self.original, args, kwargs)
             if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
@@ -214,7 +214,7 @@ class Tap(FactorSource):
             session.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if is_grad_enabled():
                 return self._generic_forward(args, kwargs)
-        return self.original(*args, **kwargs)
+        return unrecorded(session, self.original, args, kwargs)
 
     def _unruled_by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same where units are parts of rows."""
@@ -427,10 +427,13 @@ class Tap(FactorSource):
             refuse_input(self.path, args[0], params[0])
         positions = Positions(self.path, session.positions)
         rows = positions.taken(rule, self.layer, session, args, recomputed)
-        place = 0 if call is None else call.note_reader(rows[0])
-        output = apply_tapped_layer(self, trainable, call, place, recomputed, None, *rows, *params)
+        # Rows are made anew for every layer: who shares an input is seen by what they are made of.
+        place = 0 if call is None else call.note_reader(args[0])
+        output = apply_layer_by_position(
+            self, trainable, call, place, recomputed, None, *rows, *params
+        )
         found = tuple(
-            positions.back(contained(part.flatten(0, 1) if self._rule_folds else part))
+            positions.back(part.flatten(0, 1) if self._rule_folds else part)
             for part in (output if isinstance(output, tuple) else (output,))
         )
         return found if isinstance(output, tuple) else found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,53 +83,65 @@ class TappedLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        tap: RuledTap = ctx.tap
-        names, params = ctx.trainable
-        rule = tap.rule
-        assert rule is not None
-        if is_grad_enabled():
+        return backward_of(ctx, grad_outputs)
+
+
+def backward_of(
+    ctx: Any,
+    grad_outputs: tuple[Tensor, ...],
+    hand_on: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...]] | None = None,
+) -> Any:
+    """The backward of a tapped layer. ``hand_on`` makes of its inputs' gradients what is returned;
+    it is told of saved values as well, which can be asked for once."""
+    tap: RuledTap = ctx.tap
+    names, params = ctx.trainable
+    rule = tap.rule
+    assert rule is not None
+    if is_grad_enabled():
+        raise FlashClippingError(
+            f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
+            "flash clipping does not have. Call backward() without create_graph, or take "
+            "such gradients on the unwrapped model."
+        )
+    grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
+    saved = ctx.saved_tensors
+    if ctx.others is not None:
+        saved = tuple(
+            other if tensor is None else tensor
+            for tensor, other in zip(saved, ctx.others, strict=True)
+        )
+    session = tap.session
+    needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
+    grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
+    try:
+        factors = [by_name[name] for name in names]
+    except KeyError as missing:
+        raise FlashClippingError(
+            f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
+            f"{missing.args[0]}; return one for every name in needs.params."
+        ) from None
+    if not isinstance(grads, tuple):
+        grads = (grads,)
+    for i, wanted in enumerate(needs.inputs):
+        if wanted and (i >= len(grads) or grads[i] is None):
             raise FlashClippingError(
-                f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
-                "flash clipping does not have. Call backward() without create_graph, or take "
-                "such gradients on the unwrapped model."
+                f"{tap.path}: its rule {type(rule).__name__} returned no gradient for input "
+                f"{i}, which requires one; whatever computes that input would learn nothing. "
+                "Return a tuple with a gradient for every input that needs.inputs asks for."
             )
-        grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
-        saved = ctx.saved_tensors
-        if ctx.others is not None:
-            saved = tuple(
-                other if tensor is None else tensor
-                for tensor, other in zip(saved, ctx.others, strict=True)
-            )
-        session = tap.session
-        needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
-        grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
-        try:
-            factors = [by_name[name] for name in names]
-        except KeyError as missing:
-            raise FlashClippingError(
-                f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
-                f"{missing.args[0]}; return one for every name in needs.params."
-            ) from None
-        if not isinstance(grads, tuple):
-            grads = (grads,)
-        for i, wanted in enumerate(needs.inputs):
-            if wanted and (i >= len(grads) or grads[i] is None):
-                raise FlashClippingError(
-                    f"{tap.path}: its rule {type(rule).__name__} returned no gradient for input "
-                    f"{i}, which requires one; whatever computes that input would learn nothing. "
-                    "Return a tuple with a gradient for every input that needs.inputs asks for."
-                )
-        rest = len(needs.inputs) - len(grads)
-        if session.enabled:
-            readers = None if ctx.call is None else (ctx.call, ctx.place)
-            tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
-            return (*_NONE, *grads, *(None,) * (rest + len(params)))
-        # An ordinary backward: ordinary gradients.
-        ordinary = [
-            factor.clipped_sum(None, session.backend).view_as(param)
-            for param, factor in zip(params, factors, strict=True)
-        ]
-        return (*_NONE, *grads, *(None,) * rest, *ordinary)
+    if hand_on is not None:
+        grads = hand_on(grads, saved)
+    rest = len(needs.inputs) - len(grads)
+    if session.enabled:
+        readers = None if ctx.call is None else (ctx.call, ctx.place)
+        tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
+        return (*_NONE, *grads, *(None,) * (rest + len(params)))
+    # An ordinary backward: ordinary gradients.
+    ordinary = [
+        factor.clipped_sum(None, session.backend).view_as(param)
+        for param, factor in zip(params, factors, strict=True)
+    ]
+    return (*_NONE, *grads, *(None,) * rest, *ordinary)
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.

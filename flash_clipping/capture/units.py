@@ -39,16 +39,21 @@ class Units:
         index: ``[R]``, or ``[R, T]`` for positions; int64; -1 for none.
         count: how many units there are.
         given: the tensor that said so.
+        in_order: whether rows are known to lie in the order of their units, those of none last.
 
     Attributes:
         shape: ``(R,)`` or ``(R, T)``.
         map: the same for rows as layers record them.
     """
 
-    def __init__(self, index: Tensor, count: int, given: Tensor):
+    def __init__(self, index: Tensor, count: int, given: Tensor, in_order: bool = False):
         self.shape, self.count = tuple(index.shape), count
-        self.map = UnitMap(index.flatten(), count)
+        self.map = UnitMap(index.flatten(), count, in_order)
         self._given, self._version = weakref.ref(given), given._version
+        #: Where a position was seen not to be finite, device by device.
+        self._lost: dict[torch.device, Tensor] = {}
+        #: Other calls of the model with the same map, whose gradients are one with this one's.
+        self._also: Sequence[Units] = ()
 
     @property
     def by_position(self) -> bool:
@@ -82,6 +87,25 @@ class Units:
             "the losses of positions, each divided by what is public, or by the length of its own "
             "document; or use the engine's criterion, which adds up."
         )
+
+    def lost_on(self, device: torch.device) -> Tensor:
+        """``[N]`` of uint8: whoever finds that a position is not finite writes 1 there."""
+        if device not in self._lost:
+            self._lost[device] = torch.zeros(len(self.map), dtype=torch.uint8, device=device)
+        return self._lost[device]
+
+    def forget_lost(self) -> None:
+        """What was found so far was found of other documents."""
+        self._lost = {}
+
+    def without_lost(self, norms_PB: Tensor) -> Tensor:
+        """Norms ``[P, U]``, infinite for units with a position that is not finite."""
+        for units in (self, *self._also):
+            for device, lost_N in units._lost.items():
+                found_U1 = self.map.on(device).sums(lost_N.float().unsqueeze(1))
+                is_lost_U = (found_U1.squeeze(1) > 0).to(norms_PB.device, non_blocking=True)
+                norms_PB = norms_PB.masked_fill(is_lost_U, torch.inf)
+        return norms_PB
 
     def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
         """What was recorded row by row, for units.
@@ -320,7 +344,7 @@ class UnitsOfCalls:
         places_T = torch.arange(positions, device=offsets.device)
         index_T = torch.searchsorted(offsets, places_T, right=True) - 1
         index_T = index_T.masked_fill(index_T >= count, -1)
-        return Units(index_T.unsqueeze(0), count, given)
+        return Units(index_T.unsqueeze(0), count, given, in_order=True)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -348,6 +372,8 @@ def the_same(of_calls: Sequence[Units | None]) -> Units | None:
     for units in of_calls[1:]:
         if first is None or units is None or not units.same_as(first):
             _refuse_two_maps(first, units)
+    if first is not None:
+        first._also = [units for units in of_calls[1:] if units is not None]
     return first
 
 

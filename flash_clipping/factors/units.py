@@ -11,7 +11,7 @@ features, p output features, V rows of a table.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from flash_clipping.ops.segments import (
     Rows,
     Segments,
     grouped_sums,
+    segment_grads,
     segment_sqnorms,
     segment_sums,
 )
@@ -46,10 +47,15 @@ class UnitMap:
     Args:
         index_M: int64, 0 to ``count - 1``, or -1 for rows of none.
         count: how many units there are.
+        in_order: whether rows are known to lie in the order of their units, those of none last. A
+            map on the CPU is looked at.
     """
 
-    def __init__(self, index_M: Tensor, count: int):
+    def __init__(self, index_M: Tensor, count: int, in_order: bool = False):
         self.index_M, self.count = index_M, count
+        if not in_order and index_M.device.type == "cpu":
+            in_order = bool((self.bins_M.diff() >= 0).all())
+        self.in_order = in_order
         self._on: dict[torch.device, UnitMap] = {}
         self._segments: dict[int, Segments] = {}
         self._then: dict[int, tuple[UnitMap, UnitMap]] = {}
@@ -65,14 +71,15 @@ class UnitMap:
             index_M = self.index_M
             if device.type == "cuda" and index_M.device.type == "cpu":
                 index_M = index_M.pin_memory()  # the copy does not wait then
-            self._on[device] = UnitMap(index_M.to(device, non_blocking=True), self.count)
+            there = index_M.to(device, non_blocking=True)
+            self._on[device] = UnitMap(there, self.count, self.in_order)
         return self._on[device]
 
     def segments(self, positions: int = 1) -> Segments:
         """The map for so many positions of every row; layers share it."""
         if positions not in self._segments:
             index_N = self.index_M.repeat_interleave(positions)
-            self._segments[positions] = Segments(index_N, self.count)
+            self._segments[positions] = Segments(index_N, self.count, is_sorted=self.in_order)
         return self._segments[positions]
 
     def then(self, units: UnitMap) -> UnitMap:
@@ -82,12 +89,12 @@ class UnitMap:
             self._then[id(units)] = UnitMap(index_M, units.count), units
         return self._then[id(units)][0]
 
-    def sums(self, X_Mf: Tensor) -> Tensor:
-        """Rows ``[M, ...]`` added up for each unit, ``[U, ...]`` in fp32 (float64 for float64)."""
-        segments = self.segments()
-        width = math.prod(X_Mf.shape[1:])
-        sums_Uf = segment_sums(X_Mf[segments.order_N].reshape(len(self), width), segments)
-        return sums_Uf.view(self.count, *X_Mf.shape[1:])
+    def sums(self, X_Nf: Tensor, positions: int = 1) -> Tensor:
+        """So many ``positions`` of every row, ``[N, ...]``, added up for each unit: ``[U, ...]`` in
+        fp32 (float64 for float64)."""
+        segments = self.segments(positions)
+        rows = segments.rows(X_Nf.reshape(len(segments), math.prod(X_Nf.shape[1:])))
+        return segment_sums(rows.sorted(), segments).view(self.count, *X_Nf.shape[1:])
 
     def of_rows(self, coef_U: Tensor) -> Tensor:
         """Each row's coefficient, ``[M]``; 0 for rows of no unit."""
@@ -157,6 +164,26 @@ class OfUnits(Factor):
     def dense(self) -> Tensor:
         return _unit_sums(self.rows, self.units)
 
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        """Where the gradients of a linear map's units take no more memory than its operands: one
+        product then serves norms and sums. How many rows each unit has decides nothing: a plan
+        must not depend on that."""
+        rows = self.rows
+        if not isinstance(rows, Outer) or rows.A_BTd.dim() != 3 or rows.G_BTp.dim() != 3:
+            return False
+        N, d, p = rows.A_BTd.shape[:2].numel(), rows.A_BTd.shape[2], rows.G_BTp.shape[2]
+        elements = self.units.count * d * p
+        if not 0 < elements <= N * (d + p):
+            return False
+        shared = readers()  # who reads A as well keeps it as long
+        return shared > 0 and elements <= N * (d / shared + p)
+
+    def stored(self, backend: str) -> Dense:
+        """The gradients of units, in the operands' dtype: what is measured is what is released."""
+        assert isinstance(self.rows, Outer)
+        grads = segment_grads(*_segmented(self.rows, self.units), backend=backend)
+        return Dense(grads.squeeze(1))
+
     @classmethod
     def concatenate(cls, factors: Sequence[OfUnits]) -> Factor:
         maps = {id(factor.units): factor.units for factor in factors}
@@ -219,12 +246,17 @@ def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor
 def _segmented(rows: Outer, units: UnitMap) -> tuple[Rows, Rows, Segments]:
     """Operands of a linear map, by units."""
     segments = units.segments(rows.A_BTd.shape[1])
-    A, G = (Rows(x.flatten(0, 1), segments.order_N) for x in (rows.A_BTd, rows.G_BTp))
+    A, G = (segments.rows(x.flatten(0, 1)) for x in (rows.A_BTd, rows.G_BTp))
     return A, G, segments
 
 
 def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
     """The gradients of units, ``[U, *parameter]`` in fp32 (float64 for float64)."""
+    if isinstance(rows, RowSum) and rows.normalized is None:
+        # As they are: every position of a row is one, and nothing is widened in between.
+        shape = rows.rows_BTn.shape[2:] if rows.shape is None else rows.shape
+        sums_Un = units.sums(rows.rows_BTn.flatten(0, 1), rows.rows_BTn.shape[1])
+        return sums_Un.view(units.count, *shape)
     if not isinstance(rows, Convolution):
         return units.sums(rows.dense())
     # A chunk at a time: all rows' gradients at once would be the largest tensor of the step.

@@ -283,6 +283,8 @@ class BackwardPass:
         self.sqnorms_B.clear()
         self.doubts_B.clear()
         norms_PB = self._norms(params, blocks, plan)
+        if self.units is not None:
+            norms_PB = self.units.without_lost(norms_PB)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
         coef = self.session.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)

@@ -46,6 +46,10 @@ class Units(Protocol):
         """What a row's own gradient is, in terms of what arrives from a mean over rows."""
         ...
 
+    def without_lost(self, norms_PB: Tensor) -> Tensor:
+        """Norms, infinite for units that were found not to be finite on the way."""
+        ...
+
     def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
         """What was recorded row by row, for units."""
         ...

@@ -68,6 +68,16 @@ def test_documents_of_one_row(mode: str) -> None:
     check(Reader().double(), [list(enumerate(documents()))], mode=mode, steps=2)
 
 
+def test_gradients_that_are_stored() -> None:
+    """By shapes: 15 positions, 4 documents; layers of 6 to 18, 6 and 4 features, whose operands
+    are read by one layer each."""
+    flash = check(Reader().double(), [list(enumerate(documents()))])
+    names = {id(param): name for name, param in flash._module.named_parameters()}
+    (plan,) = [plan for _, plan in flash._session.plans._plans.values()]
+    of_documents = {names[key] for key in plan.others}
+    assert of_documents == {"table.weight", "places.weight", "qkv.weight"}
+
+
 def test_documents_of_several_rows() -> None:
     """And a unit with documents in two rows, between those of others."""
     a, b, c, d, e = documents((3, 4, 1, 2, 5))
@@ -135,10 +145,18 @@ class FrozenBody(Reader):
         return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
-@pytest.mark.parametrize("where", ["loss", "table", "frozen table", "head"])
+class Overflows(Reader):
+    """One token becomes infinite within a checkpoint, whose first forward is not recorded."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().attend(torch.where(x[..., :1] > 50, torch.inf, x), mask)
+
+
+@pytest.mark.parametrize("where", ["loss", "table", "checkpoint", "frozen table", "head"])
 def test_a_document_that_is_not_finite(where: str) -> None:
     """It adds nothing, and attention does not carry it to others of its row (0 · inf is NaN)."""
-    model = (FrozenBody() if where == "frozen table" else Reader()).double()
+    kinds = {"frozen table": FrozenBody, "checkpoint": Overflows}
+    model = kinds.get(where, Reader)().double()
     own = documents()
     own[1][2] = VOCABULARY - 1  # a token that no other document has
     for document in (own[0], own[2], own[3]):
@@ -146,9 +164,13 @@ def test_a_document_that_is_not_finite(where: str) -> None:
     rows: list[Row] = [list(enumerate(own))]
     if "table" in where:
         model.table.weight.data[-1] = torch.inf
+    if where == "checkpoint":
+        model.table.weight.data[-1] = 100.0
     if where == "head":
         model.out.requires_grad_(False)  # gradients pass it on their way
     truth = truth_of(copy.deepcopy(model), rows)
+    if where == "checkpoint":
+        model.checkpoints = True
     flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
     ids, places, numbers = packed(rows)
     bad = torch.inf if where in ("loss", "head") else 1.0
@@ -157,8 +179,6 @@ def test_a_document_that_is_not_finite(where: str) -> None:
     coef, others = flash.get_clipping_coef(), [0, 2, 3]
     assert torch.isfinite(coef).all() and (coef[others] > 0).all()
     assert_close(flash.get_norm_sample()[others], truth.norms[others], 1e-9)
-    if "frozen" in where:
-        return
     assert coef[1] == 0
     for name, grads in truth.grads.items():
         param = model.get_parameter(name)

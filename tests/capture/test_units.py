@@ -378,6 +378,8 @@ def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
     torch.manual_seed(0)
     is_table = isinstance(layer, nn.Embedding)
     x = torch.randint(9, (1, 5)) if is_table else torch.randn(1, 5, 4)
+    if isinstance(layer, nn.Linear):
+        x = x[:, :1]  # with more positions gradients would be stored, which need no bound
     flash = GradSampleModuleFlashClipping(
         nn.Sequential(layer), sample_of="user", loss_reduction="sum"
     )

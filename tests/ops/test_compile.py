@@ -38,6 +38,7 @@ jit.JITFunction.run = compile_only
 from flash_clipping.ops.clipped_sum import triton as clipped_sum_triton
 from flash_clipping.ops.convolution import Geometry, triton as convolution_triton
 from flash_clipping.ops.embedding import triton as embedding_triton
+from flash_clipping.ops.finite_rows import triton as finite_rows_triton
 from flash_clipping.ops.gram import triton as gram_triton
 from flash_clipping.ops.hyper_connections import triton as hyper_connections_triton
 from flash_clipping.ops.noise import triton as noise_triton
@@ -96,6 +97,9 @@ for dtype in (torch.bfloat16, torch.float32):
     noise_triton.draw([A, G], 1.0, 2.0, torch.bfloat16, seed=1, offset=0)
     noise_triton.draw([A.flatten()[1:]], 1.0, 2.0, seed=1, offset=0)
     row_scale_triton.row_scale(A, coef)
+    for in_place in (False, True):
+        for rows in (A[0], A.view(16, -1)):
+            finite_rows_triton.finite_rows(rows, ids[0].byte(), in_place)
     row_sum_triton.row_sums([A, A], [None, None])
     row_sum_triton.row_sums([A, A], [Normalized(A, rstd, rstd), None])
     norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
@@ -155,6 +159,7 @@ print(" ".join(sorted(compiled)))
 
 KERNELS = {
     "clear_kernel",
+    "finite_rows_kernel",
     "gram_kernel",
     "grouped_linear_kernel",
     "grouped_sums_kernel",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping import ops
+from flash_clipping.ops.finite_rows import finite_rows
 from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
 from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
 from tests.ops.cases import relative_error, worst_relative_error
@@ -134,6 +135,10 @@ def test_nothing_waits_for_the_device() -> None:
             assert grads is not None
             ops.weighted_sum(grads, coef)
             ops.row_scale(A, coef)
+            for in_place in (False, True):
+                finite_rows(
+                    A, torch.zeros(len(A), dtype=torch.uint8, device="cuda"), in_place=in_place
+                )
             ops.clipped_sums(A, [G, G], coef)
             ops.clipped_sums(A, [G], coef)
             ops.embedding_sqnorms(ids, A, padding_idx=3)

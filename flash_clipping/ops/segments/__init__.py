@@ -51,6 +51,8 @@ class Segments:
         group_N: int64; the group of each row. Rows of a group outside ``0 .. groups - 1`` belong to
             no sample. ``None``: all are of one.
         groups: how many groups there are, E.
+        is_sorted: whether rows are known to lie in the order of their segments already, those of
+            no sample last; with one group. Nothing is sorted then.
 
     Attributes:
         order_N: the rows, sorted by group, then by sample, then as they came; those of no sample
@@ -60,7 +62,12 @@ class Segments:
     """
 
     def __init__(
-        self, sample_N: Tensor, samples: int, group_N: Tensor | None = None, groups: int = 1
+        self,
+        sample_N: Tensor,
+        samples: int,
+        group_N: Tensor | None = None,
+        groups: int = 1,
+        is_sorted: bool = False,
     ):
         key_N = sample_N
         outside_N = sample_N < 0
@@ -70,14 +77,22 @@ class Segments:
         key_N = key_N.masked_fill(outside_N, groups * samples)
         if groups * samples < 1 << 31:
             key_N = key_N.int()  # half as long to sort
-        self.samples, self.groups = samples, groups
+        self.samples, self.groups, self.is_sorted = samples, groups, is_sorted
         self._place_N: Tensor | None = None
-        self._key_N, self.order_N = torch.sort(key_N, stable=True)
+        if is_sorted:
+            self._key_N = key_N
+            self.order_N = torch.arange(len(key_N), device=key_N.device)
+        else:
+            self._key_N, self.order_N = torch.sort(key_N, stable=True)
         edges = torch.arange(groups * samples + 1, dtype=key_N.dtype, device=key_N.device)
         self.starts = torch.searchsorted(self._key_N, edges, out_int32=True)
 
     def __len__(self) -> int:
         return len(self.order_N)
+
+    def rows(self, X_Nf: Tensor) -> Rows:
+        """The layer's own rows, sorted."""
+        return Rows(X_Nf, None if self.is_sorted else self.order_N)
 
     @property
     def sample_N(self) -> Tensor:
