@@ -1,0 +1,89 @@
+"""What a trainer is told about privacy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: What a trainer passes to ``make_private`` itself.
+_OWN = {
+    "module",
+    "optimizer",
+    "data_loader",
+    "noise_multiplier",
+    "max_grad_norm",
+    "poisson_sampling",
+    "wrap_model",
+    "loss_reduction",
+    "noise_generator",
+    "criterion",
+    "grad_sample_mode",
+    "units",
+    "max_rows_per_unit",
+    "sample_of",
+    "distributed",
+}
+
+
+@dataclass(frozen=True)
+class PrivacyArguments:
+    """The privacy of a run: how much noise, for which bound, and how it is accounted.
+
+    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
+
+    Args:
+        target_delta: δ of the (ε, δ) that is reported, and of ``target_epsilon``; well below
+            ``1 / len(dataset)``.
+        target_epsilon: the ε that the whole run may spend. The noise multiplier is computed from
+            it, from the sample rate and from the number of steps.
+        noise_multiplier: standard deviation of the noise, as a multiple of ``max_grad_norm``.
+        max_grad_norm: the clipping bound ``C`` of every sample's gradient. ``None``: the trainer's
+            own, where it has one (``TrainingArguments.max_grad_norm``).
+        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
+        seed: ``None``: batches and noise are drawn from seeds of the operating system's; a run that
+            is resumed draws afresh. A number makes them repeat, and a resumed run goes on as if it
+            had not been interrupted: for tests. Whoever knows the seed can subtract the noise.
+        secure_mode: as in Opacus; needs ``torchcsprng``.
+        engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
+            ``clipping``, ``mode``, ``sum_dtype``, ``backend``, ...
+
+    Raises:
+        ValueError: arguments that contradict each other.
+    """
+
+    target_delta: float
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float | None = None
+    accountant: str = "prv"
+    seed: int | None = None
+    secure_mode: bool = False
+    engine_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError(
+                f"PrivacyArguments: found target_epsilon={self.target_epsilon} and "
+                f"noise_multiplier={self.noise_multiplier}; expected exactly one of them."
+            )
+        if not 0 < self.target_delta < 1:
+            raise ValueError(
+                f"PrivacyArguments: found target_delta={self.target_delta}; expected a number "
+                "between 0 and 1, well below 1 / len(dataset)."
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(
+                f"PrivacyArguments: found max_grad_norm={self.max_grad_norm}; expected the "
+                "clipping bound of a sample, a positive number."
+            )
+        if self.secure_mode and self.seed is not None:
+            raise ValueError(
+                "PrivacyArguments: found seed= with secure_mode=True, whose generator has no seed. "
+                "Leave one of them out."
+            )
+        if taken := sorted(_OWN & self.engine_options.keys()):
+            raise ValueError(
+                f"PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
+                "trainer sets itself or does not support. Leave them out, or train with "
+                "FlashPrivacyEngine in a loop of your own."
+            )

@@ -1,0 +1,261 @@
+"""Differential privacy in Lightning's ``Trainer``: a callback.
+
+When ``fit`` begins, the callback replaces the training loader by one of Poisson batches, puts hooks
+on the module that is to be private, and wraps the optimizer. All of them keep their types and their
+names, so that checkpoints, schedulers and loggers work as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.dashboard import ClippingStatistics
+from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
+from flash_clipping.trainers.private_run import PrivateRun
+
+__all__ = ["PrivacyArguments", "PrivateTraining"]
+
+
+class PrivateTraining(Callback):
+    """Differential privacy for every sample of the training data.
+
+    Example::
+
+        trainer = lightning.Trainer(max_epochs=3, callbacks=[PrivateTraining(
+            PrivacyArguments(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0))])
+        trainer.fit(module, loader)
+
+    Args:
+        privacy: how private the run is; with ``max_grad_norm``.
+        module: the name of the attribute of the ``LightningModule`` that holds the model, such as
+            ``"model"``; ``None``: all of the ``LightningModule``, whose ``training_step`` must then
+            call ``self(...)``.
+        max_physical_batch_size: the most samples that are on the device at a time. A larger batch
+            is given to ``training_step`` in parts, in one step of the optimizer. With automatic
+            optimization only.
+
+    The loss that ``training_step`` returns is a mean over the samples it was given, of terms that
+    each depend on one sample. Logged every ``log_every_n_steps``: ``epsilon``, ``clipped_share``,
+    ``median_norm`` and ``samples_per_second``.
+
+    Guarantees:
+        ``(ε, δ)`` of :meth:`flash_clipping.FlashPrivacyEngine.get_epsilon`, for the weights after
+        every step and all checkpoints of one run. Checkpoints hold the accountant.
+
+    Raises:
+        ValueError: in ``fit``: settings of the trainer with which a step would not be private; a
+            checkpoint of another run.
+    """
+
+    def __init__(
+        self,
+        privacy: PrivacyArguments,
+        *,
+        module: str | None = None,
+        max_physical_batch_size: int | None = None,
+    ):
+        if privacy.max_grad_norm is None:
+            raise ValueError(
+                "PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
+                "clipping bound of a sample."
+            )
+        self.privacy = privacy
+        self.module = module
+        self.max_physical_batch_size = max_physical_batch_size
+        self.run: PrivateRun | None = None
+        self._statistics: ClippingStatistics | None = None
+        self._loader: Any = None
+        self._loaded: dict[str, Any] | None = None
+        self._steps_before = 0
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is spent so far, for ``privacy.target_delta``."""
+        return 0.0 if self.run is None else self.run.epsilon()
+
+    # -- checkpoints: Lightning loads before fit begins -----------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Accountant and settings; empty before the first ``fit``."""
+        if self.run is None or self.run.optimizer is None:
+            return {}
+        return self.run.state_dict() | {"steps_before": self._steps_before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Taken by the next ``fit``."""
+        self._loaded = dict(state_dict)
+
+    # -- before the first step ------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make loader, module and optimizer private."""
+        _refuse(trainer, pl_module)
+        if self.run is not None:
+            raise ValueError(
+                "PrivateTraining: found a second fit(). The module has its hooks and the "
+                "accountant its steps from the first. Give the number of epochs at once, or resume "
+                "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
+            )
+        model = pl_module if self.module is None else getattr(pl_module, self.module)
+        self.run = PrivateRun(self.privacy, trainer.strategy.root_device)
+        self._loader = self._private_loader(trainer, pl_module)
+        loop = trainer.fit_loop
+        loop._data_source.instance = self._loader
+        loop._combined_loader = None  # configure_optimizers may have asked for its length
+        self.run.attach(
+            model,
+            trainer.optimizers[0],
+            self._loader,
+            max_grad_norm=self.privacy.max_grad_norm or 0.0,
+            steps=int(trainer.estimated_stepping_batches),
+        )
+        self._statistics = ClippingStatistics(self.run.hooks)
+        trainer.strategy.optimizers = [self.run.optimizer]
+        if self._loaded:
+            self._steps_before = self._loaded.pop("steps_before")
+            self.run.load_state_dict(self._loaded)
+        if self.max_physical_batch_size is not None:
+            pl_module.training_step = self._in_parts(pl_module.training_step)
+
+    def _private_loader(self, trainer: Any, pl_module: Any) -> Any:
+        plain = trainer.fit_loop._data_source.dataloader()
+        if not isinstance(plain, DataLoader):
+            raise ValueError(
+                f"PrivateTraining: found training data of type {type(plain).__name__}; expected "
+                "one torch.utils.data.DataLoader."
+            )
+        refuse_loader(plain, poisson_sampling=True, distributed=False)
+        assert self.run is not None
+        generator = self.run.sampling_generator
+        if self.max_physical_batch_size is None:
+            return PoissonLoader.from_data_loader(plain, generator=generator)
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
+                "training_step takes steps itself. Leave it out, or use automatic optimization."
+            )
+        return LogicalLoader.of(
+            plain,
+            steps=len(plain),
+            part_size=self.max_physical_batch_size,
+            generator=generator,
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that Lightning trains with what was made private."""
+        assert self.run is not None
+        if trainer.train_dataloader is not self._loader:
+            raise RuntimeError(
+                f"PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, not "
+                "with the Poisson loader. Do not reload dataloaders, or change the fit loop."
+            )
+        self._check_steps(trainer)
+        self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def _in_parts(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """``training_step`` for a logical batch: all parts but the last have had their backward
+        when it returns, and their sums are with the optimizer."""
+
+        @functools.wraps(training_step)
+        def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(batch, LogicalBatch):
+                return training_step(batch, *args, **kwargs)
+            assert self.run is not None and self._statistics is not None
+            hooks, optimizer = self.run.hooks, self.run.optimizer
+            optimizer.discard_step()  # parts of a batch that failed
+            optimizer._step_skip_queue.clear()
+            optimizer.zero_grad()
+            last = len(batch.parts) - 1
+            for part, size in zip(batch.parts[:last], batch.sizes, strict=False):
+                hooks.expect_samples(size)
+                result = training_step(part, *args, **kwargs)
+                loss = result["loss"] if isinstance(result, dict) else result
+                with torch.autocast(loss.device.type, enabled=False):
+                    loss.backward()
+                self._statistics.note_backward()
+                optimizer.signal_skip_step(True)
+                optimizer.step()
+            hooks.expect_samples(batch.sizes[last])
+            return training_step(batch.parts[last], *args, **kwargs)
+
+        return step
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Gather what the dashboard shows."""
+        if self._statistics is not None:
+            self._statistics.note_backward()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Check that the step is accounted; log."""
+        self._check_steps(trainer)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            assert self._statistics is not None
+            reading = self._statistics.read()
+            values = {
+                "epsilon": self.epsilon,
+                "clipped_share": reading.clipped_share,
+                "median_norm": reading.median_norm,
+                "samples_per_second": reading.samples_per_second,
+            }
+            pl_module.log_dict(values, batch_size=1)
+
+    def _check_steps(self, trainer: Any) -> None:
+        assert self.run is not None
+        accounted = self.run.steps - self._steps_before
+        if accounted != trainer.global_step:
+            raise RuntimeError(
+                f"PrivateTraining: Lightning counts {trainer.global_step} steps, and {accounted} "
+                "are accounted. A checkpoint without an accountant was loaded (one of a run "
+                "without this callback), or something overrides the optimizer."
+            )
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the hooks off; the module is as it was."""
+        if self.run is not None and self.run.hooks is not None:
+            pl_module.__dict__.pop("training_step", None)
+            self.run.hooks.cleanup()
+
+
+def _refuse(trainer: Any, pl_module: Any) -> None:
+    """Refuse settings with which a step would not be private, each by its name."""
+    several = "Train on one device in one process: Trainer(devices=1)"
+    refused = [
+        (trainer.world_size > 1, f"{trainer.world_size} processes", several),
+        (
+            getattr(trainer.precision_plugin, "scaler", None) is not None,
+            f"precision={trainer.precision!r}",
+            "It scales the loss: samples would be clipped by their scaled gradients. Use "
+            "precision='bf16-mixed'",
+        ),
+        (
+            bool(trainer.gradient_clip_val),
+            f"gradient_clip_val={trainer.gradient_clip_val}",
+            "Samples are clipped already, by PrivacyArguments.max_grad_norm. Leave it out",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            "A Poisson batch is one step. Give the loader the batch size of a step, and "
+            "PrivateTraining(max_physical_batch_size=...) what fits in memory",
+        ),
+        (bool(trainer.overfit_batches), "overfit_batches", "Leave it out"),
+        (
+            len(trainer.optimizers) != 1,
+            f"{len(trainer.optimizers)} optimizers",
+            "One optimizer takes the clipped sums. Use one, with a parameter group for whatever "
+            "needs settings of its own",
+        ),
+    ]
+    for found, name, advice in refused:
+        if found:
+            raise ValueError(f"PrivateTraining: found {name}. {advice}.")

@@ -1,0 +1,90 @@
+"""Poisson batches in parts that fit in memory.
+
+A Poisson batch has any size. The loader gives it as one object that holds parts of at most
+``part_size`` samples, each collated by itself; a step is one such object. An empty batch has one
+part, without samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from flash_clipping.capture.no_samples import CollateWithEmpty
+from flash_clipping.integration.sampling import PoissonLoader
+
+
+@dataclass
+class LogicalBatch:
+    """All samples of one step.
+
+    Attributes:
+        parts: what the collate function made of at most so many samples as fit.
+        sizes: how many samples each part has.
+    """
+
+    parts: list[Any]
+    sizes: list[int]
+
+    def pin_memory(self, device: Any = None) -> LogicalBatch:
+        """Called by PyTorch's loader, which does not look into classes."""
+        return LogicalBatch([pin_memory(part, device) for part in self.parts], self.sizes)
+
+
+class CollateParts:
+    """Collates a logical batch in parts.
+
+    Args:
+        collate: makes a part of a list of samples.
+        dataset: where samples are looked at to learn what an empty part is like.
+        part_size: the most samples of a part.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, part_size: int):
+        self._collate = CollateWithEmpty(collate, dataset)
+        self.part_size = part_size
+
+    def __call__(self, samples: list[Any]) -> LogicalBatch:
+        starts = range(0, max(1, len(samples)), self.part_size)
+        parts = [samples[start : start + self.part_size] for start in starts]
+        return LogicalBatch([self._collate(part) for part in parts], [*map(len, parts)])
+
+
+class LogicalLoader(PoissonLoader):
+    """A :class:`~flash_clipping.integration.sampling.PoissonLoader` of logical batches.
+
+    Args:
+        loader: whose dataset and collate function are taken, and how it loads; not its sampling.
+        steps: batches in an epoch; each draws every sample with probability ``1 / steps``.
+        part_size: the most samples of a part.
+        generator: what to draw with.
+    """
+
+    @classmethod
+    def of(
+        cls, loader: DataLoader[Any], *, steps: int, part_size: int, generator: Any
+    ) -> LogicalLoader:
+        return cls(
+            loader.dataset,
+            sample_rate=1 / steps,
+            collate_fn=loader.collate_fn,
+            part_size=part_size,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            generator=generator,
+        )
+
+    def __init__(self, dataset: Any, *, part_size: int, collate_fn: Any, **kwargs: Any):
+        super().__init__(dataset, collate_fn=collate_fn, **kwargs)
+        self.part_size = part_size
+        # In the place of one that announces batches to the model, which sees parts only.
+        self.collate_fn = CollateParts(collate_fn or default_collate, dataset, part_size)

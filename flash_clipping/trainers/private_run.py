@@ -1,0 +1,193 @@
+"""One private training run inside a trainer: engine, hooks, optimizer, and what a checkpoint keeps.
+
+The model keeps its class and its names: it gets hooks, no wrapper.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+
+from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.dashboard import accounted_steps
+
+
+class PrivateRun:
+    """What makes a trainer's run private.
+
+    In this order: make it, draw batches with :attr:`sampling_generator`, :meth:`attach`, train.
+
+    Args:
+        arguments: of the user.
+        device: of the model's parameters.
+
+    Attributes:
+        engine: accounts for the steps.
+        hooks: the hooks on the model, after :meth:`attach`.
+        optimizer: the private one, after :meth:`attach`.
+        sampling_generator: what batches are drawn with.
+        planned_steps: how many steps the noise was computed for.
+    """
+
+    hooks: Any = None
+    optimizer: Any = None
+    noise_multiplier: float
+    sample_rate: float
+    planned_steps: int
+
+    def __init__(self, arguments: PrivacyArguments, device: torch.device):
+        self.arguments = arguments
+        self.engine = FlashPrivacyEngine(
+            accountant=arguments.accountant, secure_mode=arguments.secure_mode
+        )
+        self._epsilon: tuple[int, float] | None = None
+        self.noise_generator: Any = None
+        if arguments.secure_mode:
+            self.sampling_generator: Any = self.engine.secure_rng
+            return
+        # Not PyTorch's own generators: trainers seed these with a number that everybody knows.
+        self.sampling_generator = torch.Generator().manual_seed(self._new_seed(0))
+        self.noise_generator = torch.Generator(device).manual_seed(self._new_seed(1))
+
+    def _new_seed(self, *purpose: int) -> int:
+        if self.arguments.seed is None:
+            return secrets.randbits(63)
+        state = np.random.SeedSequence([self.arguments.seed, *purpose]).generate_state(1, np.uint64)
+        return int(state[0] >> 1)
+
+    def begin_epoch(self, run: int, epoch: int) -> None:
+        """Let a run with a seed draw this epoch's batches as it would after any interruption."""
+        if self.arguments.seed is not None:
+            self.sampling_generator.manual_seed(self._new_seed(2, run, epoch))
+
+    def attach(
+        self, model: nn.Module, optimizer: Any, loader: Any, *, max_grad_norm: float, steps: int
+    ) -> None:
+        """Make the model's gradients clipped sums, and the optimizer one that adds noise.
+
+        Args:
+            model: all trainable parameters of it are covered.
+            optimizer: holds parameters of this model.
+            loader: draws Poisson batches, with the rate ``1 / len(loader)``.
+            max_grad_norm: the clipping bound.
+            steps: of the whole run.
+        """
+        arguments, self.sample_rate = self.arguments, 1 / len(loader)
+        self.planned_steps, self.max_grad_norm = steps, max_grad_norm
+        if arguments.noise_multiplier is not None:
+            self.noise_multiplier = arguments.noise_multiplier
+        else:
+            self.noise_multiplier = get_noise_multiplier(
+                target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
+                target_delta=arguments.target_delta,
+                sample_rate=self.sample_rate,
+                steps=steps,
+                accountant=arguments.accountant,
+            )
+        modes = [module.training for module in model.modules()]
+        model.train()  # Opacus takes no others
+        self.hooks, self.optimizer, _, _ = self.engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            noise_generator=self.noise_generator,
+            wrap_model=False,
+            # The loader draws Poisson batches already; the engine must not replace it.
+            poisson_sampling=False,
+            **arguments.engine_options,
+        )
+        self.hooks.forbid_grad_accumulation()
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+
+    @property
+    def steps(self) -> int:
+        """Steps that are accounted for."""
+        return accounted_steps(self.engine)
+
+    def epsilon(self) -> float:
+        """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
+        steps = self.steps
+        if not steps:
+            return 0.0
+        if not self.noise_multiplier:
+            return math.inf
+        if self._epsilon is None or self._epsilon[0] != steps:
+            self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
+        return self._epsilon[1]
+
+    def check_budget(self, remaining: int) -> None:
+        """Refuse to start training for more steps than the noise was computed for.
+
+        Raises:
+            ValueError: ``target_epsilon`` would be exceeded.
+        """
+        if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
+            return
+        raise ValueError(
+            f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
+            f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
+            "Give the number of steps of the whole training at once, or noise_multiplier="
+            f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further."
+        )
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, float]:
+        """What a run may not change when it is resumed; beside the data."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside model and optimizer; no objects of classes."""
+        state: dict[str, Any] = {
+            "accountant": dict(self.engine.accountant.state_dict()),
+            "settings": self._settings(),
+            # That of the next step, which adaptive clipping moves.
+            "bound": self.optimizer.max_grad_norm,
+        }
+        if self.arguments.seed is not None:
+            state["noise_generator"] = self.noise_generator.get_state()
+            state["sampling_generator"] = self.sampling_generator.get_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the accounting of a checkpoint; noise is drawn afresh, unless from a seed.
+
+        Raises:
+            ValueError: the run has done steps already, or is another run than the checkpoint's.
+        """
+        if self.steps:
+            raise ValueError(
+                f"resume: found a run that has done {self.steps} private steps. Its accountant "
+                "would forget them. Make a new trainer to resume with."
+            )
+        now = self._settings()
+        different = [
+            f"{name} was {was}, is {now[name]}"
+            for name, was in state["settings"].items()
+            if now[name] != was
+        ]
+        if different:
+            raise ValueError(
+                f"resume: the checkpoint is of another run: {'; '.join(different)}. Noise and "
+                "epsilon were computed for those. Use the same data, batch size, number of steps "
+                "and privacy arguments."
+            )
+        self.engine.accountant.load_state_dict(state["accountant"])
+        self.optimizer.max_grad_norm = state["bound"]
+        if self.arguments.seed is not None and "noise_generator" in state:
+            self.noise_generator.set_state(state["noise_generator"])
+            self.sampling_generator.set_state(state["sampling_generator"])

@@ -1,0 +1,122 @@
+"""Settings of Hugging Face's Trainer that a private run cannot have, each by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+_SEVERAL = (
+    "PrivateTrainer trains on one device in one process. Set CUDA_VISIBLE_DEVICES to one GPU, or "
+    "use FlashPrivacyEngine with DifferentiallyPrivateDistributedDataParallel"
+)
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse ``TrainingArguments`` under which steps would not be private, or not be accounted.
+
+    Raises:
+        ValueError: names the argument, what was found, and what to do.
+    """
+    _refuse_if(
+        getattr(args, "fp16", False),
+        "fp16=True",
+        "It scales the loss: samples would be clipped by their scaled gradients, and a step that "
+        "is skipped for a sample's overflow shows that sample. Use bf16=True",
+    )
+    _refuse_if(getattr(args, "world_size", 1) > 1, "several processes", _SEVERAL)
+    _refuse_if(getattr(args, "deepspeed", None), "deepspeed", _SEVERAL)
+    _refuse_if(getattr(args, "fsdp", None), "fsdp", _SEVERAL)
+    _refuse_if(
+        getattr(args, "n_gpu", 1) > 1, f"{getattr(args, 'n_gpu', 1)} GPUs (DataParallel)", _SEVERAL
+    )
+    _refuse_if(
+        getattr(args, "torch_compile", False),
+        "torch_compile=True",
+        "The Trainer would compile the model with its hooks. Leave it out",
+    )
+    _refuse_if(
+        getattr(args, "auto_find_batch_size", False),
+        "auto_find_batch_size=True",
+        "A second attempt with another batch size is another sample rate. Give "
+        "per_device_train_batch_size what fits, and the rest to gradient_accumulation_steps",
+    )
+    strategy = str(getattr(args, "train_sampling_strategy", "random"))
+    _refuse_if(
+        getattr(args, "group_by_length", False) or not strategy.endswith("random"),
+        "batches by length, or in order (train_sampling_strategy, group_by_length)",
+        "Poisson sampling draws every sample alike. Leave it out",
+    )
+    name = str(getattr(args, "optim", "")).rpartition(".")[2].lower()
+    _refuse_if(
+        "lomo" in name or "layerwise" in name,
+        f"optim={name!r}",
+        "It updates parameters during backward, before noise is added. Use another optimizer",
+    )
+
+
+def refuse_trainer(trainer: Any, trainer_class: type) -> None:
+    """Refuse what else a trainer was given.
+
+    Raises:
+        ValueError: names what was found, and what to do.
+    """
+    cls = type(trainer)
+    _refuse_if(
+        trainer.model_init is not None,
+        "model_init",
+        "Every model that is trained on the data spends epsilon, and each would have an accountant "
+        "of its own. Give model=",
+    )
+    _refuse_if(
+        cls.compute_loss is not trainer_class.compute_loss  # type: ignore[attr-defined]
+        and "compute_sample_losses" not in _own_methods(cls, trainer_class),
+        f"compute_loss of {cls.__name__}",
+        "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
+        "which returns one loss for each sample, [B]; compute_loss is for evaluation then",
+    )
+    config = getattr(trainer.model, "config", None)
+    _refuse_if(
+        getattr(config, "output_router_logits", False),
+        "output_router_logits=True in the model's config",
+        "Its auxiliary loss balances experts over all samples of a batch, so that samples mix. Set "
+        "it to False",
+    )
+
+
+def refuse_loader(loader: Any) -> None:
+    """Refuse a loader whose sampling is another than the Trainer's own.
+
+    Raises:
+        ValueError: names what was found, and what to do.
+    """
+    dataset = loader.dataset
+    _refuse_if(
+        not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),
+        f"train_dataset of type {type(dataset).__name__}",
+        "Poisson sampling draws samples by their index. Give a dataset with __len__ and "
+        "__getitem__",
+    )
+    _refuse_if(not len(dataset), "a train_dataset without samples", "Give one that has some")
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    _refuse_if(
+        not isinstance(sampler, RandomSampler) or sampler.replacement,
+        f"a training loader with {type(sampler).__name__}",
+        "Poisson sampling would replace it by one that draws all samples alike. Do not override "
+        "_get_train_sampler",
+    )
+
+
+def _own_methods(cls: type, base: type) -> set[str]:
+    """Names that are defined by classes below this module's own."""
+    own: set[str] = set()
+    for parent in cls.__mro__:
+        if parent.__module__ == "flash_clipping.trainers.transformers" or parent is base:
+            break
+        own |= vars(parent).keys()
+    return own
+
+
+def _refuse_if(found: Any, name: str, advice: str) -> None:
+    if found:
+        raise ValueError(f"PrivateTrainer: found {name}. {advice}.")

@@ -1,0 +1,358 @@
+"""Hugging Face's ``Trainer`` with differential privacy.
+
+``transformers`` owns the loop, the schedule, logs, evaluation and checkpoints. This class replaces
+four things in it: the training loader (Poisson batches), the loss (one for each sample), the
+optimizer (clipped sums with noise), and what is logged and saved of privacy.
+
+A batch of the loader is all samples of one step, in parts that fit in memory
+(:mod:`flash_clipping.trainers.physical_batches`). So one batch is one step to the Trainer, and its
+own gradient accumulation is switched off.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.dashboard import ClippingStatistics
+from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
+from flash_clipping.trainers.private_run import PrivateRun
+from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
+from flash_clipping.trainers.sample_losses import sample_losses
+
+__all__ = ["PrivacyArguments", "PrivateTrainer"]
+
+#: In a checkpoint's folder: accountant and settings.
+STATE_NAME = "privacy.pt"
+
+#: The Trainer's default bound for the gradient of a batch.
+_DEFAULT_BOUND = 1.0
+
+
+class PrivateTrainer(Trainer):
+    """``transformers.Trainer``, with differential privacy for every sample of ``train_dataset``.
+
+    Example::
+
+        trainer = PrivateTrainer(
+            model=model, args=args, train_dataset=dataset,
+            privacy=PrivacyArguments(target_epsilon=3.0, target_delta=1e-5))
+        trainer.train()
+        trainer.save_model("model")  # as from_pretrained takes it
+
+    Args:
+        *args, **kwargs: as in ``Trainer``.
+        privacy: how private the run is.
+
+    What arguments of ``TrainingArguments`` mean here:
+        per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
+        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a * b`` samples. A
+            step draws every one of the ``N`` samples with probability ``1 / ceil(N / (a b))``, and
+            there are ``ceil(N / (a b))`` steps in an epoch.
+        max_grad_norm: the clipping bound of every *sample's* gradient, unless
+            ``PrivacyArguments.max_grad_norm`` is given. The noisy sum is not clipped again.
+
+    ``trainer.args`` is a copy, in which these two hold what the Trainer's own loop is to do (1, and
+    0 for no clipping).
+
+    Guarantees:
+        ``(ε, δ)`` of :meth:`flash_clipping.FlashPrivacyEngine.get_epsilon`, for the weights after
+        every step and all checkpoints of one run. Every step that changes the weights is accounted,
+        also one whose batch is empty; a checkpoint holds as many steps as its weights have seen.
+        Logs of losses and norms are not covered.
+
+    Raises:
+        ValueError: an argument with which a step would not be private; in :meth:`train`, a
+            checkpoint of another run.
+    """
+
+    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
+        if len(args) > 1 or "args" in kwargs:
+            given = kwargs.pop("args") if "args" in kwargs else args[1]
+            args = args[:1]
+        else:
+            given = None
+        given = given if given is not None else TrainingArguments(output_dir="tmp_trainer")
+        refuse_arguments(given)
+        self.privacy = privacy
+        self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
+        self._logical_batch_size = (
+            given.per_device_train_batch_size * given.gradient_accumulation_steps
+        )
+        own = copy.copy(given)
+        own.gradient_accumulation_steps = 1
+        own.max_grad_norm = 0.0
+        own.logging_nan_inf_filter = False  # it waits for the device in every step
+        self.run: PrivateRun | None = None
+        self._loader: LogicalLoader | None = None
+        self._statistics: ClippingStatistics | None = None
+        self._trainings = 0
+        self._steps_before = 0
+        super().__init__(*args, args=own, **kwargs)
+        refuse_trainer(self, Trainer)
+        self.add_callback(_Watch(self))
+
+    # -- before the first step ------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in ``Trainer``. A second call goes on with the same accountant.
+
+        Raises:
+            ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before.
+        """
+        if resume_from_checkpoint and self.run is not None and self.run.steps:
+            raise ValueError(
+                f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
+                "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
+            )
+        self._steps_before = 0 if self.run is None else self.run.steps
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
+        if self._loader is None:
+            plain = super().get_train_dataloader()
+            refuse_loader(plain)
+            self.run = PrivateRun(self.privacy, self.args.device)
+            self._loader = LogicalLoader.of(
+                plain,
+                steps=-(-len(plain.dataset) // self._logical_batch_size),
+                part_size=self.args.per_device_train_batch_size,
+                generator=self.run.sampling_generator,
+            )
+        return self._loader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's optimizer, which adds noise to clipped sums."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        run = self.run
+        if run is None or run.optimizer is not None:
+            return optimizer
+        steps = self.args.max_steps
+        if steps <= 0:
+            steps = -int(-self.args.num_train_epochs * len(self.get_train_dataloader()) // 1)
+        run.attach(
+            self.model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps
+        )
+        self._statistics = ClippingStatistics(run.hooks)
+        self.optimizer = run.optimizer
+        return self.optimizer
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected size of a step's batch."""
+        return self._logical_batch_size
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        """The next batches. No loss is divided by the tokens of a batch, so none are counted."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Leave the clipped sums of a batch with the optimizer; return the mean of its losses.
+
+        Losses that are not finite count nothing in the mean, as their samples do in the step.
+        """
+        if self.run is None or self.run.optimizer is None or not isinstance(inputs, LogicalBatch):
+            raise ValueError(
+                f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
+                "one of its own loader, which draws Poisson batches. Do not override "
+                "get_train_dataloader; change train_dataset or data_collator instead."
+            )
+        assert self._statistics is not None
+        hooks, optimizer = self.run.hooks, self.run.optimizer
+        model.train()
+        optimizer.discard_step()  # parts of a batch that failed
+        optimizer._step_skip_queue.clear()
+        optimizer.zero_grad()
+        total = torch.zeros((), device=self.args.device)
+        last = len(inputs.parts) - 1
+        for index, (part, size) in enumerate(zip(inputs.parts, inputs.sizes, strict=True)):
+            hooks.expect_samples(size)
+            with self.compute_loss_context_manager():
+                losses = self.compute_sample_losses(model, self._prepare_inputs(part))
+            if losses.shape != (size,):
+                raise ValueError(
+                    f"compute_sample_losses: found losses of shape {[*losses.shape]} for {size} "
+                    "samples; expected one loss for each sample, [B], not reduced."
+                )
+            # Of sums every gradient is a sample's own, however many samples a part has.
+            with hooks.summed_loss():
+                losses.sum().backward()
+            self._statistics.note_backward()
+            losses = losses.detach().float()
+            total += torch.where(losses.isfinite(), losses, 0.0).sum()
+            if index < last:
+                optimizer.signal_skip_step(True)
+                optimizer.step()
+        hooks.expect_samples(None)
+        return total / max(1, sum(inputs.sizes))
+
+    def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of every sample, ``[B]``, each a function of that sample only.
+
+        By ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, where it was given;
+        otherwise by :func:`flash_clipping.trainers.sample_losses.sample_losses`: for tokens the
+        mean over a sample's own. Override it for another loss, for training; evaluation has the
+        Trainer's own ``compute_loss``.
+        """
+        inputs = dict(inputs)
+        if self.compute_loss_func is not None:
+            labels = inputs.pop("labels", None)
+            losses: Tensor = self.compute_loss_func(
+                model(**inputs), labels, num_items_in_batch=None
+            )
+            return losses
+        labels = {name: inputs.pop(name) for name in self.label_names if name in inputs}
+        plain = self.accelerator.unwrap_model(self.model)
+        if "labels" in labels and "decoder_input_ids" not in inputs:
+            shifted = getattr(plain, "prepare_decoder_input_ids_from_labels", None)
+            if shifted is not None:
+                inputs["decoder_input_ids"] = shifted(labels["labels"])
+        return sample_losses(
+            model(**inputs),
+            labels,
+            shift=getattr(self, "_loss_shifts_labels", False),
+            problem_type=getattr(plain.config, "problem_type", None),
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: samples are clipped already."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: before the step gradients are sums without noise."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of all parts of a batch."""
+        if not isinstance(inputs, LogicalBatch):
+            return int(super().floating_point_ops(inputs))
+        return sum(int(super(PrivateTrainer, self).floating_point_ops(p)) for p in inputs.parts)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for part in inputs.parts:
+            super()._track_num_input_tokens(part)
+
+    # -- logs -----------------------------------------------------------------------------------
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is spent so far, for ``privacy.target_delta``."""
+        return 0.0 if self.run is None else self.run.epsilon()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
+        last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
+        if self.run is not None and self.run.steps:
+            if "loss" in logs and self._statistics is not None:
+                reading = self._statistics.read()
+                logs["epsilon"] = self.epsilon
+                logs["clipped_share"] = reading.clipped_share
+                logs["median_norm"] = reading.median_norm
+                logs["samples_per_second"] = reading.samples_per_second
+            elif "train_loss" in logs:
+                logs["epsilon"] = self.epsilon
+        super().log(logs, *args, **kwargs)
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        assert self.run is not None
+        state = self.run.state_dict()
+        state.update(
+            global_step=self.state.global_step,
+            trainings=self._trainings,
+            steps_before=self._steps_before,
+        )
+        torch.save(state, os.path.join(output_dir, STATE_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_NAME)
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"resume_from_checkpoint: {checkpoint} has no {STATE_NAME}, so that nobody knows "
+                "what its weights have cost. It was written by another trainer, or with "
+                "save_only_model=True. Resume from one that PrivateTrainer wrote."
+            )
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["global_step"] != self.state.global_step:
+            raise ValueError(
+                f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
+                f"files of {checkpoint} are of step {self.state.global_step}. Resume from another."
+            )
+        assert self.run is not None
+        self.run.load_state_dict(state)
+        self._trainings, self._steps_before = state["trainings"], state["steps_before"]
+
+
+class _Watch(TrainerCallback):
+    """Follows the Trainer's loop: every step of it must be one that is accounted."""
+
+    def __init__(self, trainer: PrivateTrainer):
+        self._trainer = trainer
+
+    def _check_steps(self, state: Any) -> None:
+        trainer = self._trainer
+        assert trainer.run is not None
+        accounted = trainer.run.steps - trainer._steps_before
+        if accounted != state.global_step:
+            raise RuntimeError(
+                f"PrivateTrainer: the Trainer counts {state.global_step} steps, and {accounted} "
+                "are accounted. Weights were changed without noise, or a step was left out: "
+                "something overrides the optimizer, its step() or the checkpoint's loading."
+            )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        run = trainer.run
+        if run is None or run.optimizer is None:
+            raise RuntimeError(
+                "PrivateTrainer: training begins, and the optimizer is not private. Do not "
+                "override create_optimizer or get_train_dataloader."
+            )
+        self._check_steps(state)
+        run.check_budget(state.max_steps - state.global_step)
+        assert trainer._statistics is not None
+        trainer._statistics.read()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self._trainer.run
+        assert run is not None
+        run.begin_epoch(self._trainer._trainings, int(state.epoch or 0))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check_steps(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._trainings += 1
+
+
+def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float:
+    """``C``, from where it was given."""
+    if of_privacy is None:
+        if not of_trainer:
+            raise ValueError(
+                f"max_grad_norm: found {of_trainer} in TrainingArguments, and none in "
+                "PrivacyArguments; expected the clipping bound of a sample in one of them."
+            )
+        return of_trainer
+    if of_trainer and of_trainer not in (_DEFAULT_BOUND, of_privacy):
+        raise ValueError(
+            f"max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
+            "PrivacyArguments. There is one bound, that of a sample; the sum is not clipped again. "
+            "Leave it out of TrainingArguments."
+        )
+    return of_privacy

@@ -1,0 +1,113 @@
+"""The line while training: what it says, and that nothing waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashPrivacyEngine
+from flash_clipping.trainers.dashboard import ClippingStatistics, PrivacyDashboard, line
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
+]
+
+
+def private(**options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    engine = FlashPrivacyEngine(accountant="gdp")
+    data = TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=options.pop("max_grad_norm", 0.5),
+        **options,
+    )
+    return engine, *made
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("local_scalar_dense", "_to_copy", "nonzero")):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, [0.1] * 4], ids=["flat", "per layer"])
+def test_what_it_says(max_grad_norm: Any) -> None:
+    clipping = "per_layer" if isinstance(max_grad_norm, list) else "flat"
+    engine, model, optimizer, criterion, loader = private(
+        max_grad_norm=max_grad_norm, clipping=clipping
+    )
+    statistics = ClippingStatistics(model)
+    norms, shares, lines = [], [], []
+    dashboard = PrivacyDashboard(engine, model, delta=1e-3, every=2, show=lines.append)
+    with dashboard:
+        for x, y in loader:  # four steps, and one more
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            norms.append(model.get_norm_sample())
+            coef = model.get_clipping_coef()
+            shares.append((coef if coef.dim() == 2 else coef[None]).min(0).values < 1)
+            with Waits() as waits:
+                statistics.note_backward()
+            assert waits.count == 0
+            dashboard.update()
+            optimizer.step()
+            if len(norms) == 3:
+                break
+    with Waits() as waits:
+        reading = statistics.read()
+    assert waits.count == 1 or waits.count == 2  # of two numbers at once
+    assert reading.samples == sum(map(len, norms))
+    assert reading.median_norm == pytest.approx(torch.cat(norms).median().item())
+    assert reading.clipped_share == pytest.approx(torch.cat(shares).float().mean().item())
+    assert [text.split("   ")[0] for text in lines] == ["step 2", "step 3"]
+    assert f"ε = {engine.get_epsilon(1e-3):.2f}" in lines[1]
+    first = torch.cat(shares[:2]).float().mean().item()
+    assert f"clipped {first:.0%}" in lines[0]
+
+
+def test_parts_of_a_logical_batch_are_one_step() -> None:
+    engine, model, optimizer, criterion, loader = private()
+    lines: list[str] = []
+    parts = 0
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as physical,
+        PrivacyDashboard(engine, model, delta=1e-3, every=1, show=lines.append) as dashboard,
+    ):
+        for x, y in physical:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+            parts += 1
+    assert parts > 4
+    assert [text.split("   ")[0] for text in lines] == [f"step {n}" for n in range(1, 5)]
+
+
+def test_no_samples() -> None:
+    _, model, *_ = private()
+    reading = ClippingStatistics(model).read()
+    assert (reading.samples, reading.samples_per_second) == (0, 0.0)
+    assert "clipped nan%" in line(1, 0.5, reading)
+    with pytest.raises(ValueError, match="every=0"):
+        PrivacyDashboard(None, model, delta=1e-3, every=0)

@@ -1,0 +1,164 @@
+"""What ``PrivateTrainer`` refuses, each by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.trainers import Texts, bert, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
+]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(Texts(3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"train_sampling_strategy": "group_by_length"}, "by length"),
+        ({"train_sampling_strategy": "sequential"}, "in order"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm: found 0.0 in TrainingArguments"),
+        (
+            {"max_grad_norm": 2.0, "of_privacy": {"max_grad_norm": 0.5}},
+            "found 2.0 in TrainingArguments and 0.5 in PrivacyArguments",
+        ),
+        ({"more": {"model_init": bert}}, "model_init"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "layerwise"),
+    ],
+)
+def test_arguments(tmp_path: Path, settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        trainer(tmp_path, **settings)
+
+
+def test_fp16_and_several_devices(tmp_path: Path) -> None:
+    """Set on the arguments: without a GPU, ``TrainingArguments`` does not let them be asked for."""
+    from flash_clipping.trainers.refused import refuse_arguments
+    from tests.support.trainers import arguments
+
+    for name, value, found in (
+        ("fp16", True, "fp16=True.*bf16"),
+        ("_n_gpu", 2, "2 GPUs.*one device"),
+        ("deepspeed", {}, None),
+        ("deepspeed", {"zero": 2}, "deepspeed.*one device"),
+    ):
+        args = arguments(tmp_path)
+        setattr(args, name, value)
+        if found is None:
+            refuse_arguments(args)
+            continue
+        with pytest.raises(ValueError, match=found):
+            refuse_arguments(args)
+
+
+def test_a_bound_in_either_place(tmp_path: Path) -> None:
+    for settings in (
+        {"max_grad_norm": 0.5},
+        {"of_privacy": {"max_grad_norm": 0.5}},
+        {"max_grad_norm": 0.0, "of_privacy": {"max_grad_norm": 0.5}},
+    ):
+        private = trainer(tmp_path, **settings)
+        assert (private._max_grad_norm, private.args.max_grad_norm) == (0.5, 0.0)
+
+
+def test_a_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    class OfBatch(PrivateTrainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    with pytest.raises(ValueError, match="compute_loss of OfBatch.*compute_sample_losses"):
+        trainer(tmp_path, cls=OfBatch)
+
+    class Both(OfBatch):
+        def compute_sample_losses(self, model: nn.Module, inputs: Any) -> Tensor:
+            return super().compute_sample_losses(model, inputs)
+
+    trainer(tmp_path, cls=Both)
+
+
+def test_experts_that_are_balanced_over_the_batch(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        trainer(tmp_path, bert(output_router_logits=True))
+
+
+def test_data_that_cannot_be_drawn_by_index(tmp_path: Path) -> None:
+    private = trainer(tmp_path, more={"train_dataset": Stream()}, max_steps=1)
+    with pytest.raises(ValueError, match="train_dataset of type Stream"):
+        private.train()
+
+
+class OwnLoader(PrivateTrainer):
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()
+        return torch.utils.data.DataLoader(Texts(20), batch_size=5)
+
+
+def test_batches_of_another_loader(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="found a training batch of type dict"):
+        trainer(tmp_path, cls=OwnLoader, max_steps=1).train()
+
+
+class PlainOptimizer(PrivateTrainer):
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def test_an_optimizer_without_noise(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the optimizer is not private"):
+        trainer(tmp_path, cls=PlainOptimizer, max_steps=1).train()
+
+
+def test_steps_past_the_accountant(tmp_path: Path) -> None:
+    """Every step of the Trainer is one that is accounted, no more and no less."""
+
+    class Twice(TrainerCallback):
+        def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+            private.run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.25)
+
+    private = trainer(tmp_path, max_steps=2, more={"callbacks": [Twice()]})
+    with pytest.raises(RuntimeError, match="counts 1 steps, and 2 are accounted"):
+        private.train()
+
+
+def test_gradients_that_a_callback_changes(tmp_path: Path) -> None:
+    class Clip(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    private = trainer(tmp_path, max_steps=1, more={"callbacks": [Clip()]})
+    with pytest.raises(ValueError, match="is not the clipped sum"):
+        private.train()
+    assert private.run.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, "exactly one of them"),
+        ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, "exactly one of them"),
+        ({"noise_multiplier": 1.0, "target_delta": 1.5}, "target_delta=1.5"),
+        ({"noise_multiplier": 1.0, "max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"noise_multiplier": 1.0, "seed": 0, "secure_mode": True}, "no seed"),
+        ({"noise_multiplier": 1.0, "engine_options": {"units": []}}, "engine_options with units"),
+    ],
+)
+def test_privacy_arguments(settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        PrivacyArguments(**({"target_delta": 1e-5} | settings))

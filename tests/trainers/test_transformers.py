@@ -1,0 +1,272 @@
+"""``PrivateTrainer``: its steps against one sample at a time, logs, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
+
+from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.trainers import Texts, arguments, bert, trainer, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
+]
+
+BOUND = 0.05
+RATE = 0.1
+SGD = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant"}
+
+
+class Recording(PrivateTrainer):
+    """Notes which samples every step draws, and in which parts."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
+        self.__dict__.setdefault("drawn", []).append([part["input_ids"] for part in inputs.parts])
+        return super().training_step(model, inputs, *args)
+
+
+def rows(dataset: Texts, tokens: Tensor) -> list[int]:
+    """Which samples these tokens are of."""
+    known = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+    return [known.index(row) for row in tokens.tolist()]
+
+
+def clipped_update(model: nn.Module, dataset: Texts, drawn: list[int]) -> dict[str, Tensor]:
+    """The sum of clipped gradients, one sample at a time, by plain autograd."""
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for index in drawn:
+        sample = {k: v[None] for k, v in dataset[index].items() if k not in ("index", "labels")}
+        model.zero_grad()
+        F.cross_entropy(model(**sample).logits, dataset[index]["labels"][None]).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+        for name, grad in grads.items():
+            sums[name] += grad * (BOUND / (norm + 1e-6)).clamp(max=1)  # as in Opacus
+    model.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance", "parts_of"),
+    [
+        ({}, 1e-9, 2),
+        ({"gradient_checkpointing": True}, 1e-9, 6),
+        ({"bf16": True}, 2e-2, 6),
+    ],
+    ids=["parts", "checkpointing", "bf16"],
+)
+def test_steps_are_those_of_one_sample_at_a_time(
+    tmp_path: Path, settings: dict[str, Any], tolerance: float, parts_of: int
+) -> None:
+    """Clipped by sample, in parts of any size, divided by the expected batch; nothing else."""
+    dtype = torch.float32 if "bf16" in settings else torch.float64
+    steps = 4
+    if parts_of == 6:
+        steps = 2
+        settings = settings | {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
+    model, dataset = bert(dtype), Texts(20)
+    expected = bert(dtype).train()
+    private = trainer(
+        tmp_path,
+        model,
+        cls=Recording,
+        of_privacy={"noise_multiplier": 0.0, "max_grad_norm": BOUND},
+        num_train_epochs=steps / 4,
+        **SGD,
+        **settings,
+    )
+    private.train()
+    # Twenty samples, at most six expected in a batch: four steps in an epoch, of five samples.
+    assert private.state.global_step == private.run.steps == len(private.drawn) == steps
+    sizes = [[len(part) for part in parts] for parts in private.drawn]
+    assert all(0 < size <= parts_of for parts in sizes for size in parts)
+    for parts in private.drawn:
+        drawn = rows(dataset, torch.cat(parts))
+        assert len(set(drawn)) == len(drawn)
+        sums = clipped_update(expected, dataset, drawn)
+        with torch.no_grad():
+            for name, param in expected.named_parameters():
+                param -= RATE * sums[name] / 5
+    start = weights(bert(dtype))
+    for name, param in weights(expected).items():
+        if param.is_floating_point():
+            moved = (param - start[name]).norm()
+            assert (model.state_dict()[name] - param).norm() <= tolerance * max(moved, 1e-3)
+
+
+def test_empty_batches_are_steps(tmp_path: Path) -> None:
+    """Noise only, and accounted."""
+    model = bert()
+    private = trainer(
+        tmp_path,
+        model,
+        cls=Recording,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        num_train_epochs=1,
+        **SGD,
+        size=12,
+    )
+    states: list[Tensor] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            states.append(model.classifier.weight.detach().clone())
+
+    private.add_callback(Watch())
+    private.train()
+    sizes = [sum(map(len, parts)) for parts in private.drawn]
+    assert 0 in sizes
+    assert private.run.steps == 12
+    changes = [b - a for a, b in zip(states[:-1], states[1:], strict=True)]
+    empty = sizes.index(0, 1) - 1
+    assert changes[empty].std() == pytest.approx(RATE * BOUND / BOUND, rel=0.5)
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    """Weights, optimizer, schedule, epsilon and batches: bitwise, with a seed."""
+    straight = bert()
+    first = trainer(tmp_path, straight, max_steps=5, save_strategy="steps", save_steps=3)
+    first.train()
+    folder = tmp_path / "checkpoint-3"
+    resumed = bert()
+    second = trainer(tmp_path, resumed, max_steps=5)
+    second.train(resume_from_checkpoint=str(folder))
+    assert second.epsilon == first.epsilon > 0
+    assert second.run.steps == second.state.global_step == 5
+    for name, tensor in weights(straight).items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match="has done 5 private steps"):
+        second.train(resume_from_checkpoint=str(folder))
+
+    # What is saved is the model itself.
+    assert not any("_module" in name for name in straight.state_dict())
+    first.save_model(str(tmp_path / "model"))
+    read = BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(read.state_dict()[n], t) for n, t in weights(straight).items())
+
+    # Other runs, and none, are refused.
+    for settings, found in (
+        ({"of_privacy": {"noise_multiplier": 2.0}}, "noise_multiplier was 1.0, is 2.0"),
+        ({"gradient_accumulation_steps": 5}, "sample_rate was 0.25, is 0.5"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm was 1.0, is 0.5"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            trainer(tmp_path, **settings).train(resume_from_checkpoint=str(folder))
+    state = torch.load(folder / "privacy.pt")
+    torch.save(state | {"global_step": 2}, folder / "privacy.pt")
+    with pytest.raises(ValueError, match="is of step 2"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(folder))
+    (folder / "privacy.pt").unlink()
+    with pytest.raises(ValueError, match=r"no privacy\.pt"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(folder))
+
+
+def test_without_a_seed_a_resumed_run_draws_afresh(tmp_path: Path) -> None:
+    """Neither ``TrainingArguments.seed`` nor the checkpoint's generators repeat noise."""
+    models = []
+    trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, **SGD).train()
+    for _ in range(2):
+        models.append(bert())
+        private = trainer(tmp_path, models[-1], of_privacy={"seed": None}, max_steps=2, **SGD)
+        private.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert not torch.equal(models[0].classifier.weight, models[1].classifier.weight)
+
+
+def test_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
+    private = trainer(tmp_path, max_steps=1)
+    private.train()
+    plain = Trainer(model=private.model, args=arguments(tmp_path), eval_dataset=Texts(7)).evaluate()
+    assert private.evaluate()["eval_loss"] == plain["eval_loss"]
+
+
+def test_logs_and_target_epsilon(tmp_path: Path) -> None:
+    private = trainer(
+        tmp_path,
+        of_privacy={"noise_multiplier": None, "target_epsilon": 3.0},
+        max_steps=4,
+        warmup_steps=2,
+    )
+    private.train()
+    logs = [entry for entry in private.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4]
+    assert 0 < logs[0]["epsilon"] < logs[1]["epsilon"] == private.epsilon
+    assert 2.9 < private.epsilon <= 3.0
+    assert all(0 <= entry["clipped_share"] <= 1 for entry in logs)
+    assert all(entry["median_norm"] > 0 and entry["samples_per_second"] > 0 for entry in logs)
+    assert "grad_norm" not in logs[0]
+    assert private.state.log_history[-1]["epsilon"] == private.epsilon
+    json.dumps(private.state.log_history)
+    assert logs[1]["learning_rate"] < private.args.learning_rate  # the schedule has four steps
+    with pytest.raises(ValueError, match=r"computed for 4 steps, of which 4 are done; found 4"):
+        private.train()
+
+
+def test_a_second_training_goes_on_with_the_accountant(tmp_path: Path) -> None:
+    private = trainer(tmp_path, max_steps=1)
+    private.train()
+    spent = private.epsilon
+    private.train()
+    assert private.run.steps == 2
+    assert private.epsilon > spent
+
+
+def test_lora_trains_and_saves_its_adapter(tmp_path: Path) -> None:
+    model = peft.get_peft_model(
+        bert(), peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    )
+    before = weights(model)
+    trainer(tmp_path, model, max_steps=2, save_strategy="steps", save_steps=1).train()
+    changed = {n for n, t in weights(model).items() if not torch.equal(t, before[n])}
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    resumed = peft.PeftModel.from_pretrained(bert(), tmp_path / "checkpoint-2")
+    assert all(torch.equal(t, weights(model)[n]) for n, t in weights(resumed).items())
+    again = peft.get_peft_model(
+        bert(), peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    )
+    trainer(tmp_path, again, max_steps=2).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+    )
+    assert all(torch.equal(t, weights(model)[n]) for n, t in weights(again).items())
+
+
+def test_own_losses(tmp_path: Path) -> None:
+    """``compute_loss_func`` gives one loss for each sample, or is refused."""
+
+    def of_samples(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return F.cross_entropy(outputs.logits, labels, reduction="none")
+
+    own, default = bert(), bert()
+    trainer(tmp_path, own, max_steps=1, more={"compute_loss_func": of_samples}).train()
+    trainer(tmp_path, default, max_steps=1).train()
+    torch.testing.assert_close(own.classifier.weight, default.classifier.weight, rtol=1e-6, atol=0)
+
+    def of_batch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return F.cross_entropy(outputs.logits, labels)
+
+    with pytest.raises(ValueError, match=r"shape \[\] for \d samples; expected one loss for each"):
+        trainer(tmp_path, max_steps=2, more={"compute_loss_func": of_batch}).train()
+
+
+def test_options_of_the_engine(tmp_path: Path) -> None:
+    """Adaptive clipping: its bound goes on from a checkpoint."""
+    options = {"clipping": "adaptive", "min_clipbound": 1e-3, "clipbound_learning_rate": 1.0}
+    of_privacy = {"noise_multiplier": 0.3, "accountant": "rdp", "engine_options": options}
+    private = trainer(
+        tmp_path, of_privacy=of_privacy, max_steps=2, save_strategy="steps", save_steps=1
+    )
+    private.train()
+    assert private.run.optimizer.max_grad_norm != 1.0
+    resumed = trainer(tmp_path, of_privacy=of_privacy, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.run.optimizer.max_grad_norm == pytest.approx(private.run.optimizer.max_grad_norm)
