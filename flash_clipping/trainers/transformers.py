@@ -48,7 +48,7 @@ class PrivateTrainer(Trainer):
         trainer.save_model("model")  # as from_pretrained takes it
 
     Args:
-        *args, **kwargs: as in ``Trainer``.
+        model, args, *more, **kwargs: as in ``Trainer``.
         privacy: how private the run is.
 
     What arguments of ``TrainingArguments`` mean here:
@@ -73,13 +73,15 @@ class PrivateTrainer(Trainer):
             checkpoint of another run.
     """
 
-    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
-        if len(args) > 1 or "args" in kwargs:
-            given = kwargs.pop("args") if "args" in kwargs else args[1]
-            args = args[:1]
-        else:
-            given = None
-        given = given if given is not None else TrainingArguments(output_dir="tmp_trainer")
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        privacy: PrivacyArguments,
+        **kwargs: Any,
+    ):
+        given = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse_arguments(given)
         self.privacy = privacy
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
@@ -95,7 +97,7 @@ class PrivateTrainer(Trainer):
         self._statistics: ClippingStatistics | None = None
         self._trainings = 0
         self._steps_before = 0
-        super().__init__(*args, args=own, **kwargs)
+        super().__init__(model, own, *more, **kwargs)
         refuse_trainer(self, Trainer)
         self.add_callback(_Watch(self))
 
@@ -120,10 +122,11 @@ class PrivateTrainer(Trainer):
         if self._loader is None:
             plain = super().get_train_dataloader()
             refuse_loader(plain)
+            size = len(plain.dataset)  # type: ignore[arg-type]
             self.run = PrivateRun(self.privacy, self.args.device)
             self._loader = LogicalLoader.of(
                 plain,
-                steps=-(-len(plain.dataset) // self._logical_batch_size),
+                steps=-(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 generator=self.run.sampling_generator,
             )
@@ -138,6 +141,7 @@ class PrivateTrainer(Trainer):
         steps = self.args.max_steps
         if steps <= 0:
             steps = -int(-self.args.num_train_epochs * len(self.get_train_dataloader()) // 1)
+        assert self.model is not None
         run.attach(
             self.model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps
         )

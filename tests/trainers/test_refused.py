@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.refused import refuse_arguments
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.support.trainers import Texts, bert, trainer
+from tests.support.trainers import Texts, arguments, bert, privacy, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -49,9 +50,6 @@ def test_arguments(tmp_path: Path, settings: dict[str, Any], found: str) -> None
 
 def test_fp16_and_several_devices(tmp_path: Path) -> None:
     """Set on the arguments: without a GPU, ``TrainingArguments`` does not let them be asked for."""
-    from flash_clipping.trainers.refused import refuse_arguments
-    from tests.support.trainers import arguments
-
     for name, value, found in (
         ("fp16", True, "fp16=True.*bf16"),
         ("_n_gpu", 2, "2 GPUs.*one device"),
@@ -68,6 +66,9 @@ def test_fp16_and_several_devices(tmp_path: Path) -> None:
 
 
 def test_a_bound_in_either_place(tmp_path: Path) -> None:
+    private = PrivateTrainer(bert(), arguments(tmp_path), default_data_collator, privacy=privacy())
+    assert private.data_collator is default_data_collator
+    assert private._max_grad_norm == 1.0
     for settings in (
         {"max_grad_norm": 0.5},
         {"of_privacy": {"max_grad_norm": 0.5}},
