@@ -2,7 +2,7 @@
 
     python examples/images.py                                   # digits, a small network, ε ≤ 3
     python examples/images.py --data cifar10 --device cuda      # WRN-16-4, batches of 4096, ε ≤ 8
-    python examples/images.py --plot runs/images.svg
+    python examples/images.py --plot runs/images.svg            # draws the run
 
 The recipe is that of "Unlocking High-Accuracy Differentially Private Image Classification through
 Scale" (De, Berrada, Hayes, Smith and Balle, 2022, arXiv:2204.13650): GroupNorm, standardized
@@ -56,7 +56,7 @@ def standardized(weight_oihw: Tensor) -> Tensor:
 class StandardizedConv2d(nn.Conv2d):
     """A convolution with `standardized` weights.
 
-    It overrides `forward`, so the rule of `nn.Conv2d` does not serve it: gradients are those of the
+    It overrides `forward`, so the rule of `nn.Conv2d` does not serve it. Gradients are those of the
     weight that is trained, not of the one that the image meets.
     """
 
@@ -259,6 +259,7 @@ def train(args: argparse.Namespace, images: Images, plain: nn.Module) -> Run:
                 y_R = y_B.repeat_interleave(args.views)
                 item_R = item_of_row(len(y_B), args.views, y_B.device)
                 optimizer.zero_grad()
+                model.expect_samples(len(y_B))  # as many as were drawn: views are not counted
                 output = model(views(x_BCHW, args.views, images.shift, images.flip), item=item_R)
                 loss = criterion(output, y_R)
                 (loss / args.views).backward()  # an image's loss: the mean over its views
@@ -297,7 +298,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "batch_size": 480,
         "physical": 120,
         "epochs": 20,
-        "lr": 1.0,
+        "lr": 2.0,
         "epsilon": 3.0,
     },
     "cifar10": {
@@ -336,7 +337,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, help="expected images of a batch (480; 4096)")
     add("--physical", type=int, help="at most so many images on the device at a time (120; 64)")
     add("--epochs", type=int, help="passes over the data, in expectation (20; 150)")
-    add("--lr", type=float, help="learning rate of SGD (1; 2)")
+    add("--lr", type=float, help="learning rate of SGD (2)")
     add("--ema", type=float, default=0.9999, help="decay of averaged weights (%(default)s)")
     add("--epsilon", type=float, help="privacy budget of the run (3; 8)")
     add("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee (%(default)s)")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.oracle import assert_close
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -124,28 +128,71 @@ def test_average_forgets_early_weights(example: ModuleType) -> None:
     assert average.model.weight.item() == pytest.approx(expected)
 
 
+@pytest.fixture
+def six_images(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    train, x, y = example.digits("cpu")
+    train.tensors = tuple(tensor[:6] for tensor in train.tensors)
+    monkeypatch.setattr(example, "digits", lambda device: (train, x[:9], y[:9]))
+    return example
+
+
+SHORT = [
+    "--device=cpu",
+    "--stem=2",
+    "--groups=1",
+    "--views=2",
+    "--batch-size=2",
+    "--every=2",
+    "--epochs=2",
+]
+
+
 def test_a_short_run(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    six_images: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Batches of about 20 images come in parts, which are one step; the picture has all curves."""
-    train, test_x, test_y = example.digits("cpu")
-    train.tensors = tuple(tensor[:60] for tensor in train.tensors)
-    monkeypatch.setattr(example, "digits", lambda device: (train, test_x[:9], test_y[:9]))
-    command = "--device=cpu --batch-size=20 --physical=7 --epochs=2 --every=2 --ema=0.5"
-    network = "--stem=2 --groups=1 --views=2 --plot=plot.svg --output=weights.pt"
-    run = example.main([*command.split(), *network.split()])
+    """Parts of a batch are one step, and so is a batch without images."""
+    plainly, parts = six_images.views, []
+
+    def views(x_BCHW: Tensor, *settings: Any) -> Tensor:
+        parts.append(len(x_BCHW))
+        return plainly(x_BCHW, *settings)
+
+    monkeypatch.setattr(six_images, "views", views)
+    files = ["--plot=plot.svg", "--output=weights.pt"]
+    run = six_images.main([*SHORT, *files, "--physical=1", "--seed=6", "--lr=0.1"])
+    assert set(parts) == {0, 1} and len(parts) > 6
     assert [step for step, _ in run.epsilon] == [2, 4, 6]
     assert 2.8 < run.epsilon[-1][1] <= 3
     assert len(run.loss) == len(run.accuracy) == len(run.median_norm) == 3
-    assert all(0 <= share <= 1 for _, share in run.clipped_share)
+    assert 0 < run.clipped_share[-1][1] <= 1
     printed = capsys.readouterr().out
     assert printed.startswith("step 2   ε = ") and "samples/s" in printed
     picture = Path("plot.svg").read_text(encoding="utf-8")
     for words in ("training loss", "test accuracy", "ε", "median gradient norm", "clipped samples"):
         assert words in picture
     assert len(picture) < 60_000
-    averaged = example.WideResNet(1, depth=10, width=1, groups=1, stem=2)
+    averaged = six_images.WideResNet(1, depth=10, width=1, groups=1, stem=2)
     averaged.load_state_dict(torch.load("weights.pt"))
+    assert all(torch.isfinite(param).all() for param in averaged.parameters())
+
+
+def test_views_without_their_image_are_refused(
+    six_images: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views that were clipped one by one would move the sum by K times the bound."""
+    monkeypatch.setattr("opacus.privacy_engine.get_noise_multiplier", lambda **settings: 1.0)
+    monkeypatch.setattr(six_images, "item_of_row", lambda items, k, device: torch.arange(items * k))
+    with pytest.raises(FlashClippingError, match="sample_of='item': found units outside"):
+        six_images.main(SHORT)
+
+
+def test_the_page_shows_the_example(example: ModuleType) -> None:
+    """Every line of Python on the tutorials' pages is one of the script."""
+    for page, script in (("images", "images.py"), ("language-model", "training.py")):
+        text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+        source = (ROOT / "examples" / script).read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert blocks and all(block in source for block in blocks)
 
 
 def test_cifar10_is_read_as_torchvision_has_it(
