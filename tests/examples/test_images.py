@@ -85,6 +85,13 @@ def test_standardized_weights(example: ModuleType) -> None:
     )
 
 
+def test_convolutions_use_them(example: ModuleType) -> None:
+    layer = example.convolution(2, 3, stride=2)
+    x = torch.randn(2, 2, 6, 5)
+    expected = F.conv2d(x, example.standardized(layer.weight), stride=2, padding=1)
+    assert torch.equal(layer(x), expected)
+
+
 def test_the_network_of_the_paper(example: ModuleType) -> None:
     network = example.WideResNet(3, depth=16, width=4, groups=16)
     convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
@@ -98,6 +105,7 @@ def test_the_network_of_the_paper(example: ModuleType) -> None:
 
 def test_views_are_of_their_own_image(example: ModuleType) -> None:
     """Row b·K + k is image b, moved by at most a pixel in either direction, perhaps mirrored."""
+    torch.manual_seed(0)
     images = torch.arange(3.0 * 2 * 4 * 5).view(3, 2, 4, 5)
     seen = set()
     for number, view in enumerate(example.views(images, 40, 1, True)):
@@ -157,10 +165,12 @@ def test_a_short_run(
         parts.append(len(x_BCHW))
         return plainly(x_BCHW, *settings)
 
+    updates = []
     monkeypatch.setattr(six_images, "views", views)
+    monkeypatch.setattr(six_images.Average, "update", lambda self, model: updates.append(model))
     files = ["--plot=plot.svg", "--output=weights.pt"]
     run = six_images.main([*SHORT, *files, "--physical=1", "--seed=6", "--lr=0.1"])
-    assert set(parts) == {0, 1} and len(parts) > 6
+    assert set(parts) == {0, 1} and len(parts) > len(updates) == 6
     assert [step for step, _ in run.epsilon] == [2, 4, 6]
     assert 2.8 < run.epsilon[-1][1] <= 3
     assert len(run.loss) == len(run.accuracy) == len(run.median_norm) == 3
@@ -171,9 +181,27 @@ def test_a_short_run(
     for words in ("training loss", "test accuracy", "ε", "median gradient norm", "clipped samples"):
         assert words in picture
     assert len(picture) < 60_000
-    averaged = six_images.WideResNet(1, depth=10, width=1, groups=1, stem=2)
-    averaged.load_state_dict(torch.load("weights.pt"))
-    assert all(torch.isfinite(param).all() for param in averaged.parameters())
+    assert all(torch.isfinite(param).all() for param in updates[-1].parameters())
+    updates[-1].load_state_dict(torch.load("weights.pt"))
+
+
+def test_views_that_are_alike_change_nothing(
+    six_images: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image's loss is the mean over its views: three of them are clipped and summed as one."""
+    monkeypatch.setattr("opacus.privacy_engine.get_noise_multiplier", lambda **settings: 1.0)
+    monkeypatch.setattr(six_images.FlashPrivacyEngine, "get_epsilon", lambda self, delta: 0.0)
+    monkeypatch.setattr(six_images, "views", lambda x, k, shift, flip: x.repeat_interleave(k, 0))
+    found = []
+    for k in (1, 3):
+        command = [*SHORT, f"--views={k}", "--output=weights.pt", "--max-grad-norm=3"]
+        run = six_images.main([*command, "--seed=6", "--lr=0.1"])
+        found.append((run, torch.load("weights.pt")))
+    (one, of_one), (three, of_three) = found
+    assert min(share for _, share in one.clipped_share) < 1
+    assert dict(one.median_norm) == pytest.approx(dict(three.median_norm), rel=1e-4)
+    assert dict(one.loss) == pytest.approx(dict(three.loss), rel=1e-4)
+    torch.testing.assert_close(of_one, of_three, rtol=1e-4, atol=1e-5)
 
 
 def test_views_without_their_image_are_refused(
