@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from opacus import PrivacyEngine
+from plots import Curves, draw
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -36,6 +37,8 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 METHODS = ("flash", "ghost", "hooks", "nonprivate")
 # Options that may change between a run and its continuation; all others must stay.
@@ -85,6 +88,9 @@ class Report:
     losses: list[float] = field(default_factory=list)  # one per step
     metrics: list[tuple[int, float]] = field(default_factory=list)  # (step, metric)
     epsilons: list[tuple[int, float]] = field(default_factory=list)  # (step, ε)
+    # Of the samples since the entry before, where the method has norms: (step, value)
+    median_norms: list[tuple[int, float]] = field(default_factory=list)
+    clipped_shares: list[tuple[int, float]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
     peak_memory_mib: float = 0.0
@@ -330,7 +336,9 @@ def train(
             status="",
         )
         model.train()
-        pending: list[torch.Tensor] = []  # losses still on the device: reading one would wait
+        # Losses and norms stay on the device: reading one would wait. "hooks" has no coefficients.
+        pending: list[torch.Tensor] = []
+        statistics = ClippingStatistics(model) if hasattr(model, "get_clipping_coef") else None
         started = time.perf_counter()
         for x, y in batches(loader, report.step, last_step, rng):
             optimizer.zero_grad()
@@ -339,6 +347,8 @@ def train(
             ):
                 loss = criterion(model(x), y)
             loss.backward()
+            if statistics is not None:
+                statistics.note_backward()
             optimizer.step()
             pending.append(as_tensor(loss))
             report.samples += len(x)
@@ -352,7 +362,12 @@ def train(
                 report.losses += [value.item() for value in pending]
                 pending.clear()
                 report.peak_memory_mib = peak_memory_mib(args.device)
+                reading = statistics.read() if statistics else None
                 judge(args, task, engine, model, report)
+                if reading is not None:
+                    report.median_norms.append((report.step, reading.median_norm))
+                    report.clipped_shares.append((report.step, reading.clipped_share))
+                    console.print(line(report.step, report.epsilon, reading))
                 save(args, engine, model, optimizer, report)
                 started = time.perf_counter()
             progress.update(bar, completed=report.step, status=status_of(task, report))
@@ -418,24 +433,14 @@ def show(args: argparse.Namespace, task: Task, report: Report, console: Console)
 
 
 def plot(args: argparse.Namespace, task: Task, report: Report) -> None:
-    """Training loss by step; the metric by step, with ε on a second axis where there is one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    figure.suptitle(f"{task.name}: {args.method}, {spent(args, report)}")
-    left.plot(range(1, report.step + 1), report.losses, color="tab:blue")
-    left.set(xlabel="step", ylabel="training loss")
-    right.plot(*zip(*report.metrics, strict=True), color="tab:green", marker=".")
-    right.set(xlabel="step", ylabel=task.metric)
-    right.yaxis.label.set_color("tab:green")
-    if args.method != "nonprivate":
-        budget = right.twinx()
-        budget.plot(*zip(*report.epsilons, strict=True), color="tab:red", linestyle="--")
-        budget.set(ylabel=f"ε at δ = {args.delta:g}", ylim=(0, args.epsilon * 1.05))
-        budget.yaxis.label.set_color("tab:red")
-    args.plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.plot, dpi=120)
-    pyplot.close(figure)
+    curves = Curves(
+        title=f"{task.name}: {args.method}, {spent(args, report)}",
+        metric_name=task.metric,
+        bound=args.max_grad_norm,
+        loss=list(enumerate(report.losses, start=1)),
+        metric=report.metrics,
+        epsilon=[] if args.method == "nonprivate" else report.epsilons,
+        median_norm=report.median_norms,
+        clipped_share=report.clipped_shares,
+    )
+    draw(curves, args.plot)

@@ -22,10 +22,10 @@ CPU = "--device=cpu"
 @pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "language_model"])
 def test_methods_report_and_agree(example, name, capsys):
     """Same seed, so same batches and same noise: private methods differ by rounding only."""
-    losses = {}
+    losses, norms = {}, {}
     for method in METHODS:
         report = example.main([*TINY[name], CPU, "--method", method, "--max-steps=3"])
-        losses[method] = report.losses
+        losses[method], norms[method] = report.losses, report.median_norms
 
         assert report.step == len(report.losses) == 3
         assert all(math.isfinite(loss) for loss in report.losses)
@@ -37,10 +37,12 @@ def test_methods_report_and_agree(example, name, capsys):
         assert Path("runs", f"{name}-{method}.png").stat().st_size > 1000
         assert Path("runs", f"{name}-{method}.pt").exists()
         printed = capsys.readouterr().out
+        assert ("median norm" in printed) == (method in ("flash", "ghost"))
         assert "samples/s" in printed and "peak memory" in printed
         assert "Stopped after step 3 of 6" in printed
     for method in ("ghost", "hooks"):
         torch.testing.assert_close(losses[method], losses["flash"], rtol=1e-4, atol=1e-4)
+    assert norms["ghost"] == [(3, pytest.approx(norms["flash"][0][1], rel=1e-3))]
 
 
 CURRENT = ["--ffn=moe", "--router=product-key", "--residual=mhc", "--lora=4"]
