@@ -97,12 +97,18 @@ class ClippingSession:
         self.numbered: Sequence[Any] = ()
         #: Layers whose rows are parts of samples, declared or found.
         self.folded: set[str] = set()
+        #: Those of them that rehearsals have found, and those whose rules see to it themselves.
+        self.found: set[str] = set()
+        self.folded_by_rule: set[str] = set()
         #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
         self.keeps_rows = False
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
         self.evidence = Evidence()
         #: How many parameters were watched at the last rehearsal; new ones ask for another.
         self.rehearsed = 0
+        #: Sizes of the least and the largest batch on which it was shown which rows are parts of
+        #: samples, in training and in evaluation.
+        self.rehearsed_on: dict[bool, tuple[int, int]] = {}
         #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
         self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
         #: How many samples the loader drew for the next forward, where that is known.

@@ -89,6 +89,8 @@ class Tap(FactorSource):
         parts = {} if rule is None else rule.parts(layer)
         own = owners(layer)
         super().__init__(name, session, [*own, *parts.values()], folded or self._rule_folds)
+        if self._rule_folds:
+            session.folded_by_rule.add(self.path)
         self.layer = layer
         self.rule = rule
         prefixes = [""] * len(own) + [f"{part}." for part in parts]
