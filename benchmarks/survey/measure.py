@@ -5,7 +5,6 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -97,19 +96,20 @@ def measure(model: nn.Module, batch: Mapping[str, Any], B: int, **options: Any) 
         name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in batch.items()
     }
-    plain = copy.deepcopy(model)
-    params = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    # No copy, which models with hooks or parametrizations of their own do not allow.
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor]] = {name: [] for name in params}
     alone = []
     try:
         for b in range(B):
-            plain.zero_grad()
-            loss = losses_of(plain(**rows_of(batch, b, B)), 1)[0]
+            model.zero_grad()
+            loss = losses_of(model(**rows_of(batch, b, B)), 1)[0]
             loss.backward()
             alone.append(loss.detach())
             for name, p in params.items():
                 rows[name].append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
-        together = losses_of(plain(**batch), B).detach()
+        together = losses_of(model(**batch), B).detach()
+        model.zero_grad()
     except Exception as error:
         return Outcome(FAILED, message=f"{type(error).__name__}: {error}")
     difference = (together - torch.stack(alone)).abs().max() / together.abs().max()

@@ -6,12 +6,15 @@ Shape suffixes: B samples, T positions, d features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture import batch_axis
+from flash_clipping.capture.row_gradients import Reached
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -195,6 +198,30 @@ def test_rows_of_a_sample_that_lie_apart(order: str) -> None:
     refused(Flat(order), float64s(3, 4, 3), r"ffn .* 12 rows for a batch of 3")
 
 
+class Pairs(Flat):
+    """The second half of each sample's positions is that of its neighbour."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        B, T = h.shape[:2]
+        neighbour = torch.arange(B) ^ 1
+        neighbour[neighbour >= B] = B - 1
+        h = torch.cat([h[:, : T // 2], h[neighbour, T // 2 :]], 1)
+        return self.head(self.ffn(self.norm(h.reshape(B * T, 4))).view(B, T, 4))
+
+
+@pytest.mark.parametrize("what", ["neighbours", "alike"])
+def test_values_alone_tell(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at gradients. In reverse order without the last of three samples, neighbours
+    are neighbours still; rows that are all alike have no order."""
+    monkeypatch.setattr(
+        batch_axis, "rows_reached", lambda _, __, ___, paths: Reached(set(paths), set())
+    )
+    torch.manual_seed(0)
+    model = Pairs() if what == "neighbours" else Gated("positions first")
+    refused(model, float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
+
+
 class Gated(Flat):
     """What is behind a gate that is still 0 shows no order, here the wrong one."""
 
@@ -266,6 +293,7 @@ class ManyOutputs(TokenOfFrames):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         h = self.embed(x)
+        h = h + self.token.expand(x.shape[0] * x.shape[1], -1, -1).unflatten(0, x.shape[:2])
         return *((h * (i + 1)).mean((1, 2)) for i in range(12)), super().forward(x)
 
 
@@ -274,6 +302,23 @@ def test_all_outputs_are_looked_at() -> None:
     flash = GradSampleModuleFlashClipping(ManyOutputs().double())
     with pytest.raises(FlashClippingError, match=r"cannot\s+be shown"):
         flash(*float64s(3, 2, 2, 3))
+
+
+class Compares(Flat):
+    """Returns what compares samples as well, which no loss reads."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        rows = super().forward(x)
+        return rows, rows.mean(1) @ rows.mean(1).T
+
+
+def test_outputs_that_compare_samples_show_nothing() -> None:
+    torch.manual_seed(0)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return mean_squares(model(*batch)[0])
+
+    check_by_autograd(Compares().double(), float64s(3, 2, 3), loss)
 
 
 class DeclaredToken(nn.Module):
