@@ -134,8 +134,8 @@ class Taint(DispatchMode):
         if torch.Tag.dynamic_output_shape in func.tags:
             return True
         if name == "where" and len(given) == 3 and all(x in self for x in given):
-            rows = [x.shape[:1].numel() for x in given]
-            return rows[0] < max(rows)  # one condition for several rows
+            counts = [x.shape[:1].numel() for x in given]
+            return counts[0] < max(counts)  # one condition for several rows
         if name == "embedding" or not any(word in name for word in _BY_INDEX):
             return False
         # The first is what rows are taken from, or put into; indices are no floats.
