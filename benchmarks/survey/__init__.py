@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.options import UsageError
 from benchmarks.survey.kinds import Kind, all_kinds
 from benchmarks.survey.measure import WRONG
-from benchmarks.survey.page import END, PAGE, START, render
+from benchmarks.survey.page import END, PAGE, START, render, written
 from benchmarks.survey.pool import Finding, measure_all
 
 __all__ = ["END", "PAGE", "START", "Finding", "add_parser", "run"]
@@ -31,7 +31,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--limit", type=float, default=60, help="seconds for each model")
     parser.add_argument(
-        "--write", action="store_true", help=f"replace what stands between {START} and {END}"
+        "--write",
+        action="store_true",
+        help=f"write between {START} and {END}; kinds that were not measured now stay as they are",
     )
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.set_defaults(run=run)
@@ -50,8 +52,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.only:
         if unknown := set(options.only) - chosen.keys():
             raise UsageError(f"unknown kinds {sorted(unknown)}: {', '.join(chosen)}")
-        if options.write:
-            raise UsageError("the page has all kinds: leave out --only, or --write")
         chosen = {name: chosen[name] for name in options.only}
     found: dict[str, Finding] = {}
     for name, finding in measure_all(chosen, options.processes, options.limit):
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(f"{name}: a norm or a sum is wrong", style="bold red")
     if options.write:
         before, rest = options.page.read_text(encoding="utf-8").split(START)
-        text = f"{before}{START}\n\n{render(sections, found)}\n{END}{rest.split(END)[1]}"
+        tables, after = rest.split(END)
+        text = f"{before}{START}\n\n{render(sections, found, written(tables))}\n{END}{after}"
         options.page.write_text(text, encoding="utf-8")
         console.print(f"wrote {options.page}")
     return int(bool(wrong))

@@ -1,11 +1,10 @@
 """One model against one sample at a time through an ordinary backward, in float64.
 
-Shape suffixes: ``B`` samples.
+Shape suffixes: ``B`` samples, ``P`` parameters.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -97,24 +96,26 @@ def measure(model: nn.Module, batch: Mapping[str, Any], B: int, **options: Any) 
         name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in batch.items()
     }
-    plain = copy.deepcopy(model)
-    params = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    # No copy, which models with hooks or parametrizations of their own do not allow.
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor]] = {name: [] for name in params}
     alone = []
     try:
         for b in range(B):
-            plain.zero_grad()
-            loss = losses_of(plain(**rows_of(batch, b, B)), 1)[0]
+            model.zero_grad()
+            loss = losses_of(model(**rows_of(batch, b, B)), 1)[0]
             loss.backward()
             alone.append(loss.detach())
             for name, p in params.items():
                 rows[name].append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
-        together = losses_of(plain(**batch), B).detach()
+        together = losses_of(model(**batch), B).detach()
+        model.zero_grad()
     except Exception as error:
         return Outcome(FAILED, message=f"{type(error).__name__}: {error}")
     difference = (together - torch.stack(alone)).abs().max() / together.abs().max()
     grads = {name: torch.stack(row) for name, row in rows.items()}
-    norms_B = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+    norms_PB = torch.stack([g.reshape(B, -1).norm(dim=1) for g in grads.values()])
+    norms_B = norms_PB.norm(dim=0)
     if not norms_B.isfinite().all():
         return Outcome(FAILED, message="the norms of one sample at a time are not finite")
     if not difference <= TOLERANCE:
@@ -143,7 +144,7 @@ def measure(model: nn.Module, batch: Mapping[str, Any], B: int, **options: Any) 
     ratio_B = coefs_B * norms_B.clamp(min=1e-30) / norms_B.clamp(max=bound, min=1e-30)
     if not (ratio_B.max() <= 1 + TOLERANCE and ratio_B.min() >= 0.99):
         norm_error = max(norm_error, (ratio_B - 1).abs().max().item())
-    total = torch.stack([g.flatten(1).norm(dim=1).max() for g in grads.values()]).norm().item()
+    total = norms_PB.amax(1).norm().item()
     sum_error = 0.0
     for name, g in grads.items():
         expected = torch.einsum("b,b...->...", coefs_B, g)

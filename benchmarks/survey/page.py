@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
 from benchmarks.report import table
 from benchmarks.survey.kinds import Kind
-from benchmarks.survey.measure import EXACT, Outcome
+from benchmarks.survey.measure import EXACT, FAILED, Outcome
 from benchmarks.survey.pool import GROUP_NORM, Finding
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
@@ -20,50 +21,79 @@ START, END = "<!-- survey:start -->", "<!-- survey:end -->"
 SHOWN = 200
 
 
-def render(sections: Mapping[str, Mapping[str, Kind]], found: Mapping[str, Finding]) -> str:
-    """Markdown: what was found of all together, and a table for each section."""
+#: What a table says of a kind: as it is, errors, what helps.
+Cells = tuple[str, str, str]
+
+#: A bar that ends a cell; those in messages are escaped.
+_BAR = re.compile(r"(?<!\\)\|")
+
+_NOT_MEASURED: Cells = ("not measured", "", "")
+
+
+def written(text: str) -> dict[str, Cells]:
+    """What a page says now of every kind that was measured."""
+    found: dict[str, Cells] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in _BAR.split(line)[1:-1]]
+        if len(cells) == 4 and cells[1] not in ("as it is", "---:", _NOT_MEASURED[0]):
+            found[cells[0].strip("`")] = (cells[1], cells[2], cells[3])
+    return found
+
+
+def render(
+    sections: Mapping[str, Mapping[str, Kind]],
+    found: Mapping[str, Finding],
+    kept: Mapping[str, Cells],
+) -> str:
+    """Markdown: what was found of all together, and a table for each section.
+
+    Args:
+        sections: every kind.
+        found: what was measured now.
+        kept: what the page says of kinds that were measured before.
+    """
     versions = f"torch {torch.__version__.split('+')[0]}, transformers " + (
         importlib.metadata.version("transformers")
     )
-    parts = [f"{versions}, on a CPU. {summary(found.values())}\n"]
+    names = [name for kinds in sections.values() for name in kinds]
+    cells = {name: kept[name] for name in names if name in kept}
+    cells |= {name: _cells(finding) for name, finding in found.items()}
+    parts = [f"{versions}, on a CPU. {summary(cells.values(), len(names))}\n"]
     for title, kinds in sections.items():
         lines = [
-            [f"`{name}`" if " " not in name else name, *_row(found.get(name))] for name in kinds
+            [f"`{name}`" if " " not in name else name, *cells.get(name, _NOT_MEASURED)]
+            for name in kinds
         ]
         parts += [f"### {title}\n", table(["kind", "as it is", "errors", "what helps"], lines)]
     return "\n".join(parts)
 
 
-def summary(found: Iterable[Finding]) -> str:
+def summary(cells: Collection[Cells], kinds: int) -> str:
     """How many there are of which."""
-    all_ = list(found)
-    mixing = sum(finding.help is GROUP_NORM or finding.help == GROUP_NORM for finding in all_)
-    exact = sum(finding.outcome.verdict == EXACT for finding in all_)
-    helped = sum(finding.helped is not None and finding.helped.verdict == EXACT for finding in all_)
-    rest = len(all_) - mixing
+    mixing = sum(help == GROUP_NORM.words for _, _, help in cells)
+    failed = sum(as_it_is.startswith(FAILED) for as_it_is, _, _ in cells)
+    exact = sum(as_it_is == EXACT for as_it_is, _, _ in cells)
+    helped = sum(as_it_is != EXACT and bool(errors and help) for as_it_is, errors, help in cells)
+    rest = len(cells) - mixing - failed
     return (
-        f"{len(all_)} kinds were measured. {mixing} have BatchNorm; of the other {rest}, {exact} "
-        f"({100 * exact / max(rest, 1):.0f} %) are exact as they are. With the help of the last "
-        f"column, {helped} more are exact."
+        f"{len(cells)} of {kinds} kinds were measured. {failed} did not run; {mixing} have "
+        f"BatchNorm. Of the other {rest}, {exact} ({100 * exact / max(rest, 1):.0f} %) are exact "
+        f"as they are. With the help of the last column, {helped} more are exact, of all."
     )
 
 
-def _row(finding: Finding | None) -> list[str]:
-    return ["not measured", "", ""] if finding is None else _cells(finding)
-
-
-def _cells(finding: Finding) -> list[str]:
+def _cells(finding: Finding) -> Cells:
     outcome, helped = finding.outcome, finding.helped
     if outcome.verdict == EXACT:
-        return [EXACT, _errors(outcome), ""]
+        return EXACT, _errors(outcome), ""
     message = outcome.message.splitlines()[0] if outcome.message else ""
     if len(message) > SHOWN:
         message = message[:SHOWN].rsplit(" ", 1)[0] + " …"
     as_it_is = f"{outcome.verdict}: {message}" if message else outcome.verdict
     as_it_is = as_it_is.replace("|", "\\|").replace("<", "&lt;")
     if helped is None or finding.help is None:
-        return [as_it_is, "" if message else _errors(outcome), ""]
-    return [as_it_is, _errors(helped) if helped.verdict == EXACT else "", finding.help.words]
+        return as_it_is, "" if message else _errors(outcome), ""
+    return as_it_is, _errors(helped) if helped.verdict == EXACT else "", finding.help.words
 
 
 def _errors(outcome: Outcome) -> str:

@@ -17,7 +17,7 @@ from benchmarks.survey.inputs import (
     together,
     tokens_of_image,
 )
-from benchmarks.survey.kinds import Kind, each, kind
+from benchmarks.survey.kinds import Help, Kind, kind
 from benchmarks.survey.tiny import SIZES
 
 _TEXT: dict[str, Any] = {
@@ -81,13 +81,18 @@ _QWEN_TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
 }
 
+#: Similarities of all pairs are scaled by these; a loss of each sample's own outputs needs neither.
+UNSCALED = Help("freeze `logit_scale`, `logit_bias`", frozen=("logit_scale", "logit_bias"))
+
+#: Where an image's features lie is chosen by tokens, so what is behind them must be declared.
+_FLAT = ["*.layers.*.fc1", "*.layers.*.fc2", "*.layers.*.final_layer_norm"]
+OF_OPT = Help(f"`folded_modules={_FLAT}`".replace("'", '"'), {"folded_modules": _FLAT})
+
+_CONTRASTIVE = """CLIPModel CLIPSegModel SiglipModel MetaClip2Model ChineseCLIPModel AltCLIPModel
+Tipsv2Model Owlv2Model"""
+
 MODELS: list[Kind] = [
-    *each(
-        image_and_text(),
-        """CLIPModel CLIPSegModel SiglipModel MetaClip2Model ChineseCLIPModel AltCLIPModel
-        Tipsv2Model""",
-    ),
-    kind("Owlv2Model", image_and_text()),
+    *(kind(name, image_and_text(), UNSCALED) for name in _CONTRASTIVE.split()),
     kind(
         "OwlViTForObjectDetection",
         together(image(), lambda m: {"input_ids": ids(m, 7).repeat_interleave(2, 0)}),
@@ -95,6 +100,7 @@ MODELS: list[Kind] = [
     kind(
         "GroupViTModel",
         image_and_text(),
+        UNSCALED,
         vision_config={
             **SIZES,
             "depths": [1, 1, 1],
@@ -102,7 +108,7 @@ MODELS: list[Kind] = [
             "num_output_groups": [4, 2, 2],
         },
     ),
-    kind("BlipModel", image_and_text()),
+    kind("BlipModel", image_and_text(), UNSCALED),
     kind("BlipForConditionalGeneration", image_and_text()),
     kind(
         "BlipForQuestionAnswering",
@@ -112,6 +118,7 @@ MODELS: list[Kind] = [
     kind(
         "Blip2ForConditionalGeneration",
         tokens_of_image(5, 4),
+        OF_OPT,
         num_query_tokens=4,
         image_token_index=5,
         vision_config={**_CLIP, "model_type": "blip_2_vision_model"},
@@ -144,7 +151,7 @@ MODELS: list[Kind] = [
         r_layers=1,
         x_layers=1,
     ),
-    kind("FlavaModel", image_and_text()),
+    kind("FlavaModel", image_and_text(), UNSCALED),
     kind(
         "LayoutLMv3ForSequenceClassification",
         together(image_and_text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4)))),
@@ -235,6 +242,7 @@ MODELS: list[Kind] = [
     kind(
         "VisionTextDualEncoderModel",
         image_and_text(),
+        UNSCALED,
         projection_dim=16,
         vision_config={**_CLIP},
         text_config={

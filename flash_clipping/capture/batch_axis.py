@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from flash_clipping.capture.folded_rows import find_folded
 from flash_clipping.capture.forward_call import ForwardCall, Read
 from flash_clipping.capture.inputs import batched_inputs
-from flash_clipping.capture.rehearsal import MODELS_OWN, Note, Rehearsals, Run, same_rows
-from flash_clipping.capture.row_gradients import reach_own_rows
+from flash_clipping.capture.rehearsal import (
+    MODELS_OWN,
+    Note,
+    Rehearsals,
+    Run,
+    first_size,
+    same_rows,
+)
+from flash_clipping.capture.row_gradients import Reached, rows_reached
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -71,6 +78,26 @@ def rehearse(
     if not runs.first_size():
         return  # no inputs, or no samples in them
     found: set[str] = set()
+    # What was found before is to be found again, and what was declared is looked at again.
+    before = session.found if call is None else set()
+    session.folded -= before
+    if call is None:
+        session.evidence.forget(before | session.folded - session.folded_by_rule)
+    try:
+        _rehearse(runs, call, shapes, found)
+        session.found = session.found | found
+    except BaseException:
+        session.folded -= found
+        raise
+    finally:
+        session.folded |= before  # also where a batch has one part of each sample
+
+
+def _rehearse(
+    runs: Rehearsals, call: ForwardCall | None, shapes: tuple[torch.Size, ...], found: set[str]
+) -> None:
+    """The same; ``found`` gets the layers whose rows turn out to be parts of samples."""
+    session = runs.session
     try:
         whole, other, sources = runs.pair()
         while folded := find_folded(runs, whole, other, sources):
@@ -85,6 +112,7 @@ def rehearse(
             whole, other, sources = runs.pair()
     except MODELS_OWN as error:
         session.folded -= found
+        found.clear()
         if call is not None and isinstance(error, torch.OutOfMemoryError):
             raise
         return  # the forward itself will raise it, or the model cannot be run twice
@@ -93,22 +121,23 @@ def rehearse(
         findings = _without_chance(runs, whole, sources, findings)
         findings = _without_rounding(runs, whole, sources, findings)
     if findings:
-        session.folded -= found
         raise FlashClippingError(_refusal(findings, session))
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
     _conclude(session, whole, other)
-    if found and (strays := found - reach_own_rows(runs, whole.size, sources, found)):
-        session.folded -= found
-        session.evidence.forget(found)
-        raise FlashClippingError(_refusal_of_strays(strays, whole))
+    training = runs.root.training
+    low, high = session.rehearsed_on.get(training, (whole.size, whole.size))
+    session.rehearsed_on[training] = min(low, whole.size), max(high, whole.size)
+    if found or (call is None and session.folded - session.folded_by_rule):
+        _check_reached(runs, whole, sources, found)
     if call is None:
         if other is None:
             session.undecided.setdefault(frozenset(), set()).add(shapes)
         else:
             session.undecided.pop(frozenset(), None)
         return
+    tried = session.undecided[frozenset(read[0] for read in call.guesses)]
     for read, answer in call.guesses.items():
         known = session.evidence.known(read, any_call=False)
         if known is None or other is None:
@@ -120,6 +149,43 @@ def rehearse(
                 f"for {kinds[not answer]}, but is {kinds[answer]}: by its size it could be either. "
                 "It is known now: clear the gradients and run this step again."
             )
+
+
+def _check_reached(runs: Rehearsals, whole: Run, sources: list[Tensor], found: set[str]) -> None:
+    """Refuse parts of samples whose gradients are not these samples'.
+
+    Those that were found now must be shown to be right; those that were declared, or found before,
+    must not be shown to be wrong.
+    """
+    session = runs.session
+    read = {path for path, _, _ in whole.notes}
+    try:
+        paths = session.folded & read - session.folded_by_rule
+        reached = rows_reached(runs, whole.size, sources, paths)
+    except torch.OutOfMemoryError:
+        if found:
+            raise
+        reached = Reached(set(), set())  # of a declaration, which holds without it
+    if refused := (found - reached.own) | reached.strays:
+        session.evidence.forget(found | reached.strays)
+        raise FlashClippingError(_refusal_of_strays(refused, whole))
+
+
+def is_rehearsed(
+    session: ClippingSession, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether what rehearsals have shown of parts of samples holds for this call as well.
+
+    A model may lay rows out otherwise in evaluation, or for more samples: what was found is looked
+    at again there, where there are twice as many as ever, or half.
+    """
+    if session.folded <= session.folded_by_rule:
+        return True
+    seen = session.rehearsed_on.get(training)
+    if seen is None:
+        return False
+    size = first_size(args, kwargs, session.batch_axis)
+    return not size or seen[0] < 2 * size and size < 2 * seen[1]
 
 
 def may_tell_more(session: ClippingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,8 +10,9 @@ from flash_clipping.capture.bare import BareParameter, to_samples
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.row_values import is_low
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.rules.registry import Rule
+from flash_clipping.rules.registry import Rule, UnsupportedLayer
 
 
 def samples_in(
@@ -71,6 +72,21 @@ def samples_in(
         to_samples(x, call.batch_size or 1, path) if isinstance(x, BareParameter) else x
         for x in args
     )
+
+
+def rows_by_sample(
+    session: ClippingSession, args: tuple[Any, ...], axis: int, call: ForwardCall | None
+) -> tuple[Any, ...]:
+    """Inputs ``[B·T, ...]`` as ``[B, T, ...]``, for a rule that takes them so."""
+    samples = session.samples() if call is None else call.batch_size
+    rows = args[0].shape[0]
+    if axis or not samples or rows % samples:
+        raise UnsupportedLayer(
+            f"found {rows} rows for a batch of {samples} along axis {axis}; expected as many "
+            "rows for every sample, which lie together: give the model [batch, ...] inputs, "
+            "all of one length, or freeze this layer's parameters."
+        )
+    return tuple(x.unflatten(0, (samples, -1)) if isinstance(x, Tensor) else x for x in args)
 
 
 def _set_batch(call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:

@@ -22,7 +22,7 @@ from flash_clipping.capture.no_trace import (
 )
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, are_alike, digest_of, is_low
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.taint import Taint
+from flash_clipping.capture.taint import Reads, Taint
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
 
@@ -205,6 +205,7 @@ class Rehearsals:
                 without_activations(),
                 checkpoints_replaced(PlainCheckpoint),
                 taint,
+                Reads(taint),
             ):
                 # Recording, so that taps note what they read; detached, so nothing comes of it.
                 self.forward(*args, **kwargs)
@@ -327,9 +328,12 @@ class Rehearsals:
         return whole, None, sources
 
     def first_size(self) -> int:
-        axis = self.session.batch_axis
-        sizes = (x.shape[axis] for x in batched_inputs(self.args, self.kwargs) if x.dim() > axis)
-        return next(sizes, 0)
+        return first_size(self.args, self.kwargs, self.session.batch_axis)
+
+
+def first_size(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
+    """Samples in a call with these arguments: in the first tensor that has the axis."""
+    return next((x.shape[axis] for x in batched_inputs(args, kwargs) if x.dim() > axis), 0)
 
 
 def _is_packed(leaf: Any) -> bool:

@@ -4,7 +4,8 @@ Values alone do not show it where rows hold what is the same for all samples: a 
 put in front of every frame, and is then taken from the first ``B`` of ``B * frames`` rows, has the
 value that it should have, while its gradient goes to the rows of other samples. So, where rows are
 to be taken for parts of samples, the model runs on a few samples, and one sample of one output at a
-time goes backward. What layers record of the other samples' rows must be 0.
+time goes backward. What layers record of the other samples' rows must be 0. Modules that a user
+declared (``folded_modules``) are looked at as well.
 
 Shape suffixes: ``B`` samples, ``R`` rows.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,28 +29,43 @@ from flash_clipping.factors import Factor
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
 
-#: Samples that the model runs on, and outputs of it that go backward.
-SAMPLES, OUTPUTS = 3, 8
+#: Samples that the model runs on.
+SAMPLES = 3
 
 #: What of a gradient may be rounding.
 ROUNDING = 1e-6
 
-#: Squared norms of what layers recorded, of every row.
+#: Squared norms ``[B]`` of what layers recorded, added up over the rows of each sample.
 _Rows = dict[str, Tensor]
 
 
-def reach_own_rows(runs: Rehearsals, size: int, sources: list[Tensor], paths: set[str]) -> set[str]:
+@dataclass(frozen=True)
+class Reached:
+    """What one sample's outputs, run backward, reached of layers.
+
+    Attributes:
+        own: layers that recorded something of every sample, and all of it in the sample's own rows.
+        strays: layers that recorded something of one sample in rows of others.
+    """
+
+    own: set[str]
+    strays: set[str]
+
+
+def rows_reached(runs: Rehearsals, size: int, sources: list[Tensor], paths: set[str]) -> Reached:
     """Of layers whose rows are taken for parts of samples, those that this is right for.
+
+    An output in which other layers do not tell samples apart (similarities of all pairs) is passed
+    over. Nothing is reached where the model does not run, or returns nothing with a row for each
+    sample.
 
     Args:
         runs: rehearsals of the model on a batch of ``size`` samples; what its layers read is known.
         sources: its inputs that hold the samples.
         paths: the layers.
 
-    Returns:
-        Layers that recorded something of every sample, and all of it in the sample's own rows. An
-        output in which other layers do not tell samples apart (similarities of all pairs) is passed
-        over. None where the model does not run, or returns nothing with a row for each sample.
+    Raises:
+        torch.OutOfMemoryError: a few samples, with what backward needs, do not fit.
     """
     order = [*range(min(size, SAMPLES) - 1), size - 1] if size > 1 else [0, 0]
     try:
@@ -56,35 +73,32 @@ def reach_own_rows(runs: Rehearsals, size: int, sources: list[Tensor], paths: se
     except torch.OutOfMemoryError:
         raise
     except MODELS_OWN:
-        return set()
+        return Reached(set(), set())
     return _confined(found, len(order), paths)
 
 
-def _confined(found: list[tuple[int, int, _Rows]], B: int, paths: set[str]) -> set[str]:
-    """Layers whose gradients stay in their samples' rows, by (output, sample, rows)."""
+def _confined(found: list[tuple[int, int, _Rows]], B: int, paths: set[str]) -> Reached:
+    """The same, of (output, sample, what layers recorded of each sample)."""
     telling = {output for output, _, _ in found}
     for output, b, rows in found:
-        if any(_strays(rows_R, b, B) for path, rows_R in rows.items() if path not in paths):
+        if any(_strays(norms_B, b) for path, norms_B in rows.items() if path not in paths):
             telling.discard(output)
     reached: dict[str, set[int]] = {path: set() for path in paths}
     strays: set[str] = set()
     for output, b, rows in found:
         for path in paths & rows.keys() if output in telling else ():
-            if _strays(rows[path], b, B):
+            if _strays(rows[path], b):
                 strays.add(path)
             elif rows[path].any():
                 reached[path].add(b)
-    return {path for path, samples in reached.items() if len(samples) == B} - strays
+    own = {path for path, samples in reached.items() if len(samples) == B} - strays
+    return Reached(own, strays)
 
 
-def _strays(rows_R: Tensor, b: int, B: int) -> bool:
+def _strays(norms_B: Tensor, b: int) -> bool:
     """Whether sample ``b`` reached rows of others. What is not finite did."""
-    parts, rest = divmod(len(rows_R), B)
-    if rest or not parts:
-        return True
-    sums_B = rows_R.view(B, parts).sum(1)
-    outside_B = torch.cat([sums_B[:b], sums_B[b + 1 :]])
-    return not bool((outside_B <= ROUNDING**2 * sums_B[b]).all())
+    outside_B = torch.cat([norms_B[:b], norms_B[b + 1 :]])
+    return not bool((outside_B <= ROUNDING**2 * norms_B[b]).all())
 
 
 def _backwards(
@@ -106,13 +120,13 @@ def _backwards(
             untouched(runs.root),
             random_state(list(devices), runs.seed),
             checkpoints_replaced(PlainCheckpoint),
-            _noted(session) as rows,
+            _noted(session, len(order)) as rows,
         ):
             outputs = tensors_in(runs.forward(*args, **kwargs))
             call.end()
             call.spent = True  # no backward of the user's may find it
             outputs = [x for x in outputs if _has_samples(x, session.batch_axis, len(order))]
-            for number, output in enumerate(outputs[:OUTPUTS]):
+            for number, output in enumerate(outputs):
                 for b in range(len(order)):
                     row = output.select(session.batch_axis, b).flatten()
                     weights = torch.arange(1.0, row.numel() + 1, device=row.device).cos()
@@ -133,7 +147,7 @@ def _has_samples(x: Tensor, axis: int, B: int) -> bool:
 
 
 @contextmanager
-def _noted(session: ClippingSession) -> Iterator[_Rows]:
+def _noted(session: ClippingSession, B: int) -> Iterator[_Rows]:
     """Let backward passes note squared norms of the rows that layers record, and nothing else."""
     noted: _Rows = {}
 
@@ -148,11 +162,10 @@ def _noted(session: ClippingSession) -> Iterator[_Rows]:
             with torch.no_grad():
                 for factor in factors:
                     rows_R = factor.sqnorms("torch").detach()
-                    if path in noted and len(noted[path]) != len(rows_R):
-                        rows_R = rows_R.new_full((1,), torch.nan)  # no multiple of the samples
-                    elif path in noted:
-                        rows_R = rows_R + noted[path]
-                    noted[path] = rows_R
+                    if len(rows_R) % B:  # no multiple of the samples
+                        rows_R = rows_R.new_full((B,), torch.nan)
+                    norms_B = rows_R.view(B, -1).sum(1)
+                    noted[path] = noted[path] + norms_B if path in noted else norms_B
 
     kind: Any = session.backward_pass_class
     session.backward_pass_class, session.keeps_rows = NotesRows, True

@@ -10,7 +10,6 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,8 @@ from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
-from flash_clipping.capture.refused_runs import (
-    refuse_compiled_autograd,
-    refuse_graph_capture,
-    refuse_threads,
-)
+from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
+from flash_clipping.capture.running_forward import RunningForward
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -97,12 +93,18 @@ class ClippingSession:
         self.numbered: Sequence[Any] = ()
         #: Layers whose rows are parts of samples, declared or found.
         self.folded: set[str] = set()
+        #: Those of them that rehearsals have found, and those whose rules see to it themselves.
+        self.found: set[str] = set()
+        self.folded_by_rule: set[str] = set()
         #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
         self.keeps_rows = False
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
         self.evidence = Evidence()
         #: How many parameters were watched at the last rehearsal; new ones ask for another.
         self.rehearsed = 0
+        #: Sizes of the least and the largest batch on which it was shown which rows are parts of
+        #: samples, in training and in evaluation.
+        self.rehearsed_on: dict[bool, tuple[int, int]] = {}
         #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
         self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
         #: How many samples the loader drew for the next forward, where that is known.
@@ -126,9 +128,7 @@ class ClippingSession:
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
-        #: The thread that runs the root's forward, under the one key that is ever used: setting a
-        #: default is one step for all threads.
-        self._running: dict[str, int] = {}
+        self._running = RunningForward()
         self._backward_pass: weakref.ref[BackwardPass] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class ClippingSession:
             _forwards=[],
             _current_forward=None,
             returning=None,
-            _running={},
+            _running=RunningForward(),
             _backward_pass=None,
             two_passes=None,
             two_pass_in=None,
@@ -170,20 +170,11 @@ class ClippingSession:
         Raises:
             FlashClippingError: another thread runs the model's forward or backward.
         """
-        if in_backward():  # recomputed, in a thread of autograd's, maybe
-            return
-        thread = threading.get_ident()
-        if self._running.setdefault("forward", thread) != thread:
-            refuse_threads("forward", "forward")
-        backward_pass = self.backward_pass
-        if backward_pass is not None and backward_pass.thread not in (None, thread):
-            self.leave_forward()
-            refuse_threads("forward", "backward")
+        self._running.enter(self.backward_pass)
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
-        if self._running.get("forward") == threading.get_ident() and not in_backward():
-            del self._running["forward"]
+        self._running.leave()
 
     def check_thread(self, call: ForwardCall) -> None:
         """Refuse a backward of ``call`` while another thread's forward or backward runs.
@@ -191,11 +182,7 @@ class ClippingSession:
         Raises:
             FlashClippingError: it would be recorded as a part of that.
         """
-        running = self.backward_pass
-        if running is not None and running.thread not in (None, call.thread):
-            refuse_threads("backward", "backward")
-        if self._running.get("forward", call.thread) != call.thread:
-            refuse_threads("backward", "forward")
+        self._running.check(call, self.backward_pass)
 
     def units_of(self, given: Any, tensors: list[Tensor]) -> Units | None:
         """The units of a call of the root with these tensors; ``given`` is the map, if it got one.

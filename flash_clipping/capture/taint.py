@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import (
     DispatchMode,
@@ -42,6 +43,24 @@ _BY_INDEX = (
     "searchsorted",
 )
 
+#: Methods that give Python all values of a tensor.
+_READING = {"tolist", "numpy", "__array__", "__dlpack__"}
+
+
+class Reads(TorchFunctionMode):
+    """Tells a :class:`Taint` of tensors that Python gets all values of, which no operator does."""
+
+    def __init__(self, taint: Taint):
+        super().__init__()
+        self.taint = taint
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READING and isinstance(args[0], Tensor):
+            self.taint.note_read(args[0])
+        return func(*args, **(kwargs or {}))
+
 
 class Taint(DispatchMode):
     """Follows what derives from some tensors, and takes the chance out of random operators.
@@ -56,6 +75,9 @@ class Taint(DispatchMode):
         # A weak reference keeps the address from being used again, not the memory.
         self._seen: dict[int, Any] = {}
         self._chosen: dict[int, Any] = {}
+        self._of_floats: dict[int, Any] = {}
+        #: Whether Python got to know values of samples: what it then does may follow from them.
+        self._read = False
         for tensor in sources:
             self._add(tensor)
 
@@ -64,16 +86,27 @@ class Taint(DispatchMode):
 
     def is_chosen(self, tensor: Tensor) -> bool:
         """Whether values of samples decided which rows a tensor has, or in which order: a router
-        that picks tokens, a sort. Such rows may lie otherwise in another batch."""
-        return _storage(tensor) in self._chosen
+        that picks tokens, a sort, a condition in Python. Such rows may lie otherwise in another
+        batch. A condition on integers alone is none: models ask whether a mask has any 0."""
+        return self._read or _storage(tensor) in self._chosen
 
-    def _add(self, tensor: Tensor, chosen: bool = False) -> None:
+    def note_read(self, tensor: Tensor) -> None:
+        """Python gets all values of a tensor (``tolist``, ``numpy``)."""
+        self._read = self._read or tensor in self
+
+    def _add(self, tensor: Tensor, chosen: bool = False, of_floats: bool = False) -> None:
         key = _storage(tensor)
         if key is None:
             return
-        for noted in (self._seen, self._chosen) if chosen else (self._seen,):
-            if key not in noted:
+        kinds = [(self._seen, True), (self._chosen, chosen), (self._of_floats, of_floats)]
+        for noted, holds in kinds:
+            if holds and key not in noted:
                 noted[key] = weak_storage(tensor.untyped_storage())
+
+    def _is_of_floats(self, tensor: Tensor) -> bool:
+        if tensor not in self:
+            return False
+        return tensor.is_floating_point() or _storage(tensor) in self._of_floats
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,9 +118,12 @@ class Taint(DispatchMode):
         result = self._run(func, name, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
             chosen = any(self.is_chosen(x) for x in given) or self._chooses(func, name, given)
+            of_floats = any(self._is_of_floats(x) for x in given)
+            if name == "_local_scalar_dense":
+                self._read = self._read or of_floats
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._add(leaf, chosen)
+                    self._add(leaf, chosen, of_floats)
         return result
 
     def _chooses(self, func: Any, name: str, given: list[Tensor]) -> bool:
@@ -97,6 +133,9 @@ class Taint(DispatchMode):
         """
         if torch.Tag.dynamic_output_shape in func.tags:
             return True
+        if name == "where" and len(given) == 3 and all(x in self for x in given):
+            counts = [x.shape[:1].numel() for x in given]
+            return counts[0] < max(counts)  # one condition for several rows
         if name == "embedding" or not any(word in name for word in _BY_INDEX):
             return False
         # The first is what rows are taken from, or put into; indices are no floats.

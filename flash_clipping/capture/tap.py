@@ -38,7 +38,7 @@ from flash_clipping.capture.finite_positions import apply_layer_by_position, unr
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.layer_arguments import LayerArguments
-from flash_clipping.capture.layer_samples import refuse_input, samples_in
+from flash_clipping.capture.layer_samples import refuse_input, rows_by_sample, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.positions import (
     Positions,
@@ -48,7 +48,7 @@ from flash_clipping.capture.positions import (
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.rules.registry import Needs, Rule, Scope, UnsupportedLayer
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
 
 
 def _overrides(method: Any, default: Any) -> bool:
@@ -88,6 +88,8 @@ class Tap(FactorSource):
         parts = {} if rule is None else rule.parts(layer)
         own = owners(layer)
         super().__init__(name, session, [*own, *parts.values()], folded or self._rule_folds)
+        if self._rule_folds:
+            session.folded_by_rule.add(self.path)
         self.layer = layer
         self.rule = rule
         prefixes = [""] * len(own) + [f"{part}." for part in parts]
@@ -399,7 +401,7 @@ class Tap(FactorSource):
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         if self._rule_folds:
-            args = self._by_sample(args, axis, call)
+            args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
         output = apply_tapped_layer(self, trainable, call, place, recomputed, rows, *args, *params)
         if self._rule_folds:
@@ -437,29 +439,3 @@ class Tap(FactorSource):
             for part in (output if isinstance(output, tuple) else (output,))
         )
         return found if isinstance(output, tuple) else found[0]
-
-    def _by_sample(
-        self, args: tuple[Any, ...], axis: int, call: ForwardCall | None
-    ) -> tuple[Any, ...]:
-        """Inputs ``[B·T, ...]`` as ``[B, T, ...]``."""
-        samples = self.session.samples() if call is None else call.batch_size
-        rows = args[0].shape[0]
-        if axis or not samples or rows % samples:
-            raise UnsupportedLayer(
-                f"found {rows} rows for a batch of {samples} along axis {axis}; expected as many "
-                "rows for every sample, which lie together: give the model [batch, ...] inputs, "
-                "all of one length, or freeze this layer's parameters."
-            )
-        return tuple(x.unflatten(0, (samples, -1)) if isinstance(x, Tensor) else x for x in args)
-
-
-class ScopedForward(Tap):
-    """Stands in for the ``forward`` of a module with a registered scope; taps nothing itself."""
-
-    def __init__(self, module: nn.Module, path: str, scope: Scope, session: ClippingSession):
-        super().__init__(module, path, None, session)
-        self.scope = scope
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.scope(self.layer, *args, **kwargs):
-            return self.original(*args, **kwargs)

@@ -19,7 +19,7 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 
-from flash_clipping.capture.batch_axis import may_tell_more
+from flash_clipping.capture.batch_axis import is_rehearsed, may_tell_more
 from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
@@ -237,7 +237,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
         elif session.may_rehearse() and (
-            session.rehearsed != self._guards.count or may_tell_more(session, args, kwargs)
+            session.rehearsed != self._guards.count
+            or may_tell_more(session, args, kwargs)
+            or not is_rehearsed(session, module.training, args, kwargs)
         ):
             self._watch.rehearse(module, args, kwargs)
             session.rehearsed = self._guards.count

@@ -11,8 +11,9 @@ from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
+from flash_clipping.capture.scoped_forward import ScopedForward
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tap import ScopedForward, Tap
+from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.rules import find_rule, find_scope
 

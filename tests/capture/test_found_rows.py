@@ -5,12 +5,23 @@ Shape suffixes: B samples, T positions, d features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
+from flash_clipping.capture import batch_axis
+from flash_clipping.capture.row_gradients import Reached
+from tests.support.autograd import (
+    check_by_autograd,
+    float64s,
+    mean_squares,
+    squares,
+    truth_by_autograd,
+)
 
 
 class Flat(nn.Module):
@@ -60,8 +71,7 @@ class Windows(nn.Module):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("samples", [1, 2, 4])
+@pytest.mark.parametrize(("samples", "mode"), [(1, "one_pass"), (2, "one_pass"), (3, "two_pass")])
 def test_positions_of_all_samples_in_one_axis(samples: int, mode: str) -> None:
     torch.manual_seed(samples)
     check_by_autograd(Flat().double(), float64s(samples, 4, 3), squares, mode=mode)
@@ -94,10 +104,122 @@ def refused(model: nn.Module, batch: tuple[Tensor, ...], words: str) -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+class Sometimes(Flat):
+    """In another order under a condition, which does not hold in the first step."""
+
+    def __init__(self, condition: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.order = "positions first" if self.condition(self, x) else "samples first"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("when", ["evaluation", "more samples"])
+def test_another_order_later(when: str) -> None:
+    """Where a first step may not have shown it, rows are looked at again."""
+    torch.manual_seed(0)
+    model = Sometimes(lambda self, x: len(x) > 4 or not self.training).double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 2, 3)).backward()
+    model.zero_grad(set_to_none=True)
+    flash.train(when != "evaluation")
+    with pytest.raises(FlashClippingError, match=r"ffn .* rows for a batch of"):
+        squares(flash, float64s(3 if when == "evaluation" else 6, 2, 3)).backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_evaluation_and_other_sizes_stay_exact(size: int) -> None:
+    torch.manual_seed(0)
+    model = Flat().double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 2, 3)).backward()
+    flash.eval()
+    x = float64s(size, 1, 3)  # one part of each sample
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        squares(flash, x).backward()
+    reference = Flat().double()
+    reference.load_state_dict(model.state_dict())
+    truth = truth_by_autograd(reference, x, squares)
+    torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
+
+
+CONDITIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "item": lambda _, x: x.max() > 99,
+    "float": lambda _, x: float(x.max()) > 99,
+    "list": lambda _, x: max(x.flatten().tolist()) > 99,
+    "numpy": lambda _, x: x.detach().numpy().max() > 99,
+}
+
+
+@pytest.mark.parametrize("how", CONDITIONS)
+def test_values_that_python_reads(how: str) -> None:
+    """An order that follows from them may be another one in the next batch."""
+    torch.manual_seed(0)
+    refused(Sometimes(CONDITIONS[how]), float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
+
+
+def test_integers_that_python_reads_are_no_values() -> None:
+    """Models ask whether a mask has any 0."""
+
+    class Masked(Flat):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x if mask.all() else x * mask[..., None])
+
+    torch.manual_seed(0)
+    x, mask = *float64s(3, 2, 3), torch.tensor([[1, 0], [1, 1], [1, 1]])
+    check_by_autograd(Masked().double(), (x, mask), squares)
+
+
+class OneCondition(Flat):
+    """One condition decides the order of all rows, without Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        B, T = h.shape[:2]
+        turned = x.max() > 99
+        rows = torch.where(turned, h.transpose(0, 1).reshape(B * T, 4), h.reshape(B * T, 4))
+        rows = self.ffn(self.norm(rows))
+        back = rows.view(T, B, 4).transpose(0, 1).reshape(B * T, 4)
+        return self.head(h + torch.where(turned, back, rows).view_as(h))
+
+
+def test_one_condition_for_all_rows() -> None:
+    torch.manual_seed(0)
+    refused(OneCondition(), float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
+
+
 @pytest.mark.parametrize("order", ["positions first", "halves"])
 def test_rows_of_a_sample_that_lie_apart(order: str) -> None:
     torch.manual_seed(0)
     refused(Flat(order), float64s(3, 4, 3), r"ffn .* 12 rows for a batch of 3")
+
+
+class Pairs(Flat):
+    """The second half of each sample's positions is that of its neighbour."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        B, T = h.shape[:2]
+        neighbour = torch.arange(B) ^ 1
+        neighbour[neighbour >= B] = B - 1
+        h = torch.cat([h[:, : T // 2], h[neighbour, T // 2 :]], 1)
+        return self.head(self.ffn(self.norm(h.reshape(B * T, 4))).view(B, T, 4))
+
+
+@pytest.mark.parametrize("what", ["neighbours", "alike"])
+def test_values_alone_tell(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at gradients. In reverse order without the last of three samples, neighbours
+    are neighbours still; rows that are all alike have no order."""
+    monkeypatch.setattr(
+        batch_axis, "rows_reached", lambda _, __, ___, paths: Reached(set(paths), set())
+    )
+    torch.manual_seed(0)
+    model = Pairs() if what == "neighbours" else Gated("positions first")
+    refused(model, float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
 
 
 class Gated(Flat):
@@ -164,6 +286,80 @@ def test_gradients_that_reach_rows_of_other_samples() -> None:
     model = TokenOfFrames()
     model.token.requires_grad_(False)
     check_by_autograd(model.double(), float64s(3, 2, 4, 3), squares)
+
+
+class ManyOutputs(TokenOfFrames):
+    """Only the last of them reaches rows of others."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        h = self.embed(x)
+        h = h + self.token.expand(x.shape[0] * x.shape[1], -1, -1).unflatten(0, x.shape[:2])
+        return *((h * (i + 1)).mean((1, 2)) for i in range(12)), super().forward(x)
+
+
+def test_all_outputs_are_looked_at() -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(ManyOutputs().double())
+    with pytest.raises(FlashClippingError, match=r"cannot\s+be shown"):
+        flash(*float64s(3, 2, 2, 3))
+
+
+class Compares(Flat):
+    """Returns what compares samples as well, which no loss reads."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        rows = super().forward(x)
+        return rows, rows.mean(1) @ rows.mean(1).T
+
+
+def test_outputs_that_compare_samples_show_nothing() -> None:
+    torch.manual_seed(0)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return mean_squares(model(*batch)[0])
+
+    check_by_autograd(Compares().double(), float64s(3, 2, 3), loss)
+
+
+class DeclaredToken(nn.Module):
+    """As :class:`TokenOfFrames`, of a layer that a user declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.token, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.flatten(0, 1))
+        token = self.token(0 * h[:, 0])[: len(x)]
+        return self.head(token.square() + h.unflatten(0, x.shape[:2]).mean((1, 2)))
+
+
+@pytest.mark.parametrize("layer", ["token", "ffn"])
+def test_declared_rows_that_are_of_other_samples(layer: str) -> None:
+    """By their values they could be of any: all are alike."""
+    torch.manual_seed(0)
+    model, shape = (
+        (DeclaredToken(), (3, 2, 2, 3))
+        if layer == "token"
+        else (Gated("positions first"), (3, 2, 3))
+    )
+    declared = ["embed", "token"] if layer == "token" else ["ffn", "norm"]
+    flash = GradSampleModuleFlashClipping(model.double(), folded_modules=declared)
+    with pytest.raises(FlashClippingError, match=rf"{layer} .* cannot\s+be shown"):
+        flash(*float64s(*shape))
+
+
+def test_declared_rows_of_a_model_that_returns_its_loss_alone() -> None:
+    """Nothing shows that they are wrong."""
+    torch.manual_seed(0)
+    model = LossAlone().double()
+    flash = GradSampleModuleFlashClipping(model, folded_modules=["ffn", "norm"])
+    (x,) = float64s(3, 2, 3)
+    flash(x).backward()
+    reference = Flat().double()
+    reference.load_state_dict(model.state_dict())
+    truth = truth_by_autograd(reference, (x,), squares)
+    torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
 
 
 class LossAlone(Flat):
