@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from flash_clipping._compat import functions_of_optimizer
+from flash_clipping._compat import assert_async, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
+from flash_clipping.integration.step_record import StepRecord
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.sharded.reducer import as_sharded, device_of
 from flash_clipping.sharded.shard_noise import ShardGenerators, shared_key
 
 _check_unused, _mark_used, _ = functions_of_optimizer()
+
+_CHANGED = (
+    "p.grad of a shard is not the clipped sum that backward() left, so noise for the clipping "
+    "bound would not hide a sample. It was changed between backward() and step() "
+    "(torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping). Leave p.grad alone."
+)
 
 
 class ShardedFlashDPOptimizer(FlashDPOptimizer):
@@ -73,6 +80,18 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
                 "wait for each other for ever. Use smaller batches, or more processes."
             )
         super().signal_skip_step(do_skip)
+
+    def _checked(self, params: Sequence[Any]) -> StepRecord | None:
+        record = super()._checked(params)
+        if record is None:
+            self._generators_of_shards()  # says what is missing
+        slots = self._module._sharded.slots
+        same = torch.stack([slots.unchanged(p) for p in params])
+        if same.is_cuda:
+            assert_async(same.all(), _CHANGED)  # without waiting for the device
+        elif not bool(same.all()):
+            raise ValueError(_CHANGED)
+        return record
 
     def add_noise(self) -> None:
         std, divisor = self._noise_std(), self._divisor()

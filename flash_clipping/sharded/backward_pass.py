@@ -95,6 +95,7 @@ class ShardedBackwardPass(BackwardPass):
             total = ordered.take(key) if key not in self._sums else self._sums.pop(key)
             reducer.add(destination, total, dtype)
         reducer.finish()
+        self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
 
     def forget(self) -> None:

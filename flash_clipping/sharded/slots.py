@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -48,6 +49,8 @@ class Slots:
         self._unsharded: list[nn.Parameter | None] = []
         #: By ``id``, of destinations and of unsharded parameters.
         self._number: dict[int, int] = {}
+        #: The bits of the clipped sums that were left in ``p.grad``, by ``id`` of destinations.
+        self.sums: dict[int, Tensor] = {}
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}
         self._fill(root, "", root, set())
@@ -115,6 +118,19 @@ class Slots:
             yield param.to_local() if isinstance(param, DTensor) else param
         yield from (param for param in self._unsharded if param is not None)
 
+    def note_sums(self) -> None:
+        """Remember what was left in ``p.grad`` of all trainable parameters.
+
+        PyTorch does not count changes in place of a ``DTensor`` by functions of many tensors
+        (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up.
+        """
+        self.sums = {id(param): _bits_of(param.grad) for param in self.trainable()}
+
+    def unchanged(self, param: nn.Parameter) -> Tensor:
+        """Whether ``p.grad`` holds what :meth:`note_sums` saw: a boolean, on the device."""
+        left = self.sums.get(id(param))
+        return torch.tensor(False) if left is None else _bits_of(param.grad) == left
+
     def check(self) -> None:
         """Refuse shards that were exchanged since the model was wrapped.
 
@@ -130,3 +146,10 @@ class Slots:
                         "was there when the model was wrapped, which the optimizer knows. Load "
                         "weights without assign=True, or before the model is wrapped."
                     )
+
+
+def _bits_of(grad: Any) -> Tensor:
+    """The sum of the bits of a shard, as integers: ``[]``, int64, exact in any order."""
+    shard = grad.to_local()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
+    return shard.contiguous().view(bits).sum(dtype=torch.int64)

@@ -21,7 +21,7 @@ _WORKS = (
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether ``fully_shard`` was applied to this module; ``replicate``, made of it, is not meant."""
+    """Whether ``fully_shard`` was applied to this module; not ``replicate``, made of it."""
     if not dist.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule
