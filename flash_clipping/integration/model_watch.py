@@ -93,12 +93,12 @@ class ModelWatch:
     ) -> bool:
         """:meth:`rehearse` where that is wanted, or where another process wants to; whether it was
         done."""
-        rehearse = partial(self.rehearse, module, args, kwargs, call)
         if self.sharded is not None:
+            run = partial(self.rehearse, module, args, kwargs, call)
             forward = partial(module.forward, *args, **kwargs)
-            return self.sharded.rehearse(wanted, self.guards.count, rehearse, forward)
+            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
         if wanted:
-            rehearse()
+            self.rehearse(module, args, kwargs, call)
         return wanted
 
     def rehearse(
