@@ -75,6 +75,8 @@ def test_noise_is_drawn_once_for_every_element_by_shard(found: list[dict[str, An
     assert abs(both.mean()) < 5 / len(both) ** 0.5
     n = min(len(x) for of_rank in noise for x in of_rank["steps"])
     draws = torch.stack([x[:n] for of_rank in noise for x in of_rank["steps"]])
+    for i, one in enumerate(draws):  # from one state the first numbers would be the same
+        assert all(torch.isclose(one, two, rtol=1e-4).sum() < 4 for two in draws[:i])
     others = torch.corrcoef(draws) - torch.eye(len(draws))
     assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
 
