@@ -30,6 +30,8 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
     """Refuse per-sample losses that are not as many as the samples of the last forward."""
     call = session.current_forward
     samples = None if call is None else call.batch_size
+    if call is not None and call.made_up:
+        samples = 0
     if not session.enabled or samples is None or not losses.dim():
         return
     counts = losses.shape[:1] if session.batch_first else losses.shape[:2]

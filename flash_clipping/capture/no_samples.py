@@ -134,6 +134,24 @@ def _described(value: Any) -> str:
     return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
+def made_up(
+    args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, count: int, fill: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call without samples, with ``count`` samples that are all ``fill``.
+
+    ``axis`` is that of samples; a tensor that is empty along another one grows there.
+    """
+
+    def make_up(x: Tensor) -> Tensor:
+        if x.numel():
+            return x
+        empty = x.shape.index(0) if x.dim() <= axis or x.shape[axis] else axis
+        return x.new_full((*x.shape[:empty], count, *x.shape[empty + 1 :]), fill)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(make_up, (args, kwargs))
+    return found
+
+
 class RootForward(Tap):
     """Stands in for the root module's ``forward``, around its tap if it has one."""
 
@@ -233,16 +251,7 @@ class EmptyBatchForward(RootForward):
     def _run_on(self, count: int, fill: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for so many samples that are all zeros, or all ones."""
         session = self.session
-
-        def make_up(x: Tensor) -> Tensor:
-            if x.numel():
-                return x
-            axis = session.batch_axis
-            if x.dim() <= axis or x.shape[axis]:
-                axis = x.shape.index(0)
-            return x.new_full((*x.shape[:axis], count, *x.shape[axis + 1 :]), fill)
-
-        made_up_args, made_up_kwargs = map_tensors(make_up, (args, kwargs))
+        made_up_args, made_up_kwargs = made_up(args, kwargs, session.batch_axis, count, fill)
         tensors = [*batched_inputs(args, kwargs), *session.state()]
         devices = {x.device for x in tensors if x.is_cuda}
         with (

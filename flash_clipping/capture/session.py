@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ class ClippingSession:
         #: The units of the last call of the root, where they are parts of rows.
         self.positions: Units | None = None
         #: Makes the records of a backward pass; who watches one puts a class of its own here.
-        self.backward_pass_class: type[BackwardPass] = BackwardPass
+        self.backward_pass_class: Callable[[ClippingSession], BackwardPass] = BackwardPass
+        #: ``mode="two_pass"``: what a walk needs around it.
+        self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -354,6 +356,20 @@ class ClippingSession:
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
         return sum(not forward.spent for forward in self._forwards)
+
+    def made_up(self) -> bool:
+        """Whether the samples of the calls whose norms have not been taken were made up.
+
+        Raises:
+            FlashClippingError: those of some were.
+        """
+        found = {forward.made_up for forward in self._forwards if not forward.spent}
+        if len(found) > 1:
+            raise FlashClippingError(
+                "backward() goes through calls of the model with samples and without. Call "
+                "backward() for each of them by itself."
+            )
+        return found == {True}
 
     def awaits_two_passes(self) -> bool:
         """Whether ``mode="two_pass"`` may clip a call of the root in the running backward, by

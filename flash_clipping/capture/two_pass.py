@@ -110,7 +110,8 @@ class _Call:
         assert self.seed is not None
         for tensor in self.inner_inputs:
             tensor.grad = None
-        torch.autograd.backward(self.seed, retain_graph=not last)
+        with self.root.session.around_walk():
+            torch.autograd.backward(self.seed, retain_graph=not last)
 
 
 class _TwoPasses:

@@ -38,6 +38,7 @@ from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
 from flash_clipping.integration.token_losses import ModelLosses
 from flash_clipping.integration.unsupported import refuse_unsupported
+from flash_clipping.sharded import sharded_model
 
 
 class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
@@ -137,6 +138,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             sum_dtype=sum_dtype,
             sample_of=sample_of,
         )
+        #: What a model has besides that ``fully_shard`` was applied to.
+        self._sharded = sharded_model(m, self._session)
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -181,6 +184,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             force_generic=force_functorch,
             folded_modules=self.folded_modules,
         )
+        if self._sharded is not None:
+            self._sharded.add_first_hooks(handles)
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
@@ -190,6 +195,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._watch = ModelWatch(
             wrapper, root, self._session, self._taps, self._guards, self.strict
         )
+        if self._sharded is not None:
+            self._watch.sharded = self._sharded
+            self._sharded.add_last_hooks(handles, self._taps.all)
         self.enable_hooks()
 
     def remove_hooks(self) -> None:
@@ -219,6 +227,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
         those of the model that is not compiled.
         """
+        if self._sharded is not None:
+            self._sharded.refuse("compile()")
         self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
 
     # -- forward: who is a sample? --------------------------------------------------------------
@@ -236,14 +246,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         units = session.units_of(given, tensors)
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
-        elif session.may_rehearse() and (
-            session.rehearsed != self._guards.count
-            or may_tell_more(session, args, kwargs)
-            or not is_rehearsed(session, module.training, args, kwargs)
-        ):
-            self._watch.rehearse(module, args, kwargs)
-            session.rehearsed = self._guards.count
+        elif session.may_rehearse():
+            wanted = (
+                session.rehearsed != self._guards.count
+                or may_tell_more(session, args, kwargs)
+                or not is_rehearsed(session, module.training, args, kwargs)
+            )
+            if self._watch.rehearse_if(wanted, module, args, kwargs):
+                session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
+        call.made_up = self._sharded is not None and self._sharded.is_empty
         check_drawn(session, call)
         session.returning = call
         self._losses.before_forward()
@@ -260,8 +272,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not torch.is_grad_enabled():
             return
         call.ended = True
-        if call.guesses:
-            self._watch.rehearse(module, args, kwargs, call)
+        self._watch.rehearse_if(bool(call.guesses), module, args, kwargs, call)
         self._losses.after_forward(kwargs, output)
         if self.mode == "two_pass":
             return
@@ -405,6 +416,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Opacus assigns the list once; ours follows ``requires_grad``."""
 
     def _trainable(self) -> list[nn.Parameter]:
+        if self._sharded is not None:
+            return self._sharded.slots.trainable()
         # Not named_parameters(): walking the module tree takes milliseconds in every step.
         found: dict[int, nn.Parameter] = {}
         for owner in self._owners:

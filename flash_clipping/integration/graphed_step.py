@@ -170,6 +170,9 @@ class GraphedStep:
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )
+        for wrapped in self._wrapped(modules):
+            if wrapped._sharded is not None:
+                wrapped._sharded.refuse("GraphedStep")
         circumstances = graph_key.circumstances(modules, self._wrapped(modules), device)
         name = (str(structure), *map(graph_key.layout, leaves)), circumstances
         graph = self._graphs.get(name)

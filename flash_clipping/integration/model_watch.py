@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.parallel import refuse_around, refuse_since
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.structure import Structure
+
+if TYPE_CHECKING:
+    from flash_clipping.sharded.model import ShardedModel
 
 
 class ModelWatch:
@@ -50,6 +54,8 @@ class ModelWatch:
         self._structure = Structure(wrapper)
         self._buffers = BufferWatch(root, self._structure, session) if strict else None
         self._embeddings = embeddings_of(root)
+        #: Of a model with shards, whose processes rehearse together.
+        self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
         guards.watch_new()
@@ -73,10 +79,28 @@ class ModelWatch:
         if self._looked_around:
             return
         self.session.recover()  # no stand-in of a failed step may be in the way
-        refuse_since(self.wrapper)
+        refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
             self.taps.find_compiled()
         self._looked_around = True
+
+    def rehearse_if(
+        self,
+        wanted: bool,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: ForwardCall | None = None,
+    ) -> bool:
+        """:meth:`rehearse` where that is wanted, or where another process wants to; whether it was
+        done."""
+        if self.sharded is not None:
+            run = partial(self.rehearse, module, args, kwargs, call)
+            forward = partial(module.forward, *args, **kwargs)
+            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
+        if wanted:
+            self.rehearse(module, args, kwargs, call)
+        return wanted
 
     def rehearse(
         self,
@@ -97,6 +121,8 @@ class ModelWatch:
             forward = forward.original
         if self._buffers is not None:
             forward = self._buffers.rehearsed(forward)
+        if self.sharded is not None:
+            forward = self.sharded.together.one_run(forward)
         given = module, forward, self.session, args, kwargs
         if call is None and positions is None and not self.taps.regions.any_compiled:
             borrowed = find_borrowed(*given, self.taps.serves)

@@ -54,6 +54,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Moves the bound at the end of every step: adaptive clipping.
     adaptive: AdaptiveBound | None = None
 
+    #: Whether parameters may be shards.
+    _serves_shards = False
+
     _bound: Bound
     _module: Any = None
     _replaced = False
@@ -69,6 +72,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._drawn = DrawnStates()
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
         check_optimizer(self)
+        if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
+            raise NotImplementedError(
+                f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
+                "make_private, or integration.sharded_optimizer.ShardedFlashDPOptimizer."
+            )
 
     # -- the model whose sums it takes ----------------------------------------------------------
 

@@ -6,6 +6,7 @@ autograd never sees: what comes out is exactly 0, or one process's own.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from torch import distributed as dist
@@ -20,11 +21,12 @@ from flash_clipping._compat import (
     runs_in_ddp,
 )
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.sharded import is_sharded
 
 _INSTEAD = (
-    "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, give that "
-    "to make_private(module=...), and leave it to nobody else (with Accelerate: do not pass model "
-    "or optimizer to prepare())."
+    "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or call "
+    "fully_shard on its blocks and on it; give that to make_private(module=...), and leave it to "
+    "nobody else (with Accelerate: do not pass model or optimizer to prepare())."
 )
 
 
@@ -52,7 +54,7 @@ def refuse_inside(path: str, module: nn.Module) -> None:
     Raises:
         NotImplementedError: it reduces or shards gradients.
     """
-    if (form := _form_of(module)) is not None:
+    if (form := _form_of(module)) is not None and not is_sharded(module):
         raise NotImplementedError(
             f"{path or 'the model'}: found {form}, which reduces gradients before they are "
             f"clipped. {_INSTEAD}"
@@ -78,15 +80,15 @@ def refuse_around(module: nn.Module) -> None:
     )
 
 
-def refuse_since(module: nn.Module) -> None:
-    """Refuse what was done to a private model after it was wrapped.
+def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
+    """Refuse what was done to a private model after it was wrapped, ``sharded`` modules before.
 
     Raises:
         FlashClippingError: it was sharded or replicated, or something waits for gradients that
             autograd will not accumulate.
     """
     for path, part in module.named_modules():
-        form = _form_of(part)
+        form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
             if param is None:
                 continue
@@ -129,7 +131,7 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
     """
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
-    if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+    if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
         return
     running = dist.is_available() and dist.is_initialized()
     if distributed:

@@ -13,6 +13,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from flash_clipping._compat import check_engine, without_validator
 from flash_clipping.capture.units import Offsets
@@ -39,6 +40,7 @@ from flash_clipping.integration.unit_sampling import (
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
@@ -71,6 +73,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     _units: UnitsOfRows | None = None
     dataset: Any
     _warned_not_poisson = False
+    #: Whether ``fully_shard`` was applied to the model.
+    _is_sharded = False
 
     def make_private(
         self,
@@ -108,7 +112,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             strict: refuse buffers that forward changes, in forward; flash only.
             distributed: ``False``: although ``torch.distributed`` runs several processes, each
                 trains a model of its own, and releases it by itself. By default such a model must
-                be a ``DifferentiallyPrivateDistributedDataParallel``; flash only.
+                be a ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was
+                applied to it; flash only.
             sample_of: see :class:`~flash_clipping.GradSampleHooksFlashClipping`. The units of a
                 batch must be the items that the loader drew, each by itself; flash only.
             units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
@@ -153,6 +158,13 @@ class FlashPrivacyEngine(PrivacyEngine):
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         refuse_alone(kwargs.get("module"), distributed)
+        self._is_sharded = is_sharded(kwargs.get("module"))
+        if self._is_sharded and units is not None:
+            raise NotImplementedError(
+                "units: found a model that fully_shard was applied to. Processes would have to "
+                "draw the rows of one unit together, which is not built. Draw rows, or use one "
+                "process."
+            )
         self._adaptive = clipping == "adaptive"
         self._module_options: dict[str, Any] = {
             "backend": backend,
@@ -370,7 +382,14 @@ class FlashPrivacyEngine(PrivacyEngine):
             kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
         distributed = kwargs.pop("distributed", False)
-        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        cls: type[FlashDPOptimizer] = FlashDPOptimizer
+        if self._is_sharded:
+            from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
+
+            cls = ShardedFlashDPOptimizer
+            kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+        elif distributed:
+            cls = DistributedFlashDPOptimizer
         return cls(
             optimizer,
             generator=self.secure_rng if self.secure_mode else generator,

@@ -9,6 +9,7 @@ from flash_clipping._compat import BATCH_NORMS
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.parallel import refuse_inside
+from flash_clipping.sharded import refuse_sharding
 
 #: Layers whose output for one sample depends on the others.
 _MIXING_LAYERS = BATCH_NORMS
@@ -41,6 +42,7 @@ def refuse_unsupported(root: nn.Module) -> None:
         FlashClippingError: a trainable parameter is complex.
     """
     refuse_max_norm(embeddings_of(root))
+    refuse_sharding(root)
     for name, param in root.named_parameters():
         refuse_complex(name, param)
     for path, module in root.named_modules():

@@ -1,0 +1,135 @@
+"""What a sharded model has in the place of an ordinary model's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import Tap
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.clipping import Doubts
+from flash_clipping.sharded.backward_pass import ShardedBackwardPass
+from flash_clipping.sharded.no_samples import EmptyBatches
+from flash_clipping.sharded.slots import Slots
+from flash_clipping.sharded.together import Together
+
+
+class ShardedModel:
+    """A model that ``fully_shard`` was applied to, as a session of its own sees it.
+
+    Args:
+        root: the model.
+        session: what its taps share; told where parameters, sums and norms go.
+
+    Attributes:
+        mesh: the processes, which all have other samples.
+        slots: its parameters.
+        together: rehearsals with the other processes.
+    """
+
+    def __init__(self, root: Any, session: ClippingSession):
+        self.root = root
+        self.session = session
+        if session.units_of_calls.are_known:
+            self.refuse("sample_of")
+        self.slots = Slots(root, self._watch)
+        trainable: list[Any] = self.slots.trainable()
+        if not trainable:
+            raise FlashClippingError(
+                f"{type(root).__name__}: found no trainable parameter in a model that fully_shard "
+                "was applied to."
+            )
+        self.mesh = trainable[0].device_mesh
+        self.together = Together(root, session, self.slots, self.mesh)
+        self._empty = EmptyBatches(root, session)
+        session.trainable = self.slots.recorded
+        session.state = lambda: chain(self.slots.tensors(), root.buffers())
+        session.clip = partial(self._clip, session.clip)
+        session.backward_pass_class = partial(ShardedBackwardPass, slots=self.slots)
+        session.around_walk = self._unsharded_root
+
+    def add_first_hooks(self, handles: list[Any]) -> None:
+        """Hooks that come before all others of the wrapped model."""
+        before = self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True)
+        handles.append(before)
+
+    def add_last_hooks(self, handles: list[Any], taps: Iterable[Tap]) -> None:
+        """Hooks that come after all others."""
+        self._handles = handles
+        self.together.taps = [tap for tap in taps if type(tap) is Tap]
+        handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
+        for module in self.slots.gathering:
+            # After the module's own, which gathers parameters.
+            handles.append(module.register_forward_pre_hook(self._look))
+
+    def refuse(self, found: str) -> NoReturn:
+        """Refuse what is not built for shards.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{found}: found a model that fully_shard was applied to, for which it is not built. "
+            "Leave it out, or use one process, or DifferentiallyPrivateDistributedDataParallel."
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the call that runs is one without samples."""
+        return self._empty.running
+
+    def rehearse(
+        self,
+        wanted: bool,
+        watched: int,
+        rehearse: Callable[[], None],
+        forward: Callable[[], Any],
+    ) -> bool:
+        """As :meth:`Together.rehearse`; samples that were made up show nothing."""
+        return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        self.slots.look(module)
+
+    def _watch(self, name: str, destination: nn.Parameter, unsharded: nn.Parameter) -> None:
+        """Refuse gradients that autograd brings to an unsharded parameter."""
+
+        def refuse(grad: Tensor | None) -> None:
+            if grad is not None and self.session.enabled:
+                raise FlashClippingError(
+                    f"{name}: this parameter received a gradient from outside the module that owns "
+                    "it; it would be reduced without being clipped. Use it in its own module's "
+                    "forward, detach it where it is used elsewhere, or freeze it."
+                )
+
+        self._handles.append(unsharded.register_hook(refuse))
+
+    def _clip(
+        self,
+        clip: Callable[..., Tensor],
+        params: list[nn.Parameter],
+        norms_PB: Tensor,
+        doubts: Doubts,
+        one_device: bool,
+    ) -> Tensor:
+        """Norms are published, and records kept, under the parameters that users know."""
+        to = self.slots.to
+        blocks = [([id(to(key)) for key in keys], doubt) for keys, doubt in doubts.blocks]
+        destinations = [to(id(param)) for param in params]
+        return clip(destinations, norms_PB, Doubts(blocks, doubts.scale), one_device)
+
+    @contextmanager
+    def _unsharded_root(self) -> Iterator[None]:
+        """``mode="two_pass"``: blocks gather their parameters when a walk reaches them; the root's
+        own are sharded again at the end of the outer backward."""
+        self.root.unshard()
+        try:
+            yield
+        finally:
+            self.root.reshard()

@@ -1,0 +1,161 @@
+"""Clipped sums of all processes into the shards of ``p.grad``, a bucket at a time.
+
+Every process adds the same parameters in the same order. A bucket holds sums of one kind: padded as
+``fully_shard`` pads, side by side, they are reduced and scattered in one operation, and in the
+hybrid form reduced once more over replicas. That goes on while the next bucket is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+#: Its older name is deprecated.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+#: Bytes of unsharded sums that one operation reduces. A larger parameter is a bucket of its own.
+BUCKET = 64 << 20
+
+#: Buckets whose reduction has begun and not ended.
+IN_FLIGHT = 2
+
+
+@dataclass
+class _Flight:
+    """A bucket on its way: what is sent, what arrives, and whose it is."""
+
+    work: Any
+    sent: Tensor
+    arrives: Tensor
+    destinations: list[nn.Parameter]
+    #: Elements of each one's shard, with padding, and its shape.
+    shapes: list[torch.Size]
+
+
+class Reducer:
+    """Adds clipped sums up over processes, and adds each shard into its ``p.grad``.
+
+    Args:
+        bucket: bytes of one bucket.
+
+    Attributes:
+        launched: buckets so far.
+        peak: the most bytes of unsharded sums that it has held at once.
+
+    Guarantees:
+        Sums are added up in their own dtype, whatever the mixed-precision policy says of gradients.
+    """
+
+    def __init__(self, bucket: int | None = None):
+        self.bytes_of_bucket = BUCKET if bucket is None else bucket
+        self.launched = self.peak = 0
+        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
+        self._bytes = 0
+        self._held = 0
+        self._kind: Any = None
+        self._flying: deque[_Flight] = deque()
+
+    def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
+        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any.
+
+        Args:
+            destination: the shard, a ``DTensor`` parameter.
+            total: of the whole parameter's number of elements.
+            dtype: what sums of it are added up in.
+        """
+        mesh, placements = destination.device_mesh, tuple(destination.placements)
+        if total is None:
+            total = torch.zeros(destination.shape, dtype=dtype, device=device_of(mesh))
+        total = total.to(dtype).reshape(destination.shape)
+        kind = mesh, placements, dtype, total.device
+        full = self._bytes + total.nbytes > self.bytes_of_bucket
+        if self._waiting and (kind != self._kind or full):
+            self._launch()
+        self._kind = kind
+        self._waiting.append((destination, total))
+        self._bytes += total.nbytes
+        self._held += total.nbytes
+        self.peak = max(self.peak, self._held)
+
+    def finish(self) -> None:
+        """Wait (on a GPU: let its stream wait) until all sums are in ``p.grad``."""
+        if self._waiting:
+            self._launch()
+        while self._flying:
+            self._land()
+
+    def _launch(self) -> None:
+        mesh, placements, _, _ = self._kind
+        group, dim = mesh.get_group(mesh.ndim - 1), placements[-1].dim
+        ranks = mesh.size(mesh.ndim - 1)
+        parts, shapes = [], []
+        for _, total in self._waiting:
+            rows = total.movedim(dim, 0)
+            each = -(-rows.shape[0] // ranks)
+            if missing := each * ranks - rows.shape[0]:
+                rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+            parts.append(rows.reshape(ranks, -1))
+            shapes.append(torch.Size((each, *rows.shape[1:])))
+        destinations = [destination for destination, _ in self._waiting]
+        sent = torch.cat(parts, 1).view(-1)
+        self._waiting, self._bytes = [], 0
+        # All of it is written by the operation.
+        arrives = sent.new_empty(sent.numel() // ranks)
+        work = _reduce_scatter(arrives, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        self._flying.append(_Flight(work, sent, arrives, destinations, shapes))
+        self.launched += 1
+        while len(self._flying) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        flight = self._flying.popleft()
+        flight.work.wait()
+        first: Any = flight.destinations[0]
+        mesh, dim = first.device_mesh, first.placements[-1].dim
+        if mesh.ndim > 1:  # replicas of a shard have had other samples
+            dist.all_reduce(flight.arrives, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
+        pieces = flight.arrives.split([shape.numel() for shape in flight.shapes])
+        for destination, shape, piece in zip(
+            flight.destinations, flight.shapes, pieces, strict=True
+        ):
+            _add_shard(destination, piece.view(shape).movedim(0, dim))
+        self._held -= flight.sent.nbytes
+
+
+def _add_shard(destination: Any, piece: Tensor) -> None:
+    """Add one shard, with padding at its end, into ``p.grad``."""
+    own, dim = destination.to_local(), destination.placements[-1].dim
+    # A copy: a view would keep all of the bucket, and versions of its parts are one.
+    shard = piece.narrow(dim, 0, own.shape[dim]).to(own.device, copy=True).contiguous()
+    grad = as_sharded(destination, shard)
+    if destination.grad is None:
+        destination.grad = grad
+    elif destination.grad.dtype == grad.dtype:
+        destination.grad.add_(grad)
+    else:
+        destination.grad = destination.grad + grad
+
+
+def as_sharded(like: Any, shard: Tensor) -> Tensor:
+    """A ``DTensor`` that is sharded as ``like``, from this process's shard."""
+    return DTensor.from_local(
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def device_of(mesh: Any) -> torch.device:
+    """This process's device of a mesh."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

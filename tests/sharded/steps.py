@@ -1,0 +1,296 @@
+"""What runs in every process besides sums: training, noise, sampling, saving, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import (
+    FlashDPOptimizer,
+    FlashPrivacyEngine,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+)
+from tests.sharded.processes import SAMPLES, C, batch, error, local, make, message, sharded
+
+BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
+
+
+def everyone() -> tuple[int, ...]:
+    """Cuts of the batch into as many parts as there are processes, of unequal sizes."""
+    world = dist.get_world_size()
+    return (0, *(SAMPLES * (i + 1) // world for i in range(world - 1)), SAMPLES)
+
+
+def optimizer_of(model: nn.Module, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:
+    from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
+
+    cls = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
+    plain = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+    optimizer = cls(
+        plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=SAMPLES, **more
+    )
+    optimizer.follow(flash)
+    return optimizer
+
+
+def trained(rank: int, shards: dict[str, Any], wrap: bool = True, **options: Any) -> float:
+    """AdamW without noise: this differs from one process with the whole batch by ..."""
+
+    def train(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        cls: Any = GradSampleModuleFlashClipping if wrap else GradSampleHooksFlashClipping
+        flash = cls(model, max_grad_norm=C, **options)
+        optimizer = optimizer_of(model, flash, 0.0, "AdamW")
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy((flash if wrap else model)(ids), y).backward()
+            optimizer.step()
+        return dict(model.named_parameters())
+
+    found: Any = train(sharded(make(), **shards), *local(rank, everyone()))
+    alone = train(make(), *batch())
+    return max(error(found[name].full_tensor(), alone[name]) for name in alone)
+
+
+def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
+    """Noise in units of its standard deviation: this process's shards, and all of it."""
+    torch.manual_seed(0)  # all processes alike: that must not matter
+    model = sharded(make(), **shards)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    optimizer = optimizer_of(model, flash, 5.0)
+    drawn: list[int] = []
+    normal = Tensor.normal_
+
+    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        drawn.append(x.numel())
+        return normal(x, *args, **kwargs)
+
+    steps, own = [], []
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(flash(local(rank, everyone())[0]), local(rank, everyone())[1]).backward()
+        sums = [p.grad.to_local().clone() for p in model.parameters()]
+        Tensor.normal_ = noted  # type: ignore[method-assign, assignment]
+        optimizer.step()
+        Tensor.normal_ = normal  # type: ignore[method-assign]
+        own = [
+            (p.grad.to_local() * SAMPLES - s).flatten() / (5 * C)
+            for p, s in zip(model.parameters(), sums, strict=True)
+        ]
+        steps.append(torch.cat(own))
+    whole = [torch.empty(0)] * dist.get_world_size()
+    gathered: list[Any] = [None] * len(whole)
+    dist.all_gather_object(gathered, steps[-1].float())
+    return {
+        "steps": [step.float() for step in steps],
+        "of all": gathered,
+        "drawn": sum(drawn),
+        "own": 2 * sum(p.to_local().numel() for p in model.parameters()),
+    }
+
+
+class Rows(TensorDataset):
+    """The batch, with the number of every sample."""
+
+    def __init__(self, copies: int = 1) -> None:
+        ids, y = batch()
+        rows = torch.arange(copies * SAMPLES)
+        super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
+
+
+def engine_run(shards: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """One epoch by Poisson batches, all processes seeded alike."""
+    torch.manual_seed(0)
+    model = sharded(make(), **shards)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    wrapped, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(copies=3), batch_size=2),
+        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
+    )
+    drawn, bounds = [], []
+    for ids, y, row in loader:
+        optimizer.zero_grad()
+        criterion(wrapped(ids), y).backward()
+        optimizer.step()
+        drawn.append(row.tolist())
+        bounds.append(optimizer.max_grad_norm)
+    return {
+        "drawn": drawn,
+        "bounds": bounds,
+        "expected": optimizer.expected_batch_size,
+        "history": engine.accountant.history,
+        "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+    }
+
+
+def checkpointed(rank: int, folder: str) -> dict[str, Any]:
+    """Saved by ``torch.distributed.checkpoint`` after a step, and taken up by another model."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def start(seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = sharded(make())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + seed)
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+        return model, flash, optimizer_of(model, flash, 0.0, "AdamW")
+
+    def step(flash: Any, optimizer: Any) -> None:
+        ids, y = local(rank, everyone())
+        optimizer.zero_grad()
+        F.cross_entropy(flash(ids), y).backward()
+        optimizer.step()
+
+    first, flash, optimizer = start(0)
+    step(flash, optimizer)
+    model_state, optimizer_state = get_state_dict(first, optimizer.original_optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    step(flash, optimizer)
+
+    second, flash, optimizer = start(1)
+    model_state, optimizer_state = get_state_dict(second, optimizer.original_optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        second,
+        optimizer.original_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    step(flash, optimizer)
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return {
+        "files": len([*Path(folder).glob("*.distcp")]),
+        "equal": all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs),
+    }
+
+
+def mixed_precision(rank: int, mode: str) -> float:
+    """bf16 in forward, fp32 shards: beside the same arithmetic in one process, part by part."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    cuts = everyone()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = sharded(make(torch.float32), mp_policy=policy)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode=mode)  # type: ignore[arg-type]
+    ids, y = local(rank, cuts)
+    F.cross_entropy(flash(ids), y).backward()
+    expected: dict[str, Tensor] = {}
+    for part in range(len(cuts) - 1):
+        plain = make(torch.bfloat16)
+        alone = GradSampleModuleFlashClipping(plain, max_grad_norm=C, mode=mode)  # type: ignore[arg-type]
+        ids, y = local(part, cuts)
+        F.cross_entropy(alone(ids), y).backward()
+        for name, p in plain.named_parameters():
+            assert p.grad is not None and p.grad.dtype == torch.float32
+            expected[name] = expected.get(name, 0) + p.grad
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return max(error(p.grad.full_tensor(), expected[n]) for n, p in model.named_parameters())
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What is not served, and what is said of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids, y = local(rank, everyone())
+
+    def wrap(model: Any, **options: Any) -> Any:
+        return GradSampleModuleFlashClipping(model, max_grad_norm=C, **options)
+
+    def parts_only() -> None:
+        model = make()
+        fully_shard(model.blocks[0])
+        wrap(model)
+
+    def tensor_parallel() -> None:
+        model = make()
+        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh))
+        wrap(model)
+
+    def ignored() -> None:
+        model = make()
+        fully_shard(model, ignored_params={model.head.weight})
+        wrap(model)
+
+    def stepped(change: Any = None, backward: Any = None, plain: bool = False) -> None:
+        model = sharded(make())
+        flash = wrap(model)
+        if plain:
+            FlashDPOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                noise_multiplier=1.0,
+                max_grad_norm=C,
+                expected_batch_size=SAMPLES,
+            )
+        optimizer = optimizer_of(model, flash, 1.0)
+        loss = F.cross_entropy(flash(ids), y)
+        (backward or (lambda loss, model: loss.backward()))(loss, model)
+        if change is not None:
+            change(model)
+        optimizer.step()
+
+    def repeated() -> None:
+        model = sharded(make())
+        flash = wrap(model)
+        optimizer = optimizer_of(model, flash, 1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(flash(ids), y).backward()
+            for p in model.parameters():
+                optimizer._shard_generators.of_shard(p).manual_seed(1)
+            optimizer.step()
+
+    def past_a_tap() -> None:
+        model = make()
+        block: Any = model.blocks[0]
+        block.down.forward = lambda x: F.linear(x, block.gate.weight.mT)
+        F.cross_entropy(wrap(sharded(model))(ids), y).backward()
+
+    def secure() -> None:
+        model = sharded(make())
+        optimizer_of(model, wrap(model), 1.0, secure_mode=True)
+
+    def split() -> None:
+        model = sharded(make())
+        optimizer = optimizer_of(model, wrap(model), 1.0)
+        next(optimizer.signal_skip_step(True) for _ in range(1))
+
+    calls = {
+        "parts only": parts_only,
+        "tensor parallel": tensor_parallel,
+        "ignored": ignored,
+        "plain optimizer": lambda: stepped(plain=True),
+        "changed": lambda: stepped(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-9)),
+        "some": lambda: stepped(backward=lambda x, m: x.backward(inputs=[m.head.weight])),
+        "repeated noise": repeated,
+        "secure": secure,
+        "split": split,
+        "compile": lambda: wrap(sharded(make())).compile(),
+        "units": lambda: wrap(sharded(make()), sample_of="ids"),
+        "past a tap": past_a_tap,
+    }
+    return {name: message(call) for name, call in calls.items()}
+
+
+def lost(rank: int) -> str:
+    """The last of all: process 0 fails in forward and ends. What happens to the others?"""
+    model = make()
+    if rank == 0:
+        model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    flash = GradSampleModuleFlashClipping(sharded(model), max_grad_norm=C)
+    ids, y = local(rank, everyone())
+    return message(lambda: F.cross_entropy(flash(ids), y).backward())

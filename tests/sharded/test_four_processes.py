@@ -1,0 +1,73 @@
+"""Four processes as two replicas of two shards (HSDP): all of them have samples of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.sharded import processes, steps
+from tests.sharded.processes import clipped_step
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+
+#: 5 samples of 5 positions in the second process, and none in the third.
+CUTS = (0, 2, 7, 7, 8)
+CASES: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "tied": {"net": {"tied": True, "bare": True}},
+}
+
+
+def main(rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shards = {"mesh": mesh}
+    return {
+        "clipped": {n: clipped_step(rank, CUTS, shards=shards, **c) for n, c in CASES.items()},
+        "trained": steps.trained(rank, shards),
+        "noise": steps.noisy(rank, shards),
+        "engine": steps.engine_run(
+            shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.run(tmp_path_factory, "sharded_by_four", 4, main)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["clipped"][name]["error"] for of_rank in found) <= 1e-12
+
+
+def test_training_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["trained"] for of_rank in found) <= 1e-9
+
+
+def test_replicas_have_one_noise_and_shards_their_own(found: list[dict[str, Any]]) -> None:
+    steps_of = [of_rank["noise"]["steps"] for of_rank in found]
+    for mine, replica in ((0, 2), (1, 3)):
+        for a, b in zip(steps_of[mine], steps_of[replica], strict=True):
+            # Two divisions apart, by processes with other samples: not bitwise.
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    first, second = steps_of[0][0], steps_of[1][0]
+    n = min(len(first), len(second))
+    correlation = torch.corrcoef(torch.stack([first[:n], second[:n]]))[0, 1]
+    assert abs(correlation) < 5 / n**0.5
+
+
+def test_all_four_draw_and_end_alike(found: list[dict[str, Any]]) -> None:
+    runs = [of_rank["engine"] for of_rank in found]
+    seen = [{i for batch in run["drawn"] for i in batch} for run in runs]
+    assert len(set().union(*seen)) == sum(map(len, seen)) > 0
+    for run in runs:
+        assert run["bounds"] == runs[0]["bounds"] and run["expected"] == 2
+        for name, value in run["end"].items():
+            assert torch.equal(value, runs[0]["end"][name]), name

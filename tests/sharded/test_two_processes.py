@@ -1,0 +1,142 @@
+"""Two processes that share a model by ``fully_shard``, with a part of every batch each.
+
+Sums, norms, training, noise, sampling, checkpoints, refusals: in processes that are started once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.sharded import cases, processes, steps
+from tests.sharded.processes import C, truth_of
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "hooks": {"wrap": False},
+}
+
+
+def main(rank: int) -> dict[str, Any]:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    return {
+        "clipped": cases.clipped(rank),
+        "trained": {name: steps.trained(rank, {}, **how) for name, how in TRAINED.items()},
+        "mixed": [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
+        "noise": steps.noisy(rank, {}),
+        "engine": steps.engine_run({}),
+        "adaptive": steps.engine_run({}, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS),
+        "checkpoint": steps.checkpointed(rank, str(folder[0])),
+        "refused": steps.refusals(rank),
+        "lost": steps.lost(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.run(tmp_path_factory, "sharded_by_two", 2, main)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["clipped"][name]["error"] for of_rank in found) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])
+def test_processes_stop_asking_each_other(name: str, found: list[dict[str, Any]]) -> None:
+    """Steps then wait for no answer."""
+    assert all(of_rank["clipped"][name]["settled"] for of_rank in found)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_one_process(name: str, found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["trained"][name] for of_rank in found) <= 1e-9
+
+
+def test_mixed_precision_sums_are_in_fp32(found: list[dict[str, Any]]) -> None:
+    assert max(error for of_rank in found for error in of_rank["mixed"]) <= 1e-5
+
+
+def test_noise_is_drawn_once_for_every_element_by_shard(found: list[dict[str, Any]]) -> None:
+    noise = [of_rank["noise"] for of_rank in found]
+    for of_rank in noise:
+        assert of_rank["drawn"] == of_rank["own"]  # never at full shape
+    first, second = (torch.cat(of_rank["steps"]) for of_rank in noise)
+    both = torch.cat([first, second])
+    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+    assert abs(both.mean()) < 5 / len(both) ** 0.5
+    n = min(len(x) for of_rank in noise for x in of_rank["steps"])
+    draws = torch.stack([x[:n] for of_rank in noise for x in of_rank["steps"]])
+    for i, one in enumerate(draws):  # from one state the first numbers would be the same
+        assert all(torch.isclose(one, two, rtol=1e-4).sum() < 4 for two in draws[:i])
+    others = torch.corrcoef(draws) - torch.eye(len(draws))
+    assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
+
+
+def test_poisson_batches_are_of_the_whole_dataset(found: list[dict[str, Any]]) -> None:
+    """Step by step against single samples; ranks are seeded alike."""
+    drawn = [of_rank["engine"]["drawn"] for of_rank in found]
+    assert len(drawn[0]) == len(drawn[1]) == 12
+    assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
+    mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
+    assert mine != others
+    ids, y, _ = steps.Rows(copies=3).tensors
+    model = processes.make()
+    for own, other in zip(*drawn, strict=True):
+        if index := own + other:
+            processes._TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for of_rank in found:
+        run = of_rank["engine"]
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_an_adaptive_bound_is_one_for_all(found: list[dict[str, Any]]) -> None:
+    bounds = [of_rank["adaptive"]["bounds"] for of_rank in found]
+    assert bounds[0] == bounds[1] and len(set(bounds[0])) > 1
+
+
+def test_a_distributed_checkpoint_goes_on_as_before(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["checkpoint"] == {"files": 2, "equal": True}
+
+
+REFUSED = {
+    "parts only": "fully_shard on parts.*Call fully_shard",
+    "tensor parallel": "head.weight: found a DTensor.*tensor parallelism.*not built",
+    "ignored": "head.weight.*fully_shard does not manage",
+    "plain optimizer": "FlashDPOptimizer: found DTensors",
+    "changed": "is not the clipped sum that",
+    "some": "without inputs",
+    "repeated noise": "same noise in two steps",
+    "secure": "secure_mode",
+    "split": "BatchMemoryManager",
+    "compile": "compile",
+    "units": "sample_of",
+    "past a tap": "gradient from outside|outside the module that owns",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str, found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=REFUSED[name]):
+            raise AssertionError(of_rank["refused"][name])
+
+
+def test_a_process_that_ends_leaves_none_waiting(found: list[dict[str, Any]]) -> None:
+    assert "ZeroDivisionError" in found[0]["lost"]
+    assert "not refused" not in found[1]["lost"]
