@@ -212,6 +212,10 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: Scaling.apply(x, m.linear.bias),
         r"middle\.linear\.bias: .*Freeze it.*LoRA",
     ),
+    "functional_call_of_samples": (
+        lambda m, x: torch.func.functional_call(m.linear, {"weight": m.square * x.mean()}, (x,)),
+        r"middle\.linear \(Linear\): its weight is a tensor that was computed",
+    ),
     "mean_over_the_batch": (
         lambda m, x: x * (torch.tanh(x).mean() * m.v),
         r"middle \(Holder\): .*mixes samples",
