@@ -5,7 +5,8 @@ a layer that is never called, a head that takes the table of an embedding by its
 uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.bare`).
 
 Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
-by the guard of the parameter.
+by the guard of the parameter. The first rehearsal tells whether there is any such use
+(:func:`until_borrowed`), so that other models are not run once more for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flash_clipping._compat import around_modules, pytree
 from flash_clipping.capture.bare.operation import name_of
 from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import random_state, untouched, without_activations
 from flash_clipping.capture.own_parameters import owners
 from flash_clipping.capture.rehearsal import MODELS_OWN
@@ -37,6 +39,35 @@ _DESCRIBING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like
 Borrowed = dict[nn.Module, list[nn.Module]]
 
 
+class UsesOthers(Exception):
+    """A module uses a trainable parameter of another one: what this run was to tell is void."""
+
+
+def until_borrowed(
+    root: nn.Module, forward: Callable[..., Any], serves: Callable[[nn.Module], bool]
+) -> Callable[..., Any]:
+    """``forward``, whose first run ends where a module uses a trainable parameter of another one.
+
+    Args:
+        root: the model.
+        forward: runs ``root``.
+        serves: whether a module's rule takes care of what is below the module.
+
+    Raises:
+        UsesOthers: by what is returned, before anything was computed from that parameter.
+    """
+    waiting = [_Uses(root, serves, stops=True)]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not waiting:
+            return forward(*args, **kwargs)
+        uses = waiting.pop()
+        with uses.watched(), uses:
+            return forward(*args, **kwargs)
+
+    return run
+
+
 def find_borrowed(
     root: nn.Module,
     forward: Callable[..., Any],
@@ -50,6 +81,9 @@ def find_borrowed(
     Args:
         forward: runs ``root``.
         serves: whether a module's rule takes care of what is below the module.
+
+    Raises:
+        FlashClippingError: the forward would renormalise rows of a weight.
     """
     uses = _Uses(root, serves)
     tensors = [*batched_inputs(args, dict(kwargs)), *session.state()]
@@ -60,6 +94,7 @@ def find_borrowed(
             random_state(list(devices), seed=0),
             without_activations(),
             session.bypass(),
+            NoRenormalisation(),  # the taps, which refuse it, are passed by
             uses.watched(),
             uses,
         ):
@@ -72,11 +107,13 @@ def find_borrowed(
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which running modules use parameters of others."""
+    """Notes which running modules use parameters of others, or ``stops`` at the first one."""
 
-    def __init__(self, root: nn.Module, serves: Callable[[nn.Module], bool]):
+    def __init__(
+        self, root: nn.Module, serves: Callable[[nn.Module], bool], *, stops: bool = False
+    ):
         super().__init__()
-        self.serves = serves
+        self.serves, self.stops = serves, stops
         self.modules = set(root.modules())
         self.running = [root]  # its forward is called, not the root itself
         self.found: dict[nn.Module, dict[nn.Module, None]] = {}
@@ -117,6 +154,8 @@ class _Uses(TorchFunctionMode):
     def _note(self, owning: list[nn.Module]) -> None:
         user = self.running[-1]
         own = owners(user)
-        if self.serves(user) or any(module in own for module in owning):
+        if any(module in own for module in owning) or self.serves(user):
             return
+        if self.stops:
+            raise UsesOthers
         self.found.setdefault(user, {}).update(dict.fromkeys(owning))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.batch_axis import rehearse
-from flash_clipping.capture.borrowed import find_borrowed
+from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.position_rehearsal import rehearse_positions
@@ -119,14 +119,32 @@ class ModelWatch:
         forward: Callable[..., Any] = module.forward
         if isinstance(forward, TwoPassForward):
             forward = forward.original
+        if call is None and positions is None and not self.taps.regions.any_compiled:
+            serves = self.taps.serves
+            try:
+                self._rehearse(module, until_borrowed(module, forward, serves), args, kwargs)
+            except UsesOthers:
+                borrowed = find_borrowed(module, forward, self.session, args, kwargs, serves)
+                self.taps.lend(module, borrowed)
+            else:
+                return
+        self._rehearse(module, forward, args, kwargs, call, positions)
+
+    def _rehearse(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: ForwardCall | None = None,
+        positions: Units | None = None,
+    ) -> None:
+        """The same with this forward of ``module``."""
         if self._buffers is not None:
             forward = self._buffers.rehearsed(forward)
         if self.sharded is not None:
             forward = self.sharded.together.one_run(forward)
         given = module, forward, self.session, args, kwargs
-        if call is None and positions is None and not self.taps.regions.any_compiled:
-            borrowed = find_borrowed(*given, self.taps.serves)
-            self.taps.lend(module, borrowed)
         with self.taps.regions.as_compiled():
             if positions is None:
                 rehearse(*given, call)

@@ -218,8 +218,10 @@ class ModelLosses:
         if reason:
             refusal = f"the model: {reason}"
 
-            def refuse(grad: Tensor) -> None:
-                if self.session.enabled:
+            def refuse(grad: Tensor | None) -> None:
+                # Where the model is one function of autograd's (mode="two_pass"), hooks of all
+                # outputs are called: those that no gradient reaches get None.
+                if self.session.enabled and grad is not None:
                     raise FlashClippingError(refusal)
 
             loss.register_hook(refuse)
@@ -268,6 +270,8 @@ class ModelLosses:
                 )
             if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
                 continue
+            if not len(labels):
+                continue  # no samples share it
             return (
                 f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of the "
                 "whole batch, so that each sample's gradient depends on how many labels the others "

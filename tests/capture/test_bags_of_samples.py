@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, mean_squares, squares, truth_by_autograd
+from tests.support.autograd import (
+    check_by_autograd,
+    check_steps,
+    mean_squares,
+    squares,
+    truth_by_autograd,
+)
 from tests.support.oracle import assert_close
 
 
@@ -33,11 +39,19 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("F", [2, 4])
-def test_several_bags_in_a_sample(F: int, flat: bool, frozen: bool) -> None:
-    """The change was F x C where the bag alone is trained."""
-    model = Bags(F, flat).double()
+def test_several_bags_in_a_sample(F: int, frozen: bool) -> None:
+    """Rows are found to be parts of samples. The change was F x C without the head."""
+    model = Bags(F, flat=False).double()
+    model.head.requires_grad_(not frozen)
+    check_steps(model, [(torch.randint(9, (B, 4 * F)),) for B in (3, 1, 5, 2)], squares)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("F", [2, 4])
+def test_several_bags_end_to_end_in_a_sample(F: int, frozen: bool) -> None:
+    """Ids of all bags in one axis are no rows that could be compared: refused, or declared."""
+    model = Bags(F, flat=True).double()
     model.head.requires_grad_(not frozen)
     batch = (torch.randint(9, (3, 4 * F)),)
     with pytest.raises(FlashClippingError, match=rf"bag .* {3 * F} rows for a batch of 3"):

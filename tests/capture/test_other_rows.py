@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
+from tests.support.autograd import check_by_autograd, check_steps, float64s, mean_squares, squares
 from tests.support.wrapping import MODES
 
 # -- rows that are no samples, or other samples ---------------------------------------------------
@@ -30,6 +30,9 @@ class Rows(nn.Module):
             return self.last(torch.tanh(self.mix(x.transpose(0, 1)).transpose(0, 1)))
         if self.how == "flattened":
             return self.last(torch.tanh(self.mix(x.flatten(0, 1)).unflatten(0, (B, T))))
+        if self.how == "positions_first":  # as many rows for each sample, and not together
+            rows = x.transpose(0, 1).flatten(0, 1)
+            return self.last(torch.tanh(self.mix(rows).unflatten(0, (T, B)).transpose(0, 1)))
         if self.how == "sorted":
             order = x.sum((1, 2)).argsort()
             return self.last(torch.tanh(self.mix(x[order])[order.argsort()]))
@@ -53,7 +56,8 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(5, 5), (4, 3), (2, 2), (6, 2)])
 @pytest.mark.parametrize(
-    "how", ["transposed", "flattened", "sorted", "shuffled", "routed", "exactly_B", "mean"]
+    "how",
+    ["transposed", "positions_first", "sorted", "shuffled", "routed", "exactly_B", "mean"],
 )
 def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> None:
     if how == "routed" and shape == (2, 2):
@@ -61,6 +65,15 @@ def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> 
     model = Rows(how).double()
     with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
         check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "shapes", [[(5, 5), (3, 4), (1, 2), (4, 1)], [(2, 2), (6, 2)], [(1, 4), (3, 3)]]
+)
+def test_rows_that_are_parts_of_samples_are_found(shapes: list[tuple[int, int]], mode: str) -> None:
+    model = Rows("flattened").double()
+    check_steps(model, [float64s(*shape, 4) for shape in shapes], squares, mode=mode)
 
 
 @pytest.mark.parametrize("how", ["sorted", "shuffled", "exactly_B", "mean"])
@@ -74,9 +87,16 @@ def test_other_rows_in_a_model_of_one_batch_size_are_refused(how: str) -> None:
         flash(*float64s(4, 3, 4))
 
 
+class PositionsFirst(nn.Module):
+    """Positions and samples in one axis, all samples' first positions before the second ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).flatten(0, 1)
+
+
 def test_all_layers_are_named_at_once() -> None:
     model = nn.Sequential(
-        nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        nn.Linear(4, 4), PositionsFirst(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
     )
     flash = GradSampleModuleFlashClipping(model)
     with pytest.raises(FlashClippingError) as error:
@@ -86,6 +106,19 @@ def test_all_layers_are_named_at_once() -> None:
         assert f"{path}: what it reads has 15 rows for a batch of 3, and 10 for a batch" in text
     assert "0 (Linear)" not in text
     assert "folded_modules" in text and "freeze" in text
+
+
+def test_all_layers_that_reach_nowhere_are_named_at_once() -> None:
+    """Rows lie together, but none of the outputs has a row for each sample: nothing shows where
+    a sample's gradient goes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.LayerNorm(4), nn.Linear(4, 3))
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError) as error:
+        flash(torch.randn(3, 5, 4))
+    text = str(error.value)
+    for path in ("2 (LayerNorm)", "3 (Linear)"):
+        assert f"{path}: what it reads has 15 rows for a batch of 3, and it cannot" in text
+    assert "0 (Linear)" not in text
 
 
 class Noisy(nn.Module):

@@ -16,8 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, float64s, id_batch, mean_squares, squares
+from tests.support.autograd import (
+    check_by_autograd,
+    check_steps,
+    float64s,
+    id_batch,
+    mean_squares,
+    squares,
+)
 from tests.support.models import Gain
+from tests.support.uses import Scaling
 from tests.support.wrapping import MODES, WRAPPERS
 
 # -- one model, several uses ----------------------------------------------------------------------
@@ -287,14 +295,26 @@ def test_frozen_use_of_a_shared_parameter(wrapper: str) -> None:
     check_by_autograd(DetachedHead().double(), id_batch(4, 5), squares, wrapper=wrapper)
 
 
-def test_parameter_used_past_its_module_is_an_error() -> None:
-    """A weight read outside its own module has no per-sample gradient: never a wrong norm."""
+@pytest.mark.parametrize("mode", MODES)
+def test_parameter_used_past_its_module(mode: str) -> None:
+    """Whoever uses it stands in for it, in batches of other sizes as well."""
 
     class Functional(TiedHead):
         def forward(self, ids: Tensor) -> Tensor:
             return F.linear(torch.tanh(self.hidden(self.embed(ids))), self.embed.weight)
 
-    model = Functional().double()
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    with pytest.raises(FlashClippingError, match="embed.weight"):
+    torch.manual_seed(0)
+    batches = [id_batch(*shape) for shape in ((4, 5), (1, 3), (5, 5), (2, 1))]
+    check_steps(Functional().double(), batches, squares, mode=mode)
+
+
+def test_parameter_used_past_all_functions_is_an_error() -> None:
+    """Where no function shows the use, there is no per-sample gradient: never a wrong norm."""
+
+    class Functional(TiedHead):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(Scaling.apply(self.hidden(self.embed(ids)), self.hidden.bias))
+
+    flash = GradSampleModuleFlashClipping(Functional().double(), max_grad_norm=1.0)
+    with pytest.raises(FlashClippingError, match="hidden.bias"):
         squares(flash, id_batch(4, 5)).backward()

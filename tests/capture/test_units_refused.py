@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from flash_clipping import (
     Offsets,
 )
 from tests.support.graphs import PlayedByHand
-from tests.support.units import MIXED, network
+from tests.support.oracle import assert_close
+from tests.support.units import MIXED, index_for, network, truth_by_unit
 from tests.support.wrapping import WRAPPERS
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -82,20 +84,46 @@ def test_a_step_that_is_captured() -> None:
         PlayedByHand(step, flash)(x, torch.tensor(MIXED))
 
 
+class Flat(nn.Module):
+    """Positions of all rows in one axis."""
+
+    def __init__(self, order: str = "rows first") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.layer, self.order = nn.LayerNorm(4), nn.Linear(4, 3), order
+
+    def forward(self, x: Tensor, user: Tensor | None = None) -> Tensor:
+        if self.order == "rows first":
+            return self.layer(self.norm(x.flatten(0, 1))).view(len(x), -1)
+        flat = self.layer(self.norm(x.transpose(0, 1).flatten(0, 1)))
+        return flat.unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1)
+
+
 def test_rows_are_still_rehearsed() -> None:
     """What is no row of the batch is refused as it is without units."""
-
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.flatten(0, 1)).view(len(x), -1)
-
-    flash = GradSampleModuleFlashClipping(Flat(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(Flat("positions first"), sample_of="user")
     with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*35 rows for a batch of 7"):
         flash(torch.randn(7, 5, 4), user=torch.tensor(MIXED))
+
+
+def test_parts_of_rows_are_found() -> None:
+    """In a first batch, and at later steps with other rows and units."""
+    model = Flat().double()
+    flash = GradSampleModuleFlashClipping(
+        copy.deepcopy(model), sample_of="user", loss_reduction="sum"
+    )
+
+    def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).square().sum(1)
+
+    for rows, positions in ((7, 5), (3, 5), (1, 4), (7, 2), (4, 1)):
+        x, index = torch.randn(rows, positions, 4, dtype=torch.float64), index_for(rows)
+        truth = truth_by_unit(model, (x,), index, losses, int(index.max()) + 1)
+        flash.zero_grad(set_to_none=True)
+        flash(x, user=index).square().sum().backward()
+        assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
+        for name, grad in truth.clipped(1.0).items():
+            assert_close(flash._module.get_parameter(name).grad, grad, 1e-8)
 
 
 def test_without_gradients_no_map_is_needed() -> None:

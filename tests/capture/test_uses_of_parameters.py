@@ -140,6 +140,10 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
         m.linear(x) + x * torch.where(m.v > 0, m.v, m.linear.bias)
     ),
     "function_of_a_childs": lambda m, x: F.linear(x, m.linear.weight, m.v),
+    "function_of_a_childs_alone": lambda m, x: F.linear(x, m.linear.weight),
+    "functional_call_of_computed": lambda m, x: torch.func.functional_call(
+        m.linear, {"weight": m.linear.weight * 2}, (x,)
+    ),
     "stacked": lambda m, x: x * torch.stack([m.v, m.w]).sum(0),
     "stacked_beside_samples": lambda m, x: torch.stack([m.v.expand_as(x), x], 1).sum(1),
     "list": lambda m, x: x * m.items[0] + m.items[-1],
@@ -204,12 +208,12 @@ def test_use_of_a_parameter_is_exact(name: str, mode: str, wrapper: str) -> None
 
 
 REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "function_of_a_childs": (
-        lambda m, x: F.linear(x, m.linear.weight),
-        r"middle\.linear\.weight: .*Freeze it.*LoRA",
+    "past_functions_of_a_childs": (
+        lambda m, x: Scaling.apply(x, m.linear.bias),
+        r"middle\.linear\.bias: .*Freeze it.*LoRA",
     ),
-    "functional_call_of_computed": (
-        lambda m, x: torch.func.functional_call(m.linear, {"weight": m.linear.weight * 2}, (x,)),
+    "functional_call_of_samples": (
+        lambda m, x: torch.func.functional_call(m.linear, {"weight": m.square * x.mean()}, (x,)),
         r"middle\.linear \(Linear\): its weight is a tensor that was computed",
     ),
     "mean_over_the_batch": (

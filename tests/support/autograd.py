@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,18 +50,42 @@ def check_by_autograd(
     for _ in range(steps):
         model.zero_grad(set_to_none=True)
         loss(flash if wrapper == "wrapped" else model, batch).backward()
-        assert_close(flash.get_norm_sample(), truth.norms, tolerance, "norms")
-        for name, grad in truth.clipped(bound).items():
-            param = model.get_parameter(name)
-            norm = param._norm_sample
-            # Where a gradient cancels to nothing, at the scale of the whole gradient.
-            scale = truth.norms.max() / truth.param_norms[name].max().clamp(min=1e-30)
-            slack = max(1.0, 1e-5 * scale.item())
-            assert_close(norm, truth.param_norms[name], tolerance * slack, f"norms of {name}")
-            assert_close(param.grad, grad, 10 * tolerance * slack, f"clipped sum of {name}")
-        for name, param in model.named_parameters():
-            if not param.requires_grad:
-                assert param.grad is None, name
+        check_truth(flash, model, truth, bound, tolerance)
+
+
+def check_steps(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, ...]],
+    loss: Loss,
+    *,
+    mode: str = "one_pass",
+    **options: Any,
+) -> None:
+    """The same for steps with other batches, of other sizes; the first alone is rehearsed."""
+    plain = copy.deepcopy(model)
+    truths = [truth_by_autograd(plain, batch, loss) for batch in batches]
+    bound = truths[0].norms.median().item()
+    flash = WRAPPERS["wrapped"](model, max_grad_norm=bound, mode=mode, **options)
+    for batch, truth in zip(batches, truths, strict=True):
+        model.zero_grad(set_to_none=True)
+        loss(flash, batch).backward()
+        check_truth(flash, model, truth, bound, TOLERANCE)
+
+
+def check_truth(flash: Any, model: nn.Module, truth: Truth, bound: float, tolerance: float) -> None:
+    """Norms, norms of each parameter and clipped sums are the truth's."""
+    assert_close(flash.get_norm_sample(), truth.norms, tolerance, "norms")
+    for name, grad in truth.clipped(bound).items():
+        param = model.get_parameter(name)
+        norm = param._norm_sample
+        # Where a gradient cancels to nothing, at the scale of the whole gradient.
+        scale = truth.norms.max() / truth.param_norms[name].max().clamp(min=1e-30)
+        slack = max(1.0, 1e-5 * scale.item())
+        assert_close(norm, truth.param_norms[name], tolerance * slack, f"norms of {name}")
+        assert_close(param.grad, grad, 10 * tolerance * slack, f"clipped sum of {name}")
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None, name
 
 
 def mean_squares(output: Tensor) -> Tensor:
