@@ -60,6 +60,8 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "hooks_of_module": (["_forward_hooks"], "same"),
     "hooks_of_parameter": (["_backward_hooks"], "same"),
     "BATCH_NORMS": (["_BatchNorm"], "same"),
+    "around_modules": (["register_module_forward_pre_hook"], "same"),
+    "pin_memory": (["_utils"], "same"),
     "DROPOUTS": (["_DropoutNd"], "same"),
     "padding_of": (["_reversed_padding_repeated_twice"], "same"),
     "lacks_batch_axis": (["_check_input_dim", "_get_no_batch_dim"], "same"),
@@ -377,6 +379,9 @@ ALLOWED = {
     "_step_skip_queue": "of Opacus' optimizer; _compat.check_optimizer looks for it",
     "_prepare_": "of Opacus' engine; _compat.check_engine looks for them",
     "_adjusted_noise_multiplier": "left by Opacus' adaptive criterion; absent means none",
+    "_data_source": "of Lightning's fit loop; absent is an error before the first step",
+    "_prepare_inputs": "of transformers' Trainer, which subclasses override",
+    "_loss_shifts_labels": "of transformers' Trainer; absent means that labels are not shifted",
     "_replace": "of named tuples",
     "_getframe": "of sys",
 }

@@ -98,6 +98,16 @@ def _assert_now(condition: Tensor, message: str) -> None:
 assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now
 
 
+def _not_pinned(data: Any, device: Any = None) -> Any:
+    return data
+
+
+#: What loaders do with a batch. Without: it stays in memory that is not pinned.
+pin_memory: Callable[..., Any] = (
+    find(torch, "utils.data._utils.pin_memory.pin_memory") or _not_pinned
+)
+
+
 _grouped_mm = find(torch, "nn.functional.grouped_mm") or find(torch, "_grouped_mm")
 
 

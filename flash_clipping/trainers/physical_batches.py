@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
 
+from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.integration.sampling import PoissonLoader
 

@@ -212,7 +212,9 @@ def test_what_is_released_is_what_was_measured(case: Case) -> None:
         coef[sample] = 1
         released = convolution_sum(x, G, coef, of, backend="triton").double().square().sum()
         measured = parts[sample].double().sum()
-        assert released > 0 and abs(measured / released - 1) <= 1e-6
+        # Products of 16-bit numbers are exact, and cancel to nothing where order allows it.
+        assert released > 0 or case.dtype != torch.float32
+        assert abs(measured - released) <= 1e-6 * released
 
 
 @kernels
