@@ -45,7 +45,7 @@ class Reached:
 
     Attributes:
         own: layers that recorded something of every sample, and all of it in the sample's own rows.
-        strays: layers that recorded something of one sample in rows of others.
+        strays: layers that recorded something of one sample in rows of others, in finite numbers.
     """
 
     own: set[str]
@@ -85,18 +85,20 @@ def _confined(found: list[tuple[int, int, _Rows]], B: int, paths: set[str]) -> R
             telling.discard(output)
     reached: dict[str, set[int]] = {path: set() for path in paths}
     strays: set[str] = set()
+    unsure: set[str] = set()  # a sample that is not finite shows nothing
     for output, b, rows in found:
         for path in paths & rows.keys() if output in telling else ():
             if _strays(rows[path], b):
-                strays.add(path)
+                (strays if rows[path].isfinite().all() else unsure).add(path)
             elif rows[path].any():
                 reached[path].add(b)
-    own = {path for path, samples in reached.items() if len(samples) == B} - strays
+    own = {path for path, samples in reached.items() if len(samples) == B} - strays - unsure
     return Reached(own, strays)
 
 
 def _strays(norms_B: Tensor, b: int) -> bool:
-    """Whether sample ``b`` reached rows of others. What is not finite did."""
+    """Whether sample ``b`` reached rows of others, or that cannot be told of numbers that are not
+    finite."""
     outside_B = torch.cat([norms_B[:b], norms_B[b + 1 :]])
     return not bool((outside_B <= ROUNDING**2 * norms_B[b]).all())
 
@@ -162,8 +164,8 @@ def _noted(session: ClippingSession, B: int) -> Iterator[_Rows]:
             with torch.no_grad():
                 for factor in factors:
                     rows_R = factor.sqnorms("torch").detach()
-                    if len(rows_R) % B:  # no multiple of the samples
-                        rows_R = rows_R.new_full((B,), torch.nan)
+                    if len(rows_R) % B:  # no multiple of the samples: not one sample's, surely
+                        rows_R = rows_R.new_ones(B)
                     norms_B = rows_R.view(B, -1).sum(1)
                     noted[path] = noted[path] + norms_B if path in noted else norms_B
 

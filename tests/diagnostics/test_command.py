@@ -123,8 +123,9 @@ def test_command_fails_with_status_one(factories: str, capsys) -> None:
 
 
 def test_command_hands_options_to_the_wrapper(factories: str, capsys) -> None:
-    assert main(["check", f"{factories}:windows"]) == 1
     assert main(["check", f"{factories}:windows", "--folded", "win*"]) == 0
+    assert main(["check", f"{factories}:windows", "--folded", "none*"]) != 0
+    assert "no module is named like 'none*'" in "".join(capsys.readouterr())
     assert main(["check", f"{factories}:buffers"]) == 1
     assert "its buffer 'calls' is changed by forward" in capsys.readouterr().out
     assert main(["check", f"{factories}:buffers", "--no-strict"]) == 0
