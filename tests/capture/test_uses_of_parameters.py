@@ -213,7 +213,7 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         r"middle\.linear\.bias: .*Freeze it.*LoRA",
     ),
     "functional_call_of_samples": (
-        lambda m, x: torch.func.functional_call(m.linear, {"weight": m.square * x.mean()}, (x,)),
+        lambda m, x: torch.func.functional_call(m.linear, {"weight": x[0].mT @ x[0]}, (x,)),
         r"middle\.linear \(Linear\): its weight is a tensor that was computed",
     ),
     "mean_over_the_batch": (
