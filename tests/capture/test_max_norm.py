@@ -59,3 +59,22 @@ def test_functional_use_is_refused(trainable: bool) -> None:
     with pytest.raises((NotImplementedError, FlashClippingError), match="max_norm"):
         model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
     assert torch.equal(model._module.table, torch.ones(5, 4))
+
+
+class OfAnother(nn.Module):
+    """Takes the table of a layer, in a module that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+        self.table.weight.data.fill_(1.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(F.embedding(ids, self.table.weight, max_norm=0.1))
+
+
+def test_functional_use_of_another_modules_table_is_refused() -> None:
+    model = GradSampleModuleFlashClipping(OfAnother())
+    with pytest.raises(FlashClippingError, match="max_norm"):
+        model(torch.tensor([[1, 2], [3, 4]]))
+    assert torch.equal(model._module.table.weight, torch.ones(5, 4))

@@ -213,8 +213,8 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         r"middle\.linear\.bias: .*Freeze it.*LoRA",
     ),
     "functional_call_of_samples": (
-        lambda m, x: torch.func.functional_call(m.linear, {"weight": m.square * x.mean()}, (x,)),
-        r"middle \(Holder\): .*mixes samples",
+        lambda m, x: torch.func.functional_call(m.linear, {"weight": x[0].mT @ x[0]}, (x,)),
+        r"middle\.linear \(Linear\): its weight is a tensor that was computed",
     ),
     "mean_over_the_batch": (
         lambda m, x: x * (torch.tanh(x).mean() * m.v),
