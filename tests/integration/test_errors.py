@@ -39,7 +39,7 @@ def test_error_norms_before_backward() -> None:
 
 
 class FoldedWindows(nn.Module):
-    """Windows folded into the batch axis, as in Swin."""
+    """Windows folded into the batch axis: all first windows, then all second ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class FoldedWindows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        folded = x.unflatten(1, (2, -1)).flatten(0, 1)
-        return self.windows(folded).unflatten(0, (-1, 2)).flatten(1)
+        folded = x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return self.windows(folded).unflatten(0, (2, -1)).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("mode", MODES)
