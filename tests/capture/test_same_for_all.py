@@ -369,7 +369,7 @@ def llama() -> nn.Module:
             lambda: bert("SequenceClassification"), [(6, 6)], id="bert", marks=pytest.mark.slow
         ),
         pytest.param(lambda: bert("MaskedLM"), [(5, 6)], id="mlm", marks=pytest.mark.slow),
-        pytest.param(gpt2, [(4, 6), (7, 6)], id="gpt2"),
+        pytest.param(gpt2, [(4, 6), (7, 6)], id="gpt2", marks=pytest.mark.slow),
         pytest.param(vit, [(4, 3, 8, 8)], id="vit"),
         pytest.param(llama, [(4, 6)], id="llama"),
     ],

@@ -125,12 +125,17 @@ def interrupt_at_lines(
             yield f"{interrupt.where}: {type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("variant", ["one_pass", "two_pass", "generic"])
+@pytest.mark.parametrize(
+    "variant", ["one_pass", "two_pass", pytest.param("generic", marks=pytest.mark.slow)]
+)
 def test_interrupt_at_a_line(variant: str) -> None:
     assert list(interrupt_at_lines(VARIANTS[variant], some=True)) == []
 
 
-CHANGES = [("one_pass", "bare_parameters"), ("generic", "bypass")]
+CHANGES = [
+    ("one_pass", "bare_parameters"),
+    pytest.param("generic", "bypass", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("variant", "function"), CHANGES)

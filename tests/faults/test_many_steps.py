@@ -76,7 +76,7 @@ def steps_without_growth(trainer: Trainer, warm_up: int, count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_hundreds_of_steps_do_not_grow(mode: str) -> None:
     steps_without_growth(Trainer(mode=mode), 50, 150)
 
