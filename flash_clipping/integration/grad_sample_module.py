@@ -240,6 +240,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         given, kwargs = session.units_of_calls.argument(module, args, kwargs)
         if not session.enabled:
             return args, kwargs
+        self._losses.refuse_penalty(kwargs)
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)

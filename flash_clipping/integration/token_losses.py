@@ -196,6 +196,21 @@ class ModelLosses:
                 delattr(module, name)
         self._stand_ins.clear()
 
+    def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
+        """A forward that is recorded or rehearsed begins.
+
+        Raises:
+            FlashClippingError: the model adds a penalty on weights to its own loss. What computes
+                it are weights alone, so that no layer could be found to be at fault.
+        """
+        if self._penalised and kwargs.get("labels") is not None:
+            raise FlashClippingError(
+                "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
+                "whose gradient is no sample's and would not be clipped. Call the model without "
+                "labels. "
+                + _INSTEAD.format(shift=", shift=True", reduction=self.session.loss_reduction)
+            )
+
     def before_forward(self) -> None:
         """A recorded forward begins."""
         for _, stand_in, _ in self._stand_ins:
@@ -243,12 +258,6 @@ class ModelLosses:
                 "each sample by itself (docs/mixture-of-experts.md)."
             )
         reduction = self.session.loss_reduction
-        if self._penalised:
-            return (
-                "its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), whose gradient "
-                "is no sample's and would not be clipped. "
-                + _INSTEAD.format(shift=", shift=True", reduction=reduction)
-            )
         by_position = self.session.positions is not None
         means = any(stand_in.calls for _, stand_in, _ in self._stand_ins)
         if means and not by_position:

@@ -278,9 +278,7 @@ def test_looking_at_the_layout_changes_nothing() -> None:
 
 
 def test_other_wrapped_parameters_have_no_rule() -> None:
-    """A router's matrix, say: it is refused when it runs."""
+    """A router's matrix, say: the router stands in for the weights of the adapter."""
     model = with_lora(block(), ["router.weight"])
     assert find_rule(model.base_model.model.router) is None
-    flash = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError):
-        squares(flash, inputs(3, 5)).backward()
+    check(model, inputs(3, 5))
