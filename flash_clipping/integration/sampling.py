@@ -266,9 +266,9 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        if not self.num_workers:
+        if not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
-        return _AnnouncedBatches(batches, self.batch_sampler)
+        return _AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
 
 
 class _AnnouncingCollate(CollateWithEmpty):
@@ -283,22 +283,26 @@ class _AnnouncingCollate(CollateWithEmpty):
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
-        self._counts = not callable(getattr(dataset, "__getitems__", None))
+        #: Batches of such a dataset are announced by the loader; those of others' loaders are not.
+        self.counts = not callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
-        if get_worker_info() is None:
-            self.announce(len(samples) if self._counts else None)
+        if self.counts and get_worker_info() is None:
+            self.announce(len(samples))
         return batch
 
 
 class _AnnouncedBatches:
-    """An iterator over batches that workers have collated ahead."""
+    """An iterator over batches that workers have collated ahead, or whose samples cannot be counted
+    when they are collated."""
 
-    def __init__(self, batches: Any, sampler: Any):
+    def __init__(self, batches: Any, sampler: Any, ahead: bool):
         self._batches = batches
-        # The sizes of this epoch: its first batches are drawn by now.
-        self._announced = _announced(batches, sampler.announce, sampler.sizes)
+        # With workers, the sizes of this epoch: its first batches are drawn by now. Without, of the
+        # epoch that begins with the first batch.
+        sizes = sampler.sizes if ahead else None
+        self._announced = _announced(batches, sampler, sizes)
 
     def __iter__(self) -> _AnnouncedBatches:
         return self
@@ -310,13 +314,13 @@ class _AnnouncedBatches:
         return next(self._announced)
 
 
-def _announced(batches: Any, announce: Announcer, sizes: deque[int]) -> Iterator[Any]:
+def _announced(batches: Any, sampler: Any, sizes: deque[int] | None) -> Iterator[Any]:
     try:
         for batch in batches:
-            announce(sizes.popleft())
+            sampler.announce((sampler.sizes if sizes is None else sizes).popleft())
             yield batch
     finally:  # a loop that was left early, too
-        announce.end_epoch()
+        sampler.announce.end_epoch()
 
 
 def _refuse_different(size: int, steps: int) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flash_clipping import FlashPrivacyEngine, NotPoissonWarning
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
 from flash_clipping.integration.sampling import PoissonSampler, ShardedPoissonSampler
 
 N, BATCH = 60, 6
@@ -438,3 +438,29 @@ def test_a_dataset_that_fetches_batches_is_not_miscounted() -> None:
         optimizer.zero_grad()
         criterion(module(x), y).backward()
         optimizer.step()
+
+
+def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:
+    """Each would be clipped by itself, and what was accounted for be too little."""
+
+    class Views(FetchesBatches):
+        def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+            x, y = super().__getitems__(indices)
+            return torch.cat([x, -x]), torch.cat([y, y])
+
+    model = torch.nn.Linear(3, 1)
+    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=torch.nn.MSELoss(),
+        data_loader=torch.utils.data.DataLoader(
+            Views(torch.randn(60, 3), torch.randn(60, 1)), batch_size=20, collate_fn=tuple
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for _ in range(2):  # epochs
+        for x, y in loader:
+            with pytest.raises(FlashClippingError, match="samples"):
+                criterion(module(x), y).backward()
+            break
