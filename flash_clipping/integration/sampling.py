@@ -64,7 +64,8 @@ class Announcer:
     def follow(self, module: Any) -> None:
         """Announce to this wrapped model, or hooks, from now on."""
         self._module = weakref.ref(module)
-        handle = module._module.register_forward_pre_hook(self._note_forward)
+        # In front of what may refuse the forward: the batch after a refusal is announced as well.
+        handle = module._module.register_forward_pre_hook(self._note_forward, prepend=True)
         module.autograd_grad_sample_hooks.append(handle)
 
     def _note_forward(self, module: Any, args: Any) -> None:
