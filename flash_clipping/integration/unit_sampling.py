@@ -101,14 +101,17 @@ class UnitAnnouncer(Announcer):
 
     #: Whether the loader was left before the forward of its last batch (``next(iter(loader))``).
     _left = False
+    #: Whether that forward has begun: it reads the announcement, and no forward after it does.
+    _over = False
 
     def _note_forward(self, module: Any, args: Any) -> None:
         super()._note_forward(module, args)
-        if self._left:
+        if self._over:
             self.end_epoch()
+        self._over, self._left = self._left, False
 
     def end_epoch(self) -> None:
-        self._left = self._waiting
+        self._left, self._over = self._waiting, False
         if not self._waiting:
             super().end_epoch()
 
@@ -117,7 +120,7 @@ class UnitAnnouncer(Announcer):
         count = int(index_R.max()) + 1 if len(index_R) else 0
         self._ahead = self._ahead or self._waiting
         # A loop may leave out a batch without rows; it cannot be taken for another one.
-        self._waiting, self._left = count > 0, False
+        self._waiting, self._left, self._over = count > 0, False, False
         self._announce(None if self._ahead else (index_R, count))
 
     def _tell(self, samples: int | None) -> None:

@@ -173,6 +173,19 @@ def test_a_forward_of_other_rows() -> None:
         module(x)
     x, _ = next(iter(loader))  # of a loop that nobody goes on with
     module(x).sum().backward()
+    with pytest.raises(FlashClippingError, match="no batch of the loader"):
+        module(x)
+
+
+def test_a_batch_after_a_refused_forward() -> None:
+    """It is announced; the batch that was refused has been skipped."""
+    module, _, _, loader = private()
+    batches = (batch for batch in loader if len(batch[0]) > 1)
+    x, _ = next(batches)
+    with pytest.raises(FlashClippingError, match=r"called with a batch of \d+ rows, but"):
+        module(x[1:])
+    x, _ = next(batches)
+    module(x).sum().backward()
 
 
 def test_batches_that_are_fetched_ahead() -> None:
