@@ -22,7 +22,7 @@ FLOORS = [
     {"flash_clipping.rules", "flash_clipping.finish"},
     {"flash_clipping.factors", "flash_clipping.layers"},
     {"flash_clipping.ops"},
-    {"flash_clipping.ops.runtime"},
+    {"flash_clipping.ops.runtime", "flash_clipping.randomness"},
     {"flash_clipping.errors", "flash_clipping._compat"},
 ]
 LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -1,0 +1,14 @@
+"""Random words that nobody can guess, none of them twice: what noise and sampling are made of.
+
+* ``stream.py``: keys, and which part of its words each draw takes;
+* ``chacha20.py``: the words of a draw on the CPU (the kernel for GPUs is in ``ops/noise``).
+"""
+
+from flash_clipping.randomness.stream import (
+    Draw,
+    Purpose,
+    SecretStream,
+    SeededNoiseWarning,
+)
+
+__all__ = ["Draw", "Purpose", "SecretStream", "SeededNoiseWarning"]

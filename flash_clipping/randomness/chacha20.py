@@ -1,0 +1,46 @@
+"""The words of a draw on the CPU: ChaCha20's keystream (RFC 8439), by OpenSSL."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from torch import Tensor
+
+from flash_clipping.randomness.stream import Draw
+
+#: Bytes and words (of 32 bits) of a block, and how many blocks a nonce has.
+BLOCK_BYTES, BLOCK_WORDS, MOST_BLOCKS = 64, 16, 1 << 32
+
+
+def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: int = 0) -> Tensor:
+    """``[blocks, 16]``, int32 (the bits of unsigned words), on the CPU.
+
+    Args:
+        draw: whose words.
+        blocks: how many blocks of 16 words.
+        tensor, shard: which of the draw's nonces; see :meth:`Draw.nonce`.
+        first: counter of the first block.
+
+    Raises:
+        ValueError: blocks beyond the last: their counter would come back to the first.
+    """
+    if first < 0 or blocks < 0 or first + blocks > MOST_BLOCKS:
+        raise ValueError(
+            f"words: found blocks {first} to {first + blocks}; expected 0 or more, and "
+            f"{MOST_BLOCKS} at most: a nonce has no others."
+        )
+    found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
+    # The package's nonce is the counter and RFC 8439's nonce, all of them little-endian.
+    nonce = struct.pack("<4I", first & 0xFFFFFFFF, *draw.nonce(tensor, shard))
+    cipher = Cipher(algorithms.ChaCha20(draw.key, nonce), mode=None).encryptor()
+    cipher.update_into(bytes(blocks * BLOCK_BYTES), found.numpy().view("uint8").data)
+    return found
+
+
+def uniform_bits(draw: Draw, count: int, *, tensor: int = 0, first: int = 0) -> Tensor:
+    """``[count]``, int64: 64 random bits each, from block ``first`` on; the numpy view
+    ``.numpy().view("uint64")`` has them unsigned."""
+    blocks = -(-count // 8)
+    return words(draw, blocks, tensor=tensor, first=first).view(torch.int64).flatten()[:count]

@@ -1,0 +1,175 @@
+"""Keys of 256 bits, and which words of a key each draw takes.
+
+A *stream* is all that ChaCha20 (RFC 8439) makes of one key. Its words are addressed: by a nonce of
+96 bits and a block counter of 32. Whoever draws takes a :class:`Draw`, a purpose and a number that
+no other draw from that key has; tensors and shards of one draw have nonces of their own. So no word
+is used twice, and what a shard or a GPU draws does not depend on who draws besides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import secrets
+import warnings
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from flash_clipping.errors import FlashClippingError
+
+KEY_BYTES = 32
+
+#: Numbers of draws, tensors and shards are below these.
+MOST_DRAWS, MOST_TENSORS, MOST_SHARDS = 1 << 32, 1 << 32, 1 << 24
+
+
+class SeededNoiseWarning(UserWarning):
+    """Noise and batches come from a seed: whoever knows it can take the noise away."""
+
+
+class Purpose(IntEnum):
+    """What words are for: part of the nonce, so that purposes never share one."""
+
+    #: Noise on the clipped sums.
+    NOISE = 1
+    #: Noise on the count of adaptive clipping.
+    COUNT = 2
+    #: Which samples are in a batch.
+    SAMPLING = 3
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One use of a stream: words that no other draw gives.
+
+    Attributes:
+        key: 32 bytes.
+        purpose: what the words are for.
+        number: of this draw among all of this key.
+    """
+
+    key: bytes
+    purpose: Purpose
+    number: int
+
+    def nonce(self, tensor: int = 0, shard: int = 0) -> tuple[int, int, int]:
+        """The nonce's three words of 32 bits for a tensor of this draw, or one shard of it.
+
+        Raises:
+            ValueError: a number that does not fit: another one would have the same nonce.
+        """
+        for name, found, most in (
+            ("draw", self.number, MOST_DRAWS),
+            ("tensor", tensor, MOST_TENSORS),
+            ("shard", shard, MOST_SHARDS),
+        ):
+            if not 0 <= found < most:
+                raise ValueError(f"{name}: found number {found}; expected 0 or more, below {most}.")
+        return self.number, tensor, shard << 8 | int(self.purpose)
+
+    def __repr__(self) -> str:  # a key does not belong in a log
+        return f"Draw({self.purpose.name}, {self.number})"
+
+
+class SecretStream:
+    """A key of the operating system's, and how many draws were taken from it.
+
+    The key belongs to this object in this process: a copy, an object that was unpickled and a
+    forked process take new keys of their own. It is in no checkpoint.
+
+    Args:
+        seed: for tests and debugging: makes the key from this number. Equal seeds give equal
+            words, in this run and in all others.
+        key: 32 bytes that several processes have agreed on.
+
+    Warns:
+        SeededNoiseWarning: a seed was given.
+    """
+
+    def __init__(self, *, seed: int | None = None, key: bytes | None = None):
+        if seed is not None and key is not None:
+            raise ValueError("SecretStream: found a seed and a key; expected one of them at most.")
+        if key is not None and len(key) != KEY_BYTES:
+            raise ValueError(f"key: found {len(key)} bytes; expected {KEY_BYTES}.")
+        self.seed = seed
+        self._is_shared = key is not None
+        if seed is not None:
+            warnings.warn(
+                f"Noise and batches are drawn from seed {seed}: whoever knows it can subtract the "
+                "noise, and no epsilon holds against them. Two runs with one seed draw the same. "
+                "Use it for tests and debugging; train what you release without it.",
+                SeededNoiseWarning,
+                stacklevel=3,
+            )
+            key = hashlib.sha256(b"flash_clipping seed %d" % seed).digest()
+        self._take(key or secrets.token_bytes(KEY_BYTES))
+
+    def _take(self, key: bytes) -> None:
+        self._key = key
+        self._process = os.getpid()
+        self._numbers = itertools.count()
+        self._drawn = 0
+
+    def draw(self, purpose: Purpose) -> Draw:
+        """Words that were never drawn before, and will never be again.
+
+        Raises:
+            FlashClippingError: all numbers are spent; a key that processes share in a fork.
+        """
+        if os.getpid() != self._process:
+            self._check_own("a process that was forked")
+            self.seed = None
+            self._take(secrets.token_bytes(KEY_BYTES))
+        number = next(self._numbers)  # one step for all threads
+        self._drawn = number + 1
+        if number >= MOST_DRAWS:
+            raise FlashClippingError(
+                f"The noise's key has served {number} draws, and every further one would repeat "
+                "words of an earlier one. Go on from a checkpoint in a new process: it takes a new "
+                "key."
+            )
+        return Draw(self._key, purpose, number)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the words are those of a seed."""
+        return self.seed is not None
+
+    # -- checkpoints and copies -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: no key, but which one it was and how far it has come."""
+        return {"key_digest": self._digest(), "draws": self._drawn, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind a checkpoint's draws, if this is its key (a seeded run that is resumed)."""
+        if state["key_digest"] == self._digest() and state["draws"] > self._drawn:
+            self._drawn = state["draws"]
+            self._numbers = itertools.count(self._drawn)
+
+    def _digest(self) -> str:
+        return hashlib.sha256(b"flash_clipping key" + self._key).hexdigest()[:16]
+
+    def __deepcopy__(self, memo: Any) -> SecretStream:
+        self._check_own("a copy")
+        return SecretStream()
+
+    def __copy__(self) -> SecretStream:
+        return self.__deepcopy__(None)
+
+    def __reduce__(self) -> Any:
+        self._check_own("a pickle")
+        return SecretStream, ()
+
+    def _check_own(self, found: str) -> None:
+        if self._is_shared:
+            raise FlashClippingError(
+                f"The noise's key is shared by the processes of a sharded model: found {found} of "
+                "its stream, which would draw the same noise again or other noise than its "
+                "replicas. Make the model private in the processes that train it."
+            )
+
+    def __repr__(self) -> str:
+        return f"SecretStream(draws={self._drawn}, seed={self.seed})"

@@ -1,0 +1,202 @@
+"""Streams: RFC 8439's vectors, and no word twice."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
+from flash_clipping.randomness import stream as streams
+from flash_clipping.randomness.chacha20 import MOST_BLOCKS, uniform_bits, words
+
+#: RFC 8439, 2.3.2 (block function) and A.1 (test vectors 1 to 5): key, counter, nonce, keystream.
+VECTORS = {
+    "2.3.2": (
+        bytes(range(32)),
+        1,
+        "000000090000004a00000000",
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+    ),
+    "A.1 #1": (
+        bytes(32),
+        0,
+        "000000000000000000000000",
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+    ),
+    "A.1 #2": (
+        bytes(32),
+        1,
+        "000000000000000000000000",
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+    ),
+    "A.1 #3": (
+        bytes(31) + b"\1",
+        1,
+        "000000000000000000000000",
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+    ),
+    "A.1 #4": (
+        b"\0\xff" + bytes(30),
+        2,
+        "000000000000000000000000",
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+    ),
+    "A.1 #5": (
+        bytes(32),
+        0,
+        "000000000000000000000002",
+        "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+        "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+    ),
+}
+
+
+class Addressed(Draw):
+    """A draw with a nonce of one's own."""
+
+    def nonce(self, tensor: int = 0, shard: int = 0) -> tuple[int, int, int]:
+        return tensor, shard, self.number
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_of_rfc_8439(name: str) -> None:
+    key, counter, nonce, expected = VECTORS[name]
+    three = [int.from_bytes(bytes.fromhex(nonce)[i : i + 4], "little") for i in (0, 4, 8)]
+    draw = Addressed(key, Purpose.NOISE, three[2])
+    found = words(draw, 1, tensor=three[0], shard=three[1], first=counter)
+    assert found.numpy().tobytes().hex() == expected
+
+
+def test_nonces_are_of_one_draw_tensor_shard_and_purpose() -> None:
+    nonces = {
+        Draw(b"", purpose, number).nonce(tensor, shard)
+        for purpose in Purpose
+        for number in (0, 1, 255, 256, streams.MOST_DRAWS - 1)
+        for tensor in (0, 1, streams.MOST_TENSORS - 1)
+        for shard in (0, 1, 255, streams.MOST_SHARDS - 1)
+    }
+    assert len(nonces) == len(Purpose) * 5 * 3 * 4
+    assert all(0 <= word < 1 << 32 for nonce in nonces for word in nonce)
+
+
+@pytest.mark.parametrize("numbers", [{"tensor": 1 << 32}, {"shard": 1 << 24}, {"shard": -1}])
+def test_numbers_that_do_not_fit(numbers: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"found number .* expected 0 or more"):
+        Draw(b"", Purpose.NOISE, 0).nonce(**numbers)
+
+
+def test_blocks_that_would_come_back() -> None:
+    draw = SecretStream().draw(Purpose.NOISE)
+    with pytest.raises(ValueError, match="a nonce has no others"):
+        words(draw, 2, first=MOST_BLOCKS - 1)
+    assert words(draw, 1, first=MOST_BLOCKS - 1).shape == (1, 16)
+
+
+def test_blocks_are_addressed() -> None:
+    draw = SecretStream().draw(Purpose.SAMPLING)
+    whole = words(draw, 40)
+    assert torch.equal(words(draw, 8, first=32), whole[32:])
+    assert torch.equal(
+        uniform_bits(draw, 21, first=2), whole[2:].reshape(-1).view(torch.int64)[:21]
+    )
+    assert not torch.equal(words(draw, 8, tensor=1), whole[:8])
+
+
+def test_draws_never_repeat() -> None:
+    stream = SecretStream()
+    draws = [stream.draw(purpose) for purpose in (Purpose.NOISE, Purpose.NOISE, Purpose.COUNT)]
+    assert len({words(draw, 1).numpy().tobytes() for draw in draws}) == 3
+
+
+def test_torchs_generators_are_not_read_or_touched() -> None:
+    before = torch.get_rng_state()
+    torch.manual_seed(3)
+    first = words(SecretStream().draw(Purpose.NOISE), 1)
+    torch.manual_seed(3)
+    at = torch.get_rng_state()
+    second = words(SecretStream().draw(Purpose.NOISE), 1)
+    assert torch.equal(torch.get_rng_state(), at)
+    assert not torch.equal(first, second)
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+def test_copies_take_new_keys(copied: Any, seed: int | None) -> None:
+    stream = SecretStream(seed=seed)
+    other = copied(stream)
+    assert other.draw(Purpose.NOISE).key != stream.draw(Purpose.NOISE).key
+    assert not other.is_seeded
+
+
+def _draw_in_a_fork(stream: SecretStream, keys: Any) -> None:
+    keys.put([stream.draw(Purpose.NOISE).key for _ in range(2)])
+
+
+def test_forked_processes_take_new_keys() -> None:
+    fork = multiprocessing.get_context("fork")
+    stream, keys = SecretStream(), fork.SimpleQueue()
+    child = fork.Process(target=_draw_in_a_fork, args=(stream, keys))
+    child.start()
+    first, second = keys.get()
+    child.join()
+    assert first == second != stream.draw(Purpose.NOISE).key
+
+
+def test_shared_keys_are_not_copied() -> None:
+    stream = SecretStream(key=bytes(32))
+    assert stream.draw(Purpose.NOISE).key == bytes(32)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(FlashClippingError, match="shared by the processes"):
+            copied(stream)
+
+
+def test_a_seed_is_said_loudly() -> None:
+    with pytest.warns(SeededNoiseWarning, match="from seed 5: whoever knows it"):
+        first = SecretStream(seed=5)
+    with pytest.warns(SeededNoiseWarning):
+        second = SecretStream(seed=5)
+    assert first.draw(Purpose.NOISE) == second.draw(Purpose.NOISE)
+    assert first.state_dict()["seed"] == 5
+
+
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+def test_a_resumed_run_draws_nothing_again() -> None:
+    first = SecretStream(seed=5)
+    seen = {first.draw(Purpose.NOISE) for _ in range(3)}
+    state = first.state_dict()
+    again = SecretStream(seed=5)
+    again.load_state_dict(state)
+    assert again.draw(Purpose.NOISE) not in seen
+    other = SecretStream()
+    other.load_state_dict(state)
+    assert other.draw(Purpose.NOISE).key not in {draw.key for draw in seen}
+
+
+def test_the_last_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MOST_DRAWS", 2)
+    stream = SecretStream()
+    stream.draw(Purpose.NOISE), stream.draw(Purpose.NOISE)
+    with pytest.raises(FlashClippingError, match="takes a new key"):
+        stream.draw(Purpose.NOISE)
+
+
+def test_keys_are_not_shown() -> None:
+    stream = SecretStream()
+    draw = stream.draw(Purpose.NOISE)
+    shown = f"{stream} {draw} {stream.state_dict()}"
+    assert draw.key.hex() not in shown and repr(draw.key) not in shown
