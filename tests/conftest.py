@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
+import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +35,25 @@ def _remember_accounts() -> None:
 
 
 _remember_accounts()
+
+
+@pytest.fixture(autouse=True)
+def _keys_by_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of a test get keys by its name, so that its batches are the same in every run.
+
+    What is said of keys themselves is tested with real ones.
+    """
+    from flash_clipping.randomness import stream
+
+    if request.path.parent.name == "randomness":
+        return
+    numbers = itertools.count()
+
+    def token_bytes(count: int) -> bytes:
+        name = f"{request.node.nodeid} {next(numbers)}"
+        return hashlib.sha256(name.encode()).digest()[:count]
+
+    monkeypatch.setattr(stream, "secrets", SimpleNamespace(token_bytes=token_bytes))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,10 +26,10 @@ from flash_clipping.integration.grad_sample_module import (
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
+from flash_clipping.integration.samplers import PoissonSampler, sampling_stream
 from flash_clipping.integration.sampling import (
     NotPoissonWarning,
     PoissonLoader,
-    PoissonSampler,
     is_accounted_for,
     refuse_loader,
 )
@@ -73,6 +73,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     _units: UnitsOfRows | None = None
     dataset: Any
     _warned_not_poisson = False
+    #: What batches are drawn by, in tests; ``None``: by a key of the operating system's.
+    seed: int | None = None
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
 
@@ -293,16 +295,10 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
+        kwargs.update(distributed=distributed, stream=sampling_stream(seed=self.seed))
         if self._units is not None:
-            return UnitLoader(
-                data_loader, self._units, self.secure_rng, distributed=distributed, **kwargs
-            )
-        loader = PoissonLoader.from_data_loader(
-            data_loader, generator=self.secure_rng, distributed=distributed, **kwargs
-        )
-        if self.secure_mode and distributed:
-            loader.batch_sampler.random = None  # every process has a secure generator of its own
-        return loader
+            return UnitLoader(data_loader, self._units, **kwargs)
+        return PoissonLoader.from_data_loader(data_loader, **kwargs)
 
     def _watch_sampling(self, module: Any, optimizer: Any, loader: Any) -> None:
         """Announce batches to the model; warn when steps were not sampled as they are accounted."""

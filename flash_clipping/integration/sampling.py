@@ -1,18 +1,11 @@
-"""The engine's loader: Poisson batches, in one process or several, and what it cannot replace.
-
-The accountants assume that every step draws every sample independently with probability ``q``, the
-*sample rate* that they are told. The samplers here do exactly that.
-"""
+"""The engine's loader: Poisson batches, in one process or several, and what it cannot replace."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -35,162 +28,14 @@ from torch.utils.data import (
 )
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
-
-#: Steps between two numbers that ``torch.rand`` draws in fp32, in [0, 1).
-_GRID = 1 << 24
+from flash_clipping.integration.samplers import Announcer, PoissonSampler, ShardedPoissonSampler
+from flash_clipping.randomness import SecretStream
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
 class NotPoissonWarning(UserWarning):
     """Steps are accounted as if their batches were drawn by Poisson sampling, and they are not."""
-
-
-class Announcer:
-    """Tells the wrapped model how many samples the loader drew for its next forward.
-
-    It does not where batches are fetched ahead of their forward, or left out: then nothing is known
-    about the next forward, and the model is told that (``None``).
-    """
-
-    def __init__(self) -> None:
-        self._module: weakref.ref[Any] | None = None
-        self._waiting = False
-        self._ahead = False
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker has no model
-        return self.__dict__ | {"_module": None}
-
-    def follow(self, module: Any) -> None:
-        """Announce to this wrapped model, or hooks, from now on."""
-        self._module = weakref.ref(module)
-        # In front of what may refuse the forward: the batch after a refusal is announced as well.
-        handle = module._module.register_forward_pre_hook(self._note_forward, prepend=True)
-        module.autograd_grad_sample_hooks.append(handle)
-
-    def _note_forward(self, module: Any, args: Any) -> None:
-        self._waiting = False
-
-    def new_epoch(self) -> None:
-        """The loader starts anew."""
-        self._waiting = self._ahead = False
-
-    def end_epoch(self) -> None:
-        """The loader has given its last batch, or nobody asks it for more."""
-        self.new_epoch()
-        self._tell(None)
-
-    def __call__(self, samples: int | None) -> None:
-        self._ahead = self._ahead or self._waiting
-        self._waiting = True
-        self._tell(None if self._ahead else samples)
-
-    def _tell(self, samples: int | None) -> None:
-        module = self._module() if self._module is not None else None
-        expect = getattr(module, "expect_samples", None)
-        if expect is not None:
-            expect(samples)
-
-
-class PoissonSampler(UniformWithReplacementSampler):
-    """Batches of indices: every step draws every sample independently, with the same probability.
-
-    Args:
-        num_samples: in the dataset.
-        sample_rate: the probability; exact, as far as the generator is.
-        steps: batches in an epoch.
-        generator: what to draw with; PyTorch's default if ``None``.
-
-    Attributes:
-        drawn: batches that were ever drawn.
-    """
-
-    def __init__(self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None):
-        self.num_samples = num_samples
-        self.sample_rate = sample_rate
-        self.steps = steps
-        self.generator = generator
-        self.drawn = 0
-        #: Sizes of the batches of the running epoch that its loader has not given yet.
-        self.sizes: deque[int] = deque()
-        self.announce = Announcer()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.announce.new_epoch()
-        sizes: deque[int] = deque()
-        self.sizes = sizes
-        try:
-            for _ in range(self.steps):
-                indices = self._draw()
-                self.drawn += 1
-                sizes.append(len(indices))
-                yield indices
-        finally:  # a loop that was left early, too
-            self.announce.end_epoch()
-
-    def _draw(self) -> list[int]:
-        # torch.rand(...) < rate draws by the next multiple of 2^-24: more than was accounted for.
-        whole, rest = divmod(self.sample_rate * _GRID, 1)
-        uniform = torch.rand(self.num_samples, generator=self.generator)
-        mask = uniform < whole / _GRID
-        edge = uniform == whole / _GRID
-        if bool(edge.any()):
-            again = torch.rand(
-                int(edge.sum()), generator=self.generator, dtype=torch.float64, device=edge.device
-            )
-            mask[edge] = again < rest
-        return mask.nonzero().flatten().tolist()
-
-
-class ShardedPoissonSampler(PoissonSampler):
-    """One process's part of batches that all processes draw together.
-
-    Every sample is one process's, which draws it in every step with the given probability. All
-    processes take as many steps, with local batches that may be empty. What they draw is
-    independent, however their generators are seeded.
-
-    Args:
-        total_size: samples in the dataset, the same for all processes.
-        sample_rate: the probability.
-        steps: batches in an epoch, the same for all processes.
-        rank: this process.
-        world_size: how many there are.
-        generator: where the seed comes from, together with ``rank``; entropy of the operating
-            system if ``None``.
-
-    Attributes:
-        random: what to draw with; ``None``: ``generator`` itself, where it is a secure one.
-    """
-
-    def __init__(
-        self,
-        *,
-        total_size: int,
-        sample_rate: float,
-        steps: int,
-        rank: int,
-        world_size: int,
-        generator: Any = None,
-    ):
-        super().__init__(
-            num_samples=len(range(rank, total_size, world_size)),
-            sample_rate=sample_rate,
-            steps=steps,
-            generator=generator,
-        )
-        self.rank, self.world_size = rank, world_size
-        seed: list[int] | None = None
-        if generator is not None:
-            seed = [int(torch.randint(1 << 62, (1,), generator=generator)), rank]
-        self.random: np.random.Generator | None = np.random.default_rng(seed)
-
-    def _draw(self) -> list[int]:
-        if self.random is None:
-            places = np.asarray(super()._draw(), dtype=np.int64)
-        else:
-            places = np.flatnonzero(self.random.random(self.num_samples) < self.sample_rate)
-        indices: list[int] = (places * self.world_size + self.rank).tolist()
-        return indices
 
 
 class PoissonLoader(DPDataLoader):
@@ -205,7 +50,9 @@ class PoissonLoader(DPDataLoader):
             an epoch.
         collate_fn: as in PyTorch.
         drop_last: without meaning here.
-        generator: what to draw with; see the samplers.
+        generator: a ``torch.Generator`` that seeds the draws: for tests and debugging. PyTorch
+            seeds its workers with it, too.
+        stream: what to draw with; a new one with a key of its own if ``None``.
         distributed: every process of ``torch.distributed`` draws its part of each batch.
         batch_first: accepted for compatibility; the batch axis is found.
         rand_on_empty: must be false.
@@ -223,6 +70,7 @@ class PoissonLoader(DPDataLoader):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         generator: Any = None,
+        stream: SecretStream | None = None,
         distributed: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
@@ -248,10 +96,15 @@ class PoissonLoader(DPDataLoader):
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 generator=generator,
+                stream=stream,
             )
         else:
             sampler = PoissonSampler(
-                num_samples=size, sample_rate=sample_rate, steps=steps, generator=generator
+                num_samples=size,
+                sample_rate=sample_rate,
+                steps=steps,
+                generator=generator,
+                stream=stream,
             )
         collate = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
@@ -264,6 +117,41 @@ class PoissonLoader(DPDataLoader):
             generator=generator,
             **kwargs,
         )
+
+    @classmethod
+    def from_data_loader(
+        cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
+    ) -> Any:
+        """This loader for another one's data.
+
+        That one's own generator, which shuffled its batches, goes on seeding workers. It does not
+        tell what is drawn: people set it to a number that everybody knows.
+
+        Args:
+            data_loader: what to take all but the sampling from.
+            generator: seeds the draws, for tests and debugging.
+            **kwargs: ``stream``, ``distributed``, ``batch_first``, ``rand_on_empty``.
+        """
+        if isinstance(data_loader.dataset, IterableDataset):
+            raise ValueError("Uniform sampling is not supported for IterableDataset")
+        loader = cls(
+            data_loader.dataset,
+            sample_rate=1 / len(data_loader),
+            num_workers=data_loader.num_workers,
+            collate_fn=data_loader.collate_fn,
+            pin_memory=data_loader.pin_memory,
+            drop_last=data_loader.drop_last,
+            timeout=data_loader.timeout,
+            worker_init_fn=data_loader.worker_init_fn,
+            multiprocessing_context=data_loader.multiprocessing_context,
+            generator=generator,
+            prefetch_factor=data_loader.prefetch_factor,
+            persistent_workers=data_loader.persistent_workers,
+            **kwargs,
+        )
+        if generator is None:
+            loader.generator = data_loader.generator
+        return loader
 
     def __iter__(self) -> Any:
         batches = super().__iter__()

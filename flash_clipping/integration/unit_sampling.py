@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.integration.sampling import Announcer, PoissonSampler
+from flash_clipping.integration.samplers import Announcer, PoissonSampler
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import subset
 
 
 class UnitsOfRows:
@@ -54,11 +56,14 @@ class UnitsOfRows:
         self._rows = place_of_row.argsort(stable=True)
         self._starts = [0, *sizes.cumsum(0).tolist()]
 
-    def rows_of(self, unit: int, generator: Any) -> list[int]:
-        """Rows of a unit; of one with too many, some that are drawn anew each time."""
+    def rows_of(self, unit: int, draw: Draw) -> list[int]:
+        """Rows of a unit; of one with too many, some that are drawn anew each time.
+
+        ``draw`` is the step's, of which the units themselves are tensor 0.
+        """
         rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
         if self.max_rows is not None and len(rows) > self.max_rows:
-            rows = rows[torch.randperm(len(rows), generator=generator)[: self.max_rows]]
+            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
         found: list[int] = rows.tolist()
         return found
 
@@ -71,25 +76,33 @@ class UnitSampler(PoissonSampler):
     Args:
         units: which unit each row of the dataset belongs to.
         steps: batches in an epoch.
-        generator: what to draw with; PyTorch's default if ``None``.
+        generator, stream: as in :class:`~flash_clipping.integration.samplers.PoissonSampler`.
     """
 
-    def __init__(self, *, units: UnitsOfRows, steps: int, generator: Any):
+    def __init__(
+        self,
+        *,
+        units: UnitsOfRows,
+        steps: int,
+        generator: Any = None,
+        stream: SecretStream | None = None,
+    ):
         super().__init__(
             num_samples=units.count,
             sample_rate=units.sample_rate,
             steps=steps,
             generator=generator,
+            stream=stream,
         )
         self.units = units
         self.announce: UnitAnnouncer = UnitAnnouncer()
 
     def _draw(self) -> list[Any]:
-        drawn = super()._draw()
+        draw = self.stream.draw(Purpose.SAMPLING)
         return [
             (row, place)
-            for place, unit in enumerate(drawn)
-            for row in self.units.rows_of(unit, self.generator)
+            for place, unit in enumerate(self._places(draw).tolist())
+            for row in self.units.rows_of(unit, draw)
         ]
 
 
@@ -166,7 +179,9 @@ class UnitLoader(DataLoader[Any]):
     Args:
         loader: what to take all but the sampling from.
         units: which unit each row of its dataset belongs to.
-        generator: what to draw with; the loader's own if ``None``.
+        generator: a ``torch.Generator`` that seeds the draws; not the loader's own, which goes on
+            seeding workers.
+        stream: what to draw with; a new one with a key of its own if ``None``.
         batch_first: accepted for compatibility.
         distributed, rand_on_empty: must be false.
 
@@ -180,6 +195,7 @@ class UnitLoader(DataLoader[Any]):
         units: UnitsOfRows,
         generator: Any = None,
         *,
+        stream: SecretStream | None = None,
         distributed: bool = False,
         rand_on_empty: bool = False,
         batch_first: bool = True,
@@ -195,18 +211,17 @@ class UnitLoader(DataLoader[Any]):
                 "rand_on_empty=True: found with units. A made-up row would be a unit that nobody "
                 "is. Leave it out: batches without rows are served."
             )
-        generator = generator or loader.generator
         dataset = plain_dataset(loader)
         collate = loader.collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
             collate = collate.wrapped_collator_fn
         self.sample_rate = units.sample_rate
-        sampler = UnitSampler(units=units, steps=len(loader), generator=generator)
+        sampler = UnitSampler(units=units, steps=len(loader), generator=generator, stream=stream)
         super().__init__(
             _OwnedRows(dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=_UnitCollate(collate, dataset),  # type: ignore[arg-type]
-            generator=generator,
+            generator=loader.generator,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

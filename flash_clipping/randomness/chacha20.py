@@ -39,8 +39,10 @@ def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: in
     return found
 
 
-def uniform_bits(draw: Draw, count: int, *, tensor: int = 0, first: int = 0) -> Tensor:
+def uniform_bits(
+    draw: Draw, count: int, *, tensor: int = 0, shard: int = 0, first: int = 0
+) -> Tensor:
     """``[count]``, int64: 64 random bits each, from block ``first`` on; the numpy view
     ``.numpy().view("uint64")`` has them unsigned."""
-    blocks = -(-count // 8)
-    return words(draw, blocks, tensor=tensor, first=first).view(torch.int64).flatten()[:count]
+    found = words(draw, -(-count // 8), tensor=tensor, shard=shard, first=first)
+    return found.view(torch.int64).flatten()[:count]

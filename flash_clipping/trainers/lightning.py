@@ -134,9 +134,9 @@ class PrivateTraining(Callback):
             )
         refuse_loader(plain, poisson_sampling=True, distributed=False)
         assert self.run is not None
-        generator = self.run.sampling_generator
+        stream = self.run.sampling_stream
         if self.max_physical_batch_size is None:
-            return PoissonLoader.from_data_loader(plain, generator=generator)
+            return PoissonLoader.from_data_loader(plain, stream=stream)
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
@@ -146,7 +146,7 @@ class PrivateTraining(Callback):
             plain,
             steps=len(plain),
             part_size=self.max_physical_batch_size,
-            generator=generator,
+            stream=stream,
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.integration.sampling import PoissonLoader
+from flash_clipping.randomness import SecretStream
 
 
 @dataclass
@@ -61,12 +62,12 @@ class LogicalLoader(PoissonLoader):
         loader: whose dataset and collate function are taken, and how it loads; not its sampling.
         steps: batches in an epoch; each draws every sample with probability ``1 / steps``.
         part_size: the most samples of a part.
-        generator: what to draw with.
+        stream: what to draw with.
     """
 
     @classmethod
     def of(
-        cls, loader: DataLoader[Any], *, steps: int, part_size: int, generator: Any
+        cls, loader: DataLoader[Any], *, steps: int, part_size: int, stream: SecretStream
     ) -> LogicalLoader:
         return cls(
             loader.dataset,
@@ -80,7 +81,8 @@ class LogicalLoader(PoissonLoader):
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            generator=generator,
+            generator=loader.generator,
+            stream=stream,
         )
 
     def __init__(self, dataset: Any, *, part_size: int, collate_fn: Any, **kwargs: Any):

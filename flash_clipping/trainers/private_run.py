@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
 from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
+from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import accounted_steps
 
@@ -22,7 +24,7 @@ from flash_clipping.trainers.dashboard import accounted_steps
 class PrivateRun:
     """What makes a trainer's run private.
 
-    In this order: make it, draw batches with :attr:`sampling_generator`, :meth:`attach`, train.
+    In this order: make it, draw batches with :attr:`sampling_stream`, :meth:`attach`, train.
 
     Args:
         arguments: of the user.
@@ -32,7 +34,7 @@ class PrivateRun:
         engine: accounts for the steps.
         hooks: the hooks on the model, after :meth:`attach`.
         optimizer: the private one, after :meth:`attach`.
-        sampling_generator: what batches are drawn with.
+        sampling_stream: what batches are drawn with.
         planned_steps: how many steps the noise was computed for.
     """
 
@@ -48,12 +50,11 @@ class PrivateRun:
             accountant=arguments.accountant, secure_mode=arguments.secure_mode
         )
         self._epsilon: tuple[int, float] | None = None
+        self.sampling_stream = SecretStream(seed=arguments.seed)
         self.noise_generator: Any = None
         if arguments.secure_mode:
-            self.sampling_generator: Any = self.engine.secure_rng
             return
         # Not PyTorch's own generators: trainers seed these with a number that everybody knows.
-        self.sampling_generator = torch.Generator().manual_seed(self._new_seed(0))
         self.noise_generator = torch.Generator(device).manual_seed(self._new_seed(1))
 
     def _new_seed(self, *purpose: int) -> int:
@@ -62,10 +63,13 @@ class PrivateRun:
         state = np.random.SeedSequence([self.arguments.seed, *purpose]).generate_state(1, np.uint64)
         return int(state[0] >> 1)
 
-    def begin_epoch(self, run: int, epoch: int) -> None:
+    def begin_epoch(self, loader: Any, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
         if self.arguments.seed is not None:
-            self.sampling_generator.manual_seed(self._new_seed(2, run, epoch))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SeededNoiseWarning)  # said once
+                stream = SecretStream(seed=self._new_seed(2, run, epoch))
+            loader.batch_sampler.stream = self.sampling_stream = stream
 
     def attach(
         self, model: nn.Module, optimizer: Any, loader: Any, *, max_grad_norm: float, steps: int
@@ -160,7 +164,7 @@ class PrivateRun:
         }
         if self.arguments.seed is not None:
             state["noise_generator"] = self.noise_generator.get_state()
-            state["sampling_generator"] = self.sampling_generator.get_state()
+            state["sampling_stream"] = self.sampling_stream.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,4 +194,4 @@ class PrivateRun:
         self.optimizer.max_grad_norm = state["bound"]
         if self.arguments.seed is not None and "noise_generator" in state:
             self.noise_generator.set_state(state["noise_generator"])
-            self.sampling_generator.set_state(state["sampling_generator"])
+            self.sampling_stream.load_state_dict(state["sampling_stream"])

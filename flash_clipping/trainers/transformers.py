@@ -128,7 +128,7 @@ class PrivateTrainer(Trainer):
                 plain,
                 steps=-(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
-                generator=self.run.sampling_generator,
+                stream=self.run.sampling_stream,
             )
         return self._loader
 
@@ -335,7 +335,7 @@ class _Watch(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
         assert run is not None
-        run.begin_epoch(self._trainer._trainings, int(state.epoch or 0))
+        run.begin_epoch(self._trainer._loader, self._trainer._trainings, int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check_steps(state)

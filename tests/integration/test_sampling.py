@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
@@ -26,7 +30,9 @@ from torch.utils.data import (
 )
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
-from flash_clipping.integration.sampling import PoissonSampler, ShardedPoissonSampler
+from flash_clipping.integration.samplers import PoissonSampler, ShardedPoissonSampler
+from flash_clipping.integration.sampling import PoissonLoader
+from flash_clipping.randomness import SeededNoiseWarning
 
 N, BATCH = 60, 6
 
@@ -173,50 +179,105 @@ def test_an_epoch_has_as_many_steps_as_the_loader_had(batches: int) -> None:
     assert engine.accountant.history[0][1] == loader.batch_sampler.sample_rate == 1 / batches
 
 
-def test_the_probability_is_the_rate_and_not_the_next_number_that_rand_draws(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """At a rate of 1.25 / 2^24, `torch.rand(...) < rate` has probability 2 / 2^24."""
-    drawn: dict[torch.dtype, Tensor] = {
-        torch.float32: torch.arange(4000).remainder(4) * 2.0**-24,
-        torch.float64: (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000,
-    }
-
-    def rand(size: int, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
-        assert size == len(drawn[dtype])
-        return drawn[dtype]
-
-    sampler = PoissonSampler(num_samples=4000, sample_rate=1.25 * 2**-24, steps=1)
-    monkeypatch.setattr(torch, "rand", rand)
-    counts = torch.tensor(next(iter(sampler))).remainder(4).bincount(minlength=4)
-    assert counts.tolist() == [1000, 250, 0, 0]
+# -- where draws come from -------------------------------------------------------------------------
 
 
-def test_batches_of_one_process_are_those_of_opacus() -> None:
-    def sizes(engine: PrivacyEngine, **options: Any) -> list[int]:
-        *_, loader = private(DataLoader(data(), batch_size=BATCH), engine, **options)
-        torch.manual_seed(3)
-        return [len(x) for x, _ in loader]
+def batches(loader: Any, epochs: int = 1) -> list[list[Any]]:
+    """The rows of every batch."""
+    return [rows.tolist() for _ in range(epochs) for (rows,) in loader]
 
-    expected = sizes(PrivacyEngine(), grad_sample_mode="hooks")
-    assert sizes(FlashPrivacyEngine()) == expected and len(set(expected)) > 2
+
+def numbered(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(N)), batch_size=BATCH, **options)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_nobody_who_knows_the_generators_knows_the_batches() -> None:
+    """Neither the loader's own generator, which people set for shuffling, nor PyTorch's."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        plain = numbered(shuffle=True, generator=seeded(0))
+        *_, loader = private(plain)
+        assert loader.generator is plain.generator  # seeds workers, as before
+        found.append(batches(loader, 3))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
+def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
+    options = {} if units is None else {"units": units, "max_rows_per_unit": 2}
+    *_, loader = private(numbered(), **options)
+    sampler = loader.batch_sampler
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert any(sampler)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
+
+
+def test_a_generator_that_was_given_to_the_private_loader_is_a_seed() -> None:
+    found = []
+    for _ in range(2):
+        with pytest.warns(SeededNoiseWarning):
+            loader = PoissonLoader.from_data_loader(numbered(), generator=seeded(3))
+        found.append(batches(loader, 2))
+    assert found[0] == found[1] and found[0][:10] != found[0][10:]
+
+
+@pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
+def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
+    found = []
+    for _ in range(2):
+        engine = FlashPrivacyEngine()
+        engine.seed = 5
+        with pytest.warns(SeededNoiseWarning):
+            *_, loader = private(numbered(), engine, units=units)
+        found.append([*loader.batch_sampler])
+    assert found[0] == found[1]
+
+
+def test_batches_are_drawn_in_the_main_process() -> None:
+    """Workers are told what to fetch: with workers that stay, every epoch is new."""
+    loader = PoissonLoader.from_data_loader(numbered(num_workers=2, persistent_workers=True))
+    epochs = [batches(loader) for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert loader.batch_sampler.stream.state_dict()["draws"] == 30
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_loader_draw_other_batches(copied: Any) -> None:
+    loader = PoissonLoader.from_data_loader(numbered())
+    assert batches(copied(loader), 2) != batches(loader, 2)
+
+
+def test_secure_mode_needs_no_package_for_batches() -> None:
+    engine = FlashPrivacyEngine()
+    engine.secure_mode = True  # its generator may be any, or none
+    found = engine._prepare_data_loader.__func__
+    engine._module_options = {}
+    loader = found(engine, numbered(), poisson_sampling=True, distributed=False)
+    assert len(batches(loader)) == 10
 
 
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def shards(generators: list[Any], steps: int, rate: float = 0.5, total: int = 41) -> Tensor:
+def shards(
+    world: int, steps: int, rate: float = 0.5, total: int = 41, seed: int | None = None
+) -> Tensor:
     """Which samples every process drew in every step: [ranks, steps, total]."""
-    world = len(generators)
     drawn = torch.zeros(world, steps, total, dtype=torch.bool)
-    for rank, generator in enumerate(generators):
+    for rank in range(world):
         sampler = ShardedPoissonSampler(
             total_size=total,
             sample_rate=rate,
             steps=steps,
             rank=rank,
             world_size=world,
-            generator=generator,
+            generator=None if seed is None else seeded(seed),
         )
         assert len(sampler) == steps
         for i, indices in enumerate(sampler):
@@ -225,35 +286,31 @@ def shards(generators: list[Any], steps: int, rate: float = 0.5, total: int = 41
 
 
 def test_every_sample_is_one_process_s() -> None:
-    drawn = shards([None] * 3, steps=50)
-    owners = drawn.any(1).sum(0)
+    owners = shards(3, steps=50).any(1).sum(0)
     assert (owners == 1).all()
 
 
-def test_processes_seeded_alike_draw_independently() -> None:
-    steps = 4000
-    drawn = shards([torch.Generator().manual_seed(0) for _ in range(2)], steps, total=8).float()
-    mine, other = drawn[0, :, 0::2], drawn[1, :, 1::2]  # [steps, 4]
-    assert not torch.equal(mine, other)
-    table = torch.cat([mine, other], 1)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_processes_draw_independently_seeded_alike_or_not(seed: int | None) -> None:
+    steps = 2000
+    drawn = shards(2, steps, total=8, seed=seed).float()
+    table = torch.cat([drawn[0, :, 0::2], drawn[1, :, 1::2]], 1)  # [steps, 8]
     correlation = torch.corrcoef(table.T) - torch.eye(8)
     assert correlation.abs().max() < 5 / steps**0.5
-    rates = table.mean(0)
-    assert (rates - 0.5).abs().max() < 5 * 0.5 / steps**0.5
+    assert (table.mean(0) - 0.5).abs().max() < 5 * 0.5 / steps**0.5
 
 
-def test_a_generator_repeats_and_its_absence_does_not() -> None:
-    seeded = [shards([torch.Generator().manual_seed(0)] * 1, 20) for _ in range(2)]
-    assert torch.equal(*seeded)
+def test_a_seed_repeats_and_its_absence_does_not() -> None:
+    assert torch.equal(*[shards(1, 20, seed=0) for _ in range(2)])
     free = []
     for _ in range(2):
         torch.manual_seed(0)
-        free.append(shards([None], 20))
+        free.append(shards(1, 20))
     assert not torch.equal(*free)
 
 
 def test_empty_local_batches_are_batches() -> None:
-    drawn = shards([None] * 2, steps=200, rate=0.02, total=20)
+    drawn = shards(2, steps=200, rate=0.02, total=20)
     sizes = drawn.sum(2)
     assert (sizes == 0).any() and (sizes > 0).any()
 

@@ -1,0 +1,192 @@
+"""What a step draws: samplers of batches of indices, from a secret stream of their own.
+
+The accountants assume that every step draws every sample independently with probability ``q``, the
+*sample rate* that they are told. The samplers here do exactly that, and nobody can guess what they
+draw: it is hidden who took part in a step, and on that the accountants' amplification rests.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
+
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import coin_tosses
+
+
+class Announcer:
+    """Tells the wrapped model how many samples the loader drew for its next forward.
+
+    It does not where batches are fetched ahead of their forward, or left out: then nothing is known
+    about the next forward, and the model is told that (``None``).
+    """
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[Any] | None = None
+        self._waiting = False
+        self._ahead = False
+
+    def __getstate__(self) -> dict[str, Any]:  # a worker has no model
+        return self.__dict__ | {"_module": None}
+
+    def follow(self, module: Any) -> None:
+        """Announce to this wrapped model, or hooks, from now on."""
+        self._module = weakref.ref(module)
+        # In front of what may refuse the forward: the batch after a refusal is announced as well.
+        handle = module._module.register_forward_pre_hook(self._note_forward, prepend=True)
+        module.autograd_grad_sample_hooks.append(handle)
+
+    def _note_forward(self, module: Any, args: Any) -> None:
+        self._waiting = False
+
+    def new_epoch(self) -> None:
+        """The loader starts anew."""
+        self._waiting = self._ahead = False
+
+    def end_epoch(self) -> None:
+        """The loader has given its last batch, or nobody asks it for more."""
+        self.new_epoch()
+        self._tell(None)
+
+    def __call__(self, samples: int | None) -> None:
+        self._ahead = self._ahead or self._waiting
+        self._waiting = True
+        self._tell(None if self._ahead else samples)
+
+    def _tell(self, samples: int | None) -> None:
+        module = self._module() if self._module is not None else None
+        expect = getattr(module, "expect_samples", None)
+        if expect is not None:
+            expect(samples)
+
+
+def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
+    """What a loader draws with: a key of the operating system's, unless the user asks for a seed.
+
+    Args:
+        generator: a ``torch.Generator`` that the user gave to the private loader: one number is
+            drawn from it, and is the seed.
+        seed: the seed.
+
+    Warns:
+        SeededNoiseWarning: there is a seed.
+    """
+    if generator is not None:
+        seed = int(torch.randint(1 << 62, (1,), generator=generator))
+    return SecretStream(seed=seed)
+
+
+class PoissonSampler(UniformWithReplacementSampler):
+    """Batches of indices: every step draws every sample independently, with the same probability.
+
+    Args:
+        num_samples: in the dataset.
+        sample_rate: the probability, rounded down to a multiple of ``2^-64``.
+        steps: batches in an epoch.
+        generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
+        stream: what to draw with; a new one with a key of its own if ``None``.
+
+    Attributes:
+        drawn: batches that were ever drawn.
+
+    Guarantees:
+        No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
+        drawn. A copy, a pickled sampler and a forked process draw with keys of their own.
+
+    Warns:
+        SeededNoiseWarning: ``generator`` was given.
+    """
+
+    #: Which part of each draw is this process's.
+    shard = 0
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        generator: Any = None,
+        stream: SecretStream | None = None,
+    ):
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = steps
+        self.stream = sampling_stream(generator) if stream is None else stream
+        self.drawn = 0
+        #: Sizes of the batches of the running epoch that its loader has not given yet.
+        self.sizes: deque[int] = deque()
+        self.announce = Announcer()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.announce.new_epoch()
+        sizes: deque[int] = deque()
+        self.sizes = sizes
+        try:
+            for _ in range(self.steps):
+                indices = self._draw()
+                self.drawn += 1
+                sizes.append(len(indices))
+                yield indices
+        finally:  # a loop that was left early, too
+            self.announce.end_epoch()
+
+    def _draw(self) -> list[Any]:
+        """The next batch."""
+        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
+        return indices
+
+    def _places(self, draw: Draw) -> Tensor:
+        """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
+        mask = coin_tosses(draw, self.num_samples, self.sample_rate, shard=self.shard)
+        return mask.nonzero().flatten()
+
+
+class ShardedPoissonSampler(PoissonSampler):
+    """One process's part of batches that all processes draw together.
+
+    Every sample is one process's, which draws it in every step with the given probability. All
+    processes take as many steps, with local batches that may be empty. What they draw is
+    independent, seeded or not: every process has a key of its own, or its own part of the seed's
+    words.
+
+    Args:
+        total_size: samples in the dataset, the same for all processes.
+        sample_rate: the probability.
+        steps: batches in an epoch, the same for all processes.
+        rank: this process.
+        world_size: how many there are.
+        generator, stream: as in :class:`PoissonSampler`.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_size: int,
+        sample_rate: float,
+        steps: int,
+        rank: int,
+        world_size: int,
+        generator: Any = None,
+        stream: SecretStream | None = None,
+    ):
+        super().__init__(
+            num_samples=len(range(rank, total_size, world_size)),
+            sample_rate=sample_rate,
+            steps=steps,
+            generator=generator,
+            stream=stream,
+        )
+        self.rank, self.world_size = rank, world_size
+        self.shard = rank
+
+    def _draw(self) -> list[int]:
+        places = self._places(self.stream.draw(Purpose.SAMPLING))
+        indices: list[int] = (places * self.world_size + self.rank).tolist()
+        return indices
