@@ -38,6 +38,8 @@ class Purpose(IntEnum):
     COUNT = 2
     #: Which samples are in a batch.
     SAMPLING = 3
+    #: A process's part of a key that several agree on.
+    KEY = 4
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ class PrivateRun:
 
     Args:
         arguments: of the user.
-        device: of the model's parameters.
 
     Attributes:
         engine: accounts for the steps.
@@ -42,19 +41,16 @@ class PrivateRun:
     sample_rate: float
     planned_steps: int
 
-    def __init__(self, arguments: PrivacyArguments, device: torch.device):
+    def __init__(self, arguments: PrivacyArguments):
         self.arguments = arguments
         self.engine = FlashPrivacyEngine(
-            accountant=arguments.accountant, secure_mode=arguments.secure_mode
+            accountant=arguments.accountant,
+            secure_mode=arguments.secure_mode,
+            seed=arguments.seed,
         )
         self._epsilon: tuple[int, float] | None = None
-        self.noise_generator: Any = None
-        if arguments.secure_mode:
-            self.sampling_generator: Any = self.engine.secure_rng
-            return
         # Not PyTorch's own generators: trainers seed these with a number that everybody knows.
         self.sampling_generator = torch.Generator().manual_seed(self._new_seed(0))
-        self.noise_generator = torch.Generator(device).manual_seed(self._new_seed(1))
 
     def _new_seed(self, *purpose: int) -> int:
         if self.arguments.seed is None:
@@ -99,7 +95,6 @@ class PrivateRun:
             data_loader=loader,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=max_grad_norm,
-            noise_generator=self.noise_generator,
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
@@ -158,8 +153,8 @@ class PrivateRun:
             # That of the next step, which adaptive clipping moves.
             "bound": self.optimizer.max_grad_norm,
         }
+        state["noise_stream"] = self.optimizer.stream.state_dict()
         if self.arguments.seed is not None:
-            state["noise_generator"] = self.noise_generator.get_state()
             state["sampling_generator"] = self.sampling_generator.get_state()
         return state
 
@@ -188,6 +183,7 @@ class PrivateRun:
             )
         self.engine.accountant.load_state_dict(state["accountant"])
         self.optimizer.max_grad_norm = state["bound"]
-        if self.arguments.seed is not None and "noise_generator" in state:
-            self.noise_generator.set_state(state["noise_generator"])
+        if "noise_stream" in state:
+            self.optimizer.stream.load_state_dict(state["noise_stream"])
+        if self.arguments.seed is not None and "sampling_generator" in state:
             self.sampling_generator.set_state(state["sampling_generator"])
