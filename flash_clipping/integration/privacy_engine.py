@@ -26,7 +26,7 @@ from flash_clipping.integration.grad_sample_module import (
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
-from flash_clipping.integration.samplers import PoissonSampler, sampling_stream
+from flash_clipping.integration.samplers import PoissonSampler
 from flash_clipping.integration.sampling import (
     NotPoissonWarning,
     PoissonLoader,
@@ -40,10 +40,14 @@ from flash_clipping.integration.unit_sampling import (
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.randomness import SecretStream
 from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
+
+#: Of the noise, in a checkpoint.
+_STREAM = "noise_stream_state_dict"
 
 #: What only ``clipping="adaptive"`` takes.
 _ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
@@ -52,8 +56,24 @@ _ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 class FlashPrivacyEngine(PrivacyEngine):
     """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
-    Everything that is not named here (accounting, schedulers, checkpoints) is Opacus' own. Modes
-    other than ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+    Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
+    ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+
+    Args:
+        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
+        secure_mode: in mode ``"flash"`` noise is always that of secure mode, from
+            :attr:`stream`: this refuses seeds, and changes nothing else. In other modes as in
+            Opacus: it needs ``torchcsprng``.
+        seed: for tests and debugging: makes noise repeat. Whoever knows it can subtract the noise.
+
+    Attributes:
+        stream: the secret stream that noise is made of.
+
+    Raises:
+        ValueError: a seed in secure mode.
+
+    Warns:
+        SeededNoiseWarning: a seed was given.
 
     Example::
 
@@ -73,10 +93,33 @@ class FlashPrivacyEngine(PrivacyEngine):
     _units: UnitsOfRows | None = None
     dataset: Any
     _warned_not_poisson = False
-    #: What batches are drawn by, in tests; ``None``: by a key of the operating system's.
-    seed: int | None = None
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
+    #: What make_private was told of rounding noisy sums.
+    _noise_grid = False
+    #: Whether Opacus' own source of randomness was asked for.
+    _has_opacus_randomness = False
+
+    def __init__(
+        self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
+    ):
+        if secure_mode and seed is not None:
+            raise ValueError(
+                f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
+                "seed can subtract the noise. Leave one of them out."
+            )
+        with warnings.catch_warnings():
+            # That noise is not secure: it is. Modes of Opacus warn where they are used.
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        self.secure_mode = secure_mode
+        self.stream = SecretStream(seed=seed)
+
+    def _use_opacus_randomness(self) -> None:
+        """What Opacus' engine says and does of secure mode when it is made; once."""
+        if not self._has_opacus_randomness:
+            self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
+            self._has_opacus_randomness = True
 
     def make_private(
         self,
@@ -92,6 +135,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         sample_of: str | Offsets | None = None,
         units: Sequence[int] | Tensor | None = None,
         max_rows_per_unit: int | None = None,
+        noise_grid: bool = False,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -123,7 +167,11 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
                 time.
-            **kwargs: as in Opacus; ``rand_on_empty`` must be false.
+            noise_grid: round noisy sums to a grid that depends on the noise's standard deviation
+                alone, against attacks on floating-point addition; not in data-parallel training;
+                flash only.
+            **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed:
+                a number is drawn from it, once.
 
         Guarantees:
             Every step draws every sample independently with probability ``1 / len(data_loader)``,
@@ -152,6 +200,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         if grad_sample_mode != "flash":
             if sample_of is not None:
                 raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
+            if noise_grid:
+                raise ValueError("noise_grid: found with another grad_sample_mode than 'flash'.")
+            self._use_opacus_randomness()
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
@@ -167,7 +218,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "draw the rows of one unit together, which is not built. Draw rows, or use one "
                 "process."
             )
-        self._adaptive = clipping == "adaptive"
+        self._adaptive, self._noise_grid = clipping == "adaptive", noise_grid
         self._module_options: dict[str, Any] = {
             "backend": backend,
             "mode": mode,
@@ -229,7 +280,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """Raise ``TypeError`` for an argument that nobody would read."""
         known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
         known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-        known |= {"sample_of", "units", "max_rows_per_unit"}
+        known |= {"sample_of", "units", "max_rows_per_unit", "noise_grid"}
         if clipping == "adaptive":
             known |= {*_ADAPTIVE}
         if unknown := [name for name in given if name not in known]:
@@ -295,7 +346,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
-        kwargs.update(distributed=distributed, stream=sampling_stream(seed=self.seed))
+        kwargs.update(distributed=distributed, stream=self.stream.another())
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
         return PoissonLoader.from_data_loader(data_loader, **kwargs)
@@ -388,10 +439,32 @@ class FlashPrivacyEngine(PrivacyEngine):
             cls = DistributedFlashDPOptimizer
         return cls(
             optimizer,
-            generator=self.secure_rng if self.secure_mode else generator,
+            stream=self.stream if generator is None else None,
+            generator=generator,
             secure_mode=self.secure_mode,
+            noise_grid=self._noise_grid,
             **kwargs,
         )
+
+    def save_checkpoint(
+        self,
+        *,
+        optimizer: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
+        state = getattr(optimizer, "stream", self.stream).state_dict()
+        checkpoint_dict = {**(checkpoint_dict or {}), _STREAM: state}
+        super().save_checkpoint(optimizer=optimizer, checkpoint_dict=checkpoint_dict, **kwargs)
+
+    def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
+        """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
+        checkpoint, behind what it had drawn: nothing is drawn again."""
+        checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
+        if _STREAM in checkpoint:
+            getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_STREAM])
+        return checkpoint
 
     def _prepare_criterion(
         self,

@@ -77,9 +77,9 @@ def test_documents_that_are_packed() -> None:
     module, optimizer, criterion, loader = private(
         model=model, loader=loader, units=None, sample_of="document", max_grad_norm=0.1
     )
-    torch.manual_seed(1)
-    sizes = []
-    for _ in range(6):
+    sizes = [1]
+    while min(sizes) > 0 or max(sizes) <= 4:  # one batch in fifty is empty
+        assert len(sizes) < 2000
         for batch in loader:
             optimizer.zero_grad()
             logits = module(**batch)
