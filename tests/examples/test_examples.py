@@ -19,6 +19,7 @@ METHODS = ["flash", "ghost", "hooks", "nonprivate"]
 CPU = "--device=cpu"
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "language_model"])
 def test_methods_report_and_agree(example, name, capsys):
     """Same seed, so same batches and same noise: private methods differ by rounding only."""
@@ -76,11 +77,12 @@ def test_bf16_autocast(example, name):
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
 @pytest.mark.parametrize(
     ("name", "stop"), [("digits", "between_epochs"), ("language_model", "inside_an_epoch")]
 )
 def test_resumed_run_equals_uninterrupted_run(example, name, stop):
-    command = [*TINY[name], CPU]
+    command = [*TINY[name], CPU, "--repeatable"]
     whole = example.main([*command, "--checkpoint=whole.pt"])
     steps = whole.total_steps // 2 + (1 if stop == "inside_an_epoch" else 0)
     example.main([*command, "--checkpoint=parts.pt", "--max-steps", str(steps)])
