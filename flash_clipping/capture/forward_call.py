@@ -11,12 +11,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
 from flash_clipping.capture.units import Units
+
+if TYPE_CHECKING:
+    from flash_clipping.capture.padding import CountedRows
 
 
 def in_backward() -> bool:
@@ -109,6 +112,8 @@ class ForwardCall:
     made_up: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
+    #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.padding`).
+    counted_rows: CountedRows | None = None
     #: Memory of the root's tensor inputs.
     input_storages: frozenset[int] = frozenset()
     #: Whether autograd is on: what then runs without it in this call is checkpointed.

@@ -17,7 +17,10 @@ from torch import distributed as dist
 
 from flash_clipping._compat import check_engine, without_validator
 from flash_clipping.capture.units import Offsets
+from flash_clipping.integration.accounting import PldAccountant, Process
 from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.asked_process import asked_process, planned_noise
+from flash_clipping.integration.correlated_noise import CorrelatedFlashDPOptimizer
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
@@ -26,20 +29,17 @@ from flash_clipping.integration.grad_sample_module import (
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
-from flash_clipping.integration.samplers import PoissonSampler, sampling_stream
-from flash_clipping.integration.sampling import (
-    NotPoissonWarning,
-    PoissonLoader,
-    is_accounted_for,
-    refuse_loader,
-)
+from flash_clipping.integration.samplers import sampling_stream
+from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
+from flash_clipping.integration.sampling_watch import watch_sampling
 from flash_clipping.integration.unit_sampling import (
     UnitLoader,
-    UnitSampler,
     UnitsOfRows,
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
@@ -72,9 +72,12 @@ class FlashPrivacyEngine(PrivacyEngine):
     #: What make_private was told of the rows of the dataset.
     _units: UnitsOfRows | None = None
     dataset: Any
+    #: Whether it was said that batches are not drawn by Poisson sampling.
     _warned_not_poisson = False
     #: What batches are drawn by, in tests; ``None``: by a key of the operating system's.
     seed: int | None = None
+    #: How batches are drawn and noise is made.
+    _process = Process()
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
 
@@ -92,6 +95,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         sample_of: str | Offsets | None = None,
         units: Sequence[int] | Tensor | None = None,
         max_rows_per_unit: int | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
+        noise: NoiseMechanism | None = None,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -123,6 +129,15 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
                 time.
+            sampling: ``"poisson"``; ``"fixed_order"`` and ``"cyclic_poisson"`` are for correlated
+                noise (:class:`~flash_clipping.integration.accounting.Process`); flash only, and
+                ``accountant="pld"``.
+            max_batch_size: every batch has this many rows. Where more samples are drawn, a random
+                subset of them is taken; where fewer, other rows fill the batch up, which add
+                exactly nothing. The sample rate is still the loader's; flash only, and
+                ``accountant="pld"``.
+            noise: how the noise of steps is correlated
+                (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             **kwargs: as in Opacus; ``rand_on_empty`` must be false.
 
         Guarantees:
@@ -149,6 +164,15 @@ class FlashPrivacyEngine(PrivacyEngine):
             flash=grad_sample_mode == "flash",
             poisson=kwargs.get("poisson_sampling", True),
         )
+        process = asked_process(
+            self.accountant,
+            sampling=sampling,
+            noise=noise,
+            max_batch_size=max_batch_size,
+            flash=grad_sample_mode == "flash",
+            with_units=units is not None or sample_of is not None,
+            arguments={"clipping": clipping} | kwargs,
+        )
         if grad_sample_mode != "flash":
             if sample_of is not None:
                 raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
@@ -156,6 +180,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
         check_engine(PrivacyEngine)
+        self._process = process
         self._check_keywords(kwargs, clipping)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
@@ -189,7 +214,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         finally:
             del self._module_options
         optimizer.follow(module)
-        self._watch_sampling(module, optimizer, data_loader)
+        watch_sampling(self, module, optimizer, data_loader)
         return module, optimizer, criterion, data_loader
 
     def make_private_with_epsilon(
@@ -206,6 +231,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
         """
+        if grad_sample_mode == "flash" and isinstance(self.accountant, PldAccountant):
+            return self.make_private(
+                noise_multiplier=planned_noise(self.accountant, kwargs),
+                backend=backend,
+                mode=mode,
+                folded_modules=folded_modules,
+                sum_dtype=sum_dtype,
+                strict=strict,
+                **kwargs,
+            )
         if grad_sample_mode == "flash":
             # Opacus hands what these read on to make_private.
             self._of_epsilon = {
@@ -229,7 +264,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """Raise ``TypeError`` for an argument that nobody would read."""
         known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
         known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-        known |= {"sample_of", "units", "max_rows_per_unit"}
+        known |= {"sample_of", "units", "max_rows_per_unit", "sampling", "max_batch_size", "noise"}
         if clipping == "adaptive":
             known |= {*_ADAPTIVE}
         if unknown := [name for name in given if name not in known]:
@@ -298,47 +333,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         kwargs.update(distributed=distributed, stream=sampling_stream(seed=self.seed))
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
-        return PoissonLoader.from_data_loader(data_loader, **kwargs)
-
-    def _watch_sampling(self, module: Any, optimizer: Any, loader: Any) -> None:
-        """Announce batches to the model; warn when steps were not sampled as they are accounted."""
-        sampler = loader.batch_sampler
-        units = module._session.units_of_calls
-        units.from_loader, units.announced = isinstance(sampler, UnitSampler), None
-        units.are_items = isinstance(sampler, PoissonSampler)
-        if isinstance(sampler, PoissonSampler):
-            sampler.announce.follow(module)
-        elif not is_accounted_for(loader):
-            self._warn_not_poisson(
-                f"poisson_sampling=False, and a loader with {type(sampler).__name__}"
-            )
-        steps_before, account = 0, optimizer.step_hook
-
-        def note_step(optimizer: Any) -> None:
-            nonlocal steps_before
-            steps_before += 1
-            if isinstance(sampler, PoissonSampler) and steps_before > sampler.drawn:
-                self._warn_not_poisson(
-                    f"{steps_before} steps, and {sampler.drawn} batches drawn by the loader that "
-                    "make_private returned"
-                )
-            account(optimizer)
-
-        optimizer.attach_step_hook(note_step)
-
-    def _warn_not_poisson(self, found: str) -> None:
-        if not self._warned_not_poisson:
-            self._warned_not_poisson = True
-            warnings.warn(
-                f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
-                "that every step draws every sample independently with the sample rate; for other "
-                "batches the epsilon that it reports is an approximation that may be too small. "
-                "Take batches from the loader that make_private returns, with "
-                "poisson_sampling=True. (Trainers that make their own loaders must be given this "
-                "one, and a datamodule must return it.) This is said once.",
-                NotPoissonWarning,
-                stacklevel=4,
-            )
+        loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
+        self._sampler = loader.batch_sampler
+        return loader
 
     def get_epsilon(self, delta: float) -> float:
         """The privacy spent so far: ``epsilon`` for this ``delta``, as Opacus' accountant has it.
@@ -386,6 +383,14 @@ class FlashPrivacyEngine(PrivacyEngine):
             kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
         elif distributed:
             cls = DistributedFlashDPOptimizer
+        if not isinstance(self._process.noise, IndependentNoise):
+            return CorrelatedFlashDPOptimizer(
+                optimizer,
+                mechanism=self._process.noise,
+                stream=SecretStream(seed=self.seed),
+                before_noise=self._sampler.check_step,
+                **kwargs,
+            )
         return cls(
             optimizer,
             generator=self.secure_rng if self.secure_mode else generator,
