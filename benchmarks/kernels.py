@@ -32,8 +32,10 @@ from flash_clipping import ops
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.ops.runtime import cost
+from flash_clipping.randomness import Purpose, SecretStream
 
 LAYERS = 8
+NOISE = SecretStream()
 """Layers in one gram launch; a step has more."""
 CALLS = 4
 """Calls in one sample of time."""
@@ -208,7 +210,9 @@ def noise_is_off(device: torch.device, dtype: torch.dtype) -> float:
     standard errors of each."""
     elements = 1 << 19
     zeros = [torch.zeros(elements, device=device, dtype=dtype) for _ in range(2)]
-    x, y = (noise.double() for noise in noisy_means(zeros, 1.0, 1.0))
+    x, y = (
+        noise.double() for noise in noisy_means(zeros, 1.0, 1.0, draw=NOISE.draw(Purpose.NOISE))
+    )
     squares = torch.stack([x.square().mean(), y.square().mean()]) - 1
     product = (x * y).mean()
     return float(torch.cat([squares / 2**0.5, product[None]]).abs().max() * elements**0.5)
@@ -278,8 +282,11 @@ def row_candidates(
             Result(group, "embedding", "copy", once),
             lambda: ops.embedding_sqnorms(ids, G, in_parts=True),
         ),
-        # As many parameters as samples, with the default generator.
-        (Result(group, "noise", "copy", 2 * once), lambda: noisy_means(list(x), 1.0, 2.0)),
+        # As many parameters as samples.
+        (
+            Result(group, "noise", "copy", 2 * once),
+            lambda: noisy_means(list(x), 1.0, 2.0, draw=NOISE.draw(Purpose.NOISE)),
+        ),
         (
             Result(group, "group_norm", "copy", 2 * once),  # positions as channels
             lambda: ops.group_norm_grads(x, G, statistics_B1, statistics_B1),

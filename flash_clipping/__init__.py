@@ -17,6 +17,7 @@ from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
 from flash_clipping.integration.sampling import NotPoissonWarning
 from flash_clipping.integration.token_losses import per_sample_loss
 from flash_clipping.ops.runtime.backend import is_triton_available
+from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from flash_clipping.rules import Needs, Rule, register_rule
 
 __version__ = "0.1.0"
@@ -39,6 +40,8 @@ __all__ = [
     "Offsets",
     "Outer",
     "Rule",
+    "SecretStream",
+    "SeededNoiseWarning",
     "clipping_coefficients",
     "is_triton_available",
     "per_sample_loss",

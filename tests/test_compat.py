@@ -17,7 +17,7 @@ from torch import nn
 
 import flash_clipping
 from flash_clipping import _compat
-from flash_clipping._compat import opacus, tensors
+from flash_clipping._compat import tensors
 
 PACKAGE = Path(flash_clipping.__file__).parent
 COMPAT = PACKAGE / "_compat"
@@ -73,7 +73,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "awaits_gradient": (["_post_accumulate_grad_hooks"], "same"),
     "applied_to": (["torch.distributed._composable"], "same"),
     "functions_of_optimizer": (
-        ["_check_processed_flag", "_mark_as_processed", "_generate_noise"],
+        ["_check_processed_flag", "_mark_as_processed"],
         "same",
     ),
     "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
@@ -334,18 +334,6 @@ def test_padding_is_that_of_pytorch(padding: str | tuple[int, int]) -> None:
     assert _compat.padding_of(layer) == known
     del layer._reversed_padding_repeated_twice
     assert _compat.padding_of(layer) == known
-
-
-def test_noise_is_as_opacus_draws_it() -> None:
-    *_, draw = _compat.functions_of_optimizer()
-    reference = torch.zeros(3, 2)
-
-    def drawn(by: object) -> torch.Tensor:
-        return by(2.0, reference, torch.Generator().manual_seed(1))  # type: ignore[operator]
-
-    assert torch.equal(drawn(draw), drawn(opacus._draw))
-    with pytest.raises(_compat.MissingInterface, match="secure mode"):
-        opacus._draw(1.0, reference, secure_mode=True)
 
 
 def test_what_autograd_was_asked_for_is_known_from_hooks(

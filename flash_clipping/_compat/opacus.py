@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flash_clipping._compat.lookup import refuse
 
@@ -24,30 +23,13 @@ def _mark_used(summed: Any) -> None:
     summed._processed = True
 
 
-def _draw(std: float, reference: Tensor, generator: Any = None, secure_mode: bool = False) -> Any:
-    if secure_mode:
-        refuse("opacus.optimizers.optimizer._generate_noise in secure mode", "Opacus")
-    if std == 0:
-        return torch.zeros_like(reference)
-    return torch.normal(
-        0.0,
-        std,
-        reference.shape,
-        generator=generator,
-        device=reference.device,
-        dtype=reference.dtype,
-    )
-
-
-def functions_of_optimizer() -> tuple[Any, Any, Any]:
-    """Of Opacus: refuses sums that a step has used, marks them, draws noise. Without: the same
-    here, and an error in secure mode."""
+def functions_of_optimizer() -> tuple[Any, Any]:
+    """Of Opacus: refuses sums that a step has used, and marks them. Without: the same here."""
     from opacus.optimizers import optimizer
 
     return (
         getattr(optimizer, "_check_processed_flag", _check_unused),
         getattr(optimizer, "_mark_as_processed", _mark_used),
-        getattr(optimizer, "_generate_noise", _draw),
     )
 
 

@@ -11,15 +11,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
+from flash_clipping.capture.padding import CountedRows
 from flash_clipping.capture.units import Units
-
-if TYPE_CHECKING:
-    from flash_clipping.capture.padding import CountedRows
 
 
 def in_backward() -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.errors import FlashClippingError
 
 
@@ -75,22 +74,23 @@ class Padding:
         """So many rows of the next batch count; ``None``: nothing is known of it."""
         self._announced = None if count is None else CountedRows(self.rows, count)
 
-    def of_call(self, call: ForwardCall, captured: bool) -> CountedRows:
+    def of_call(self, batch_size: int | None, recorded: bool, captured: bool) -> CountedRows:
         """The rows of a call of the model that begins now.
 
         Args:
-            call: with the sizes of its batch.
+            batch_size: of its inputs.
+            recorded: whether it may be followed by a backward.
             captured: whether a CUDA graph is being made of it.
 
         Raises:
             FlashClippingError: a call that is recorded is not of the batch that was announced.
         """
-        if self.rows is None or not call.recorded:
+        if self.rows is None or not recorded:
             return EVERY_ROW
         found = self._known()
-        if call.batch_size != self.rows:
+        if batch_size != self.rows:
             raise FlashClippingError(
-                f"the model: called with a batch of {call.batch_size} rows; expected the "
+                f"the model: called with a batch of {batch_size} rows; expected the "
                 f"{self.rows} rows of the loader's batch (max_batch_size), at once: the last of "
                 "them may be padding."
             )
@@ -136,14 +136,13 @@ class Padding:
 EVERY_ROW = CountedRows()
 
 
-def counted_rows(calls: Iterable[ForwardCall]) -> CountedRows:
-    """The rows of these calls of the model, whose gradients are one.
+def counted_rows(of_calls: Iterable[CountedRows | None]) -> CountedRows:
+    """The rows of calls of the model whose gradients are one.
 
     Raises:
         FlashClippingError: they are of several batches.
     """
-    told = [call.counted_rows for call in calls if call.counted_rows is not None]
-    found = {id(rows): rows for rows in told}
+    found = {id(rows): rows for rows in of_calls if rows is not None}
     if len(found) > 1:
         raise FlashClippingError(
             "the model: it was called with several padded batches before backward, of which "

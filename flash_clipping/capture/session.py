@@ -396,7 +396,7 @@ class ClippingSession:
 
     def counted_rows(self) -> CountedRows:
         """Which rows of the calls whose norms have not been taken are no padding."""
-        return counted_rows(f for f in self._forwards if not f.spent and f.recorded)
+        return counted_rows(f.counted_rows for f in self._forwards if not f.spent and f.recorded)
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""

@@ -178,6 +178,8 @@ class PldAccountant(IAccountant):
         self.process = Process()
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
+        #: Called where that is so after a checkpoint was loaded.
+        self.before_run: Callable[[], None] | None = None
 
     def follow(self, process: Process) -> None:
         """Account for this process from now on.
@@ -190,7 +192,7 @@ class PldAccountant(IAccountant):
                 f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
                 f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
             )
-        self.process, self._begins = process, True
+        self.process, self._begins, self.before_run = process, True, None
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         last = self.history[-1] if self.history else None
@@ -300,6 +302,8 @@ class PldAccountant(IAccountant):
                 "model private as it was."
             )
         self._begins = True
+        if self.before_run is not None:
+            self.before_run()
 
     def __len__(self) -> int:
         return sum(steps for _, _, steps in self.history)

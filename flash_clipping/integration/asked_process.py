@@ -63,6 +63,11 @@ def asked_process(
             "The bound, and with it the noise, would move",
         ),
         (
+            arguments.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
+            "noise_grid=True",
+            "What is rounded off would not be taken back",
+        ),
+        (
             not arguments.get("poisson_sampling", True),
             "poisson_sampling=False",
             "The engine must draw the batches. Leave it at its default",

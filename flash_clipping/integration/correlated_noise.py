@@ -15,11 +15,11 @@ from torch import Tensor
 from flash_clipping._compat import functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
+from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, OneStepNoise
-from flash_clipping.randomness.normals import standard_normals
 
-_check_unused, _mark_used, _ = functions_of_optimizer()
+_check_unused, _mark_used = functions_of_optimizer()
 
 
 class CorrelatedNoise:
@@ -52,10 +52,10 @@ class CorrelatedNoise:
             )
         self._shapes = shapes
         draw = self._stream.draw(Purpose.NOISE)
-        row = standard_normals(draw, sums)
+        row = _normals(draw, sums)
         if isinstance(self.mechanism, OneStepNoise):
             if self._last is not None:
-                for w, z in zip(row, standard_normals(self._last, sums), strict=True):
+                for w, z in zip(row, _normals(self._last, sums), strict=True):
                     w.sub_(z, alpha=self.mechanism.share)
             self._last = draw
         elif isinstance(self.mechanism, BandedNoise):
@@ -73,6 +73,12 @@ class CorrelatedNoise:
         )
 
 
+def _normals(draw: Draw, sums: Sequence[Tensor]) -> list[Tensor]:
+    """The normals of a draw, of unit scale: the same again whenever they are asked for."""
+    nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
+    return noisy_means(nothing, 1.0, 1.0, draw=draw)
+
+
 class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` with noise that steps partly take back.
 
@@ -81,7 +87,6 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
 
     Args:
         mechanism: how noise is correlated.
-        stream: where independent noise comes from.
         before_noise: called before a step's noise is drawn; raises if the step may not be taken.
         **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
 
@@ -94,13 +99,16 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
         optimizer: Any,
         *,
         mechanism: NoiseMechanism,
-        stream: SecretStream,
         before_noise: Callable[[], None],
         **kwargs: Any,
     ):
         super().__init__(optimizer, **kwargs)
-        self._noise = CorrelatedNoise(mechanism, stream)
-        self._before_noise = before_noise
+        self._mechanism, self._before_noise = mechanism, before_noise
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Steps from now on take nothing back of the noise of those before."""
+        self._noise = CorrelatedNoise(self._mechanism, self.stream)
         self._std: float | None = None
 
     def add_noise(self) -> None:

@@ -257,7 +257,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
         call.made_up = self._sharded is not None and self._sharded.is_empty
-        call.counted_rows = session.padding.of_call(call, session.captured is not None)
+        call.counted_rows = session.padding.of_call(
+            call.batch_size, call.recorded, session.captured is not None
+        )
         check_drawn(session, call)
         session.returning = call
         self._losses.before_forward()

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.adaptive import COUNT_NOISE, AdaptiveBound
-from flash_clipping.integration.drawn_noise import DrawnStates
 from flash_clipping.integration.step_record import (
     Bound,
     StepRecord,
@@ -30,25 +29,38 @@ from flash_clipping.integration.step_record import (
 )
 from flash_clipping.integration.unit_sampling import refuse_split_units
 from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Purpose, SecretStream
 
-_check_unused, _mark_used, _draw_noise = functions_of_optimizer()
+_check_unused, _mark_used = functions_of_optimizer()
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
 
     ``p.grad`` becomes ``(p.summed_grad + N(0, (noise_multiplier * C)^2)) / expected_batch_size``,
-    drawn from ``generator`` if one is given, in Opacus' way in secure mode. ``C`` is the bound that
+    where the noise is made of words of :attr:`stream` that are used once. ``C`` is the bound that
     the step's sums were clipped by: see :meth:`follow`.
 
     Args:
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where the sensitivity is the norm of the list.
+        stream: what noise is made of; by default one with a key of its own, which nobody knows.
+        generator: a seed in Opacus' way: a number is drawn from it, now, and the stream is that of
+            this number. For tests only.
+        secure_mode: changes nothing: noise is that of secure mode. It refuses a seed.
+        noise_grid: round noisy sums to a grid that does not depend on data
+            (:func:`flash_clipping.ops.noise.grid_of`).
         **kwargs: as in Opacus.
 
+    Attributes:
+        stream: the :class:`~flash_clipping.randomness.SecretStream`.
+
     Raises:
-        ValueError: in ``step``, for gradients that are not the clipped sums of this step.
-        FlashClippingError: in ``step``, where noise would be drawn a second time.
+        ValueError: a seed in secure mode, or beside a stream; in ``step``, for gradients that are
+            not the clipped sums of this step.
+
+    Warns:
+        SeededNoiseWarning: a generator was given.
     """
 
     #: Moves the bound at the end of every step: adaptive clipping.
@@ -68,9 +80,26 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
     _ahead: int | None = None
 
-    def __init__(self, optimizer: Any, *, max_grad_norm: float | Sequence[float], **kwargs: Any):
-        self._drawn = DrawnStates()
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        max_grad_norm: float | Sequence[float],
+        stream: SecretStream | None = None,
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        noise_grid: bool = False,
+        **kwargs: Any,
+    ):
+        self.stream = _stream_of(stream, generator, secure_mode)
+        self.noise_grid = noise_grid
+        super().__init__(
+            optimizer,
+            max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+            generator=generator,
+            secure_mode=secure_mode,
+            **kwargs,
+        )
         check_optimizer(self)
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotImplementedError(
@@ -94,7 +123,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         before = module.running_step.follower
         if before is not None and before is not self:
             before._replaced = True
-            self._drawn = before._drawn
+            # Behind what that one has drawn, where both have the key of one seed.
+            self.stream.load_state_dict(before.stream.state_dict())
         module.max_grad_norm = self._bound_now()
         module.running_step.follower = self
         self._module = module
@@ -317,17 +347,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             _check_unused(p.summed_grad)
         sums = [p.summed_grad for p in self.params]
         dtypes = [self._noisy_dtype(p) for p in self.params]
-        generators = self._generators(sums) if std else []
-        self._drawn.check(generators)
-        self._drawn.note(generators)
-        if self.secure_mode:
-            noisy = [
-                (self._with_secure_noise(summed, std) / divisor).to(dtype)
-                for summed, dtype in zip(sums, dtypes, strict=True)
-            ]
-        else:
-            noisy = noisy_means(sums, std, divisor, dtypes=dtypes, generator=self.generator)
-        self._drawn.note_end(generators)
+        noisy = noisy_means(
+            sums,
+            std,
+            divisor,
+            draw=self.stream.draw(Purpose.NOISE),
+            dtypes=dtypes,
+            grid=self.noise_grid,
+        )
         for p, grad in zip(self.params, noisy, strict=True):
             p.grad = grad.view_as(p)
             _mark_used(p.summed_grad)
@@ -335,27 +362,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         """Of noisy gradients: the parameter's, as optimizers want them."""
         return p.dtype
-
-    def _generators(self, sums: Sequence[Tensor]) -> list[torch.Generator]:
-        """The generators that noise comes from; those of secure mode have no state to repeat."""
-        if self.secure_mode:
-            return []
-        if self.generator is not None:
-            return [self.generator]
-        devices = {summed.device for summed in sums}
-        if self.adaptive is not None:
-            devices.add(torch.device("cpu"))  # the count's
-        return [
-            torch.cuda.default_generators[device.index]
-            if device.type == "cuda"
-            else torch.default_generator
-            for device in devices
-        ]
-
-    def _with_secure_noise(self, summed: Tensor, std: float) -> Tensor:
-        return summed + _draw_noise(
-            std=std, reference=summed, generator=self.generator, secure_mode=True
-        )
 
     def scale_grad(self) -> None:
         """Nothing: :meth:`add_noise` divides in the same pass."""
@@ -404,18 +410,45 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self.max_grad_norm = self.adaptive.next_bound(record.bound, noisy, samples)
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
-        generator = self.generator
-        device = torch.device("cpu") if generator is None else generator.device
-        reference = torch.zeros(1, device=device)
-        noise = _draw_noise(
-            std=std, reference=reference, generator=generator, secure_mode=self.secure_mode
+        draw = self.stream.draw(Purpose.COUNT)
+        (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
+        return noisy
+
+
+def _stream_of(
+    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool
+) -> SecretStream:
+    """The stream of an optimizer that was given these."""
+    if generator is None and stream is not None and not (stream.is_seeded and secure_mode):
+        return stream
+    if secure_mode and (generator is not None or stream is not None):
+        raise ValueError(
+            "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "
+            "whoever knows it can subtract. Leave one of them out."
         )
-        return count + noise.to(count.device).squeeze(0)
+    if generator is None:
+        return SecretStream()
+    if stream is not None:
+        raise ValueError("FlashDPOptimizer: found a stream and a generator; expected one of them.")
+    seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
+    return SecretStream(seed=int(seed))
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
     """The same for data-parallel training: worker 0 adds the noise, then gradients are summed, and
-    the noisy sum is rounded to the parameter's dtype."""
+    the noisy sum is rounded to the parameter's dtype.
+
+    Raises:
+        NotImplementedError: ``noise_grid``: the other workers' sums are added after the noise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if kwargs.get("noise_grid"):
+            raise NotImplementedError(
+                "noise_grid=True: found data-parallel training, where sums of other workers are "
+                "added to the rounded one. Use fully_shard, or one process."
+            )
+        super().__init__(*args, **kwargs)
 
     def add_noise(self) -> None:
         if self.rank == 0:

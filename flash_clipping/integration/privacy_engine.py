@@ -5,31 +5,27 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
-from torch import distributed as dist
 
-from flash_clipping._compat import check_engine, without_validator
+from flash_clipping._compat import check_engine
 from flash_clipping.capture.units import Offsets
-from flash_clipping.integration.accounting import PldAccountant, Process
-from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.accounting import PldAccountant, Process, relation_of
 from flash_clipping.integration.asked_process import asked_process, planned_noise
-from flash_clipping.integration.correlated_noise import CorrelatedFlashDPOptimizer
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.keywords import ADAPTIVE, check_keywords
+from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
-from flash_clipping.integration.samplers import sampling_stream
+from flash_clipping.integration.private_optimizer import private_optimizer
 from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
 from flash_clipping.integration.sampling_watch import watch_sampling
 from flash_clipping.integration.unit_sampling import (
@@ -38,22 +34,39 @@ from flash_clipping.integration.unit_sampling import (
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.integration.unsupported import validate
 from flash_clipping.randomness import SecretStream
-from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
+from flash_clipping.randomness.mechanisms import NoiseMechanism
 from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
 
-#: What only ``clipping="adaptive"`` takes.
-_ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
+#: Of the noise, in a checkpoint.
+_STREAM = "noise_stream_state_dict"
 
 
 class FlashPrivacyEngine(PrivacyEngine):
     """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
-    Everything that is not named here (accounting, schedulers, checkpoints) is Opacus' own. Modes
-    other than ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+    Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
+    ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+
+    Args:
+        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
+        secure_mode: in mode ``"flash"`` noise is always that of secure mode, from
+            :attr:`stream`: this refuses seeds, and changes nothing else. In other modes as in
+            Opacus: it needs ``torchcsprng``.
+        seed: for tests and debugging: makes noise repeat. Whoever knows it can subtract the noise.
+
+    Attributes:
+        stream: the secret stream that noise is made of.
+
+    Raises:
+        ValueError: a seed in secure mode.
+
+    Warns:
+        SeededNoiseWarning: a seed was given.
 
     Example::
 
@@ -74,12 +87,35 @@ class FlashPrivacyEngine(PrivacyEngine):
     dataset: Any
     #: Whether it was said that batches are not drawn by Poisson sampling.
     _warned_not_poisson = False
-    #: What batches are drawn by, in tests; ``None``: by a key of the operating system's.
-    seed: int | None = None
     #: How batches are drawn and noise is made.
     _process = Process()
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
+    #: What make_private was told of rounding noisy sums.
+    _noise_grid = False
+    #: Whether Opacus' own source of randomness was asked for.
+    _has_opacus_randomness = False
+
+    def __init__(
+        self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
+    ):
+        if secure_mode and seed is not None:
+            raise ValueError(
+                f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
+                "seed can subtract the noise. Leave one of them out."
+            )
+        with warnings.catch_warnings():
+            # That noise is not secure: it is. Modes of Opacus warn where they are used.
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        self.secure_mode = secure_mode
+        self.stream = SecretStream(seed=seed)
+
+    def _use_opacus_randomness(self) -> None:
+        """What Opacus' engine says and does of secure mode when it is made; once."""
+        if not self._has_opacus_randomness:
+            self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
+            self._has_opacus_randomness = True
 
     def make_private(
         self,
@@ -98,6 +134,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         sampling: str = "poisson",
         max_batch_size: int | None = None,
         noise: NoiseMechanism | None = None,
+        noise_grid: bool = False,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -138,7 +175,11 @@ class FlashPrivacyEngine(PrivacyEngine):
                 ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
-            **kwargs: as in Opacus; ``rand_on_empty`` must be false.
+            noise_grid: round noisy sums to a grid that depends on the noise's standard deviation
+                alone, against attacks on floating-point addition; not in data-parallel training;
+                flash only.
+            **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed:
+                a number is drawn from it, once.
 
         Guarantees:
             Every step draws every sample independently with probability ``1 / len(data_loader)``,
@@ -171,17 +212,20 @@ class FlashPrivacyEngine(PrivacyEngine):
             max_batch_size=max_batch_size,
             flash=grad_sample_mode == "flash",
             with_units=units is not None or sample_of is not None,
-            arguments={"clipping": clipping} | kwargs,
+            arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
         )
         if grad_sample_mode != "flash":
             if sample_of is not None:
                 raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
+            if noise_grid:
+                raise ValueError("noise_grid: found with another grad_sample_mode than 'flash'.")
+            self._use_opacus_randomness()
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
         check_engine(PrivacyEngine)
         self._process = process
-        self._check_keywords(kwargs, clipping)
+        check_keywords(kwargs, clipping, self._of_epsilon)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         refuse_alone(kwargs.get("module"), distributed)
@@ -192,7 +236,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "draw the rows of one unit together, which is not built. Draw rows, or use one "
                 "process."
             )
-        self._adaptive = clipping == "adaptive"
+        self._adaptive, self._noise_grid = clipping == "adaptive", noise_grid
         self._module_options: dict[str, Any] = {
             "backend": backend,
             "mode": mode,
@@ -260,27 +304,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         finally:
             self._of_epsilon = set()
 
-    def _check_keywords(self, given: dict[str, Any], clipping: str) -> None:
-        """Raise ``TypeError`` for an argument that nobody would read."""
-        known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
-        known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-        known |= {"sample_of", "units", "max_rows_per_unit", "sampling", "max_batch_size", "noise"}
-        if clipping == "adaptive":
-            known |= {*_ADAPTIVE}
-        if unknown := [name for name in given if name not in known]:
-            listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
-            only = [name for name in unknown if name in _ADAPTIVE]
-            raise TypeError(
-                f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
-                f"clipping={clipping!r} are {listed}."
-                + (f" ({', '.join(only)}: with clipping='adaptive'.)" if only else "")
-            )
-
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if kwargs.get("grad_sample_mode") != _FLASH:
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
-        _validate(module)
+        validate(module)
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {
@@ -330,7 +358,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
-        kwargs.update(distributed=distributed, stream=sampling_stream(seed=self.seed))
+        kwargs.update(distributed=distributed, stream=self.stream.another())
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
         loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
@@ -338,10 +366,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         return loader
 
     def get_epsilon(self, delta: float) -> float:
-        """The privacy spent so far: ``epsilon`` for this ``delta``, as Opacus' accountant has it.
+        """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it.
 
         Formal guarantee:
-            For datasets that differ in one sample, *added or removed*, and any set of outcomes
+            For datasets that are neighbours by :attr:`relation` (they differ in one sample, *added
+            or removed*, unless ``sampling`` was given), and any set of outcomes
             ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
             the model's parameters after every step. Replacing one sample by another is one removed
             and one added, and costs more. With ``units`` or ``sample_of`` a sample is a unit: all
@@ -360,6 +389,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         epsilon: float = super().get_epsilon(delta)
         return epsilon
 
+    @property
+    def relation(self) -> str:
+        """Which datasets epsilon compares, in words: name it wherever epsilon is reported."""
+        return relation_of(self.accountant)
+
     def _prepare_optimizer(
         self, *, optimizer: Any, grad_sample_mode: str = "hooks", **kwargs: Any
     ) -> Any:
@@ -374,29 +408,35 @@ class FlashPrivacyEngine(PrivacyEngine):
             # Opacus counted rows.
             kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
-        distributed = kwargs.pop("distributed", False)
-        cls: type[FlashDPOptimizer] = FlashDPOptimizer
-        if self._is_sharded:
-            from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
-
-            cls = ShardedFlashDPOptimizer
-            kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
-        elif distributed:
-            cls = DistributedFlashDPOptimizer
-        if not isinstance(self._process.noise, IndependentNoise):
-            return CorrelatedFlashDPOptimizer(
-                optimizer,
-                mechanism=self._process.noise,
-                stream=SecretStream(seed=self.seed),
-                before_noise=self._sampler.check_step,
-                **kwargs,
-            )
-        return cls(
+        return private_optimizer(
+            self,
             optimizer,
-            generator=self.secure_rng if self.secure_mode else generator,
+            stream=self.stream if generator is None else None,
+            generator=generator,
             secure_mode=self.secure_mode,
+            distributed=kwargs.pop("distributed", False),
             **kwargs,
         )
+
+    def save_checkpoint(
+        self,
+        *,
+        optimizer: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
+        state = getattr(optimizer, "stream", self.stream).state_dict()
+        checkpoint_dict = {**(checkpoint_dict or {}), _STREAM: state}
+        super().save_checkpoint(optimizer=optimizer, checkpoint_dict=checkpoint_dict, **kwargs)
+
+    def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
+        """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
+        checkpoint, behind what it had drawn: nothing is drawn again."""
+        checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
+        if _STREAM in checkpoint:
+            getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_STREAM])
+        return checkpoint
 
     def _prepare_criterion(
         self,
@@ -409,7 +449,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     ) -> Any:
         if isinstance(module, GradSampleHooksFlashClipping):
             if self._adaptive:
-                settings = {name: kwargs[name] for name in _ADAPTIVE if name in kwargs}
+                settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
                 return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
             return FlashLoss(module, optimizer, criterion, loss_reduction)
         return super()._prepare_criterion(
@@ -419,10 +459,3 @@ class FlashPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             **kwargs,
         )
-
-
-def _validate(module: nn.Module) -> None:
-    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
-    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
-    with without_validator(nn.MultiheadAttention):
-        ModuleValidator.validate(module, strict=True)

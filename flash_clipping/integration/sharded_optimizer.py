@@ -16,10 +16,11 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.step_record import StepRecord
 from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Purpose
 from flash_clipping.sharded.reducer import as_sharded, device_of
-from flash_clipping.sharded.shard_noise import ShardGenerators, shared_key
+from flash_clipping.sharded.shard_noise import shard_of, shared_stream
 
-_check_unused, _mark_used, _ = functions_of_optimizer()
+_check_unused, _mark_used = functions_of_optimizer()
 
 _CHANGED = (
     "p.grad of a shard is not the clipped sum that backward() left, so noise for the clipping "
@@ -38,27 +39,16 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     Args:
         optimizer: made of the model's parameters after ``fully_shard``.
         expected_batch_size: of all processes together.
-        generator: where the key of the noise comes from; of all processes' together.
-        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
+        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`. The key of the noise comes from
+            the streams of all processes together.
 
     Raises:
-        NotImplementedError: ``secure_mode``.
         FlashClippingError: in ``signal_skip_step``, from ``BatchMemoryManager``.
     """
 
     _serves_shards = True
 
-    def __init__(
-        self, optimizer: Any, *, secure_mode: bool = False, generator: Any = None, **kwargs: Any
-    ):
-        if secure_mode:
-            raise NotImplementedError(
-                "secure_mode=True: found a model that fully_shard was applied to. Noise of shards "
-                "is drawn from generators that processes share, which a secure generator does not "
-                "allow. Use secure_mode=False, or one process."
-            )
-        super().__init__(optimizer, secure_mode=False, generator=generator, **kwargs)
-        self._shard_generators: ShardGenerators | None = None
+    _mesh: Any = None
 
     def follow(self, module: Any) -> None:
         """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
@@ -67,9 +57,12 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
                 "ShardedFlashDPOptimizer: found a model that fully_shard was not applied to when "
                 "it was wrapped. Use FlashDPOptimizer."
             )
+        before = module.running_step.follower
         super().follow(module)
         self._mesh = module._sharded.mesh
-        self._shard_generators = ShardGenerators(shared_key(self._mesh, self.generator))
+        self.stream = shared_stream(self._mesh, self.stream)
+        if before is not None and before is not self:
+            self.stream.load_state_dict(before.stream.state_dict())
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus, by hand: every process skips the same steps."""
@@ -84,7 +77,10 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)
         if record is None:
-            self._generators_of_shards()  # says what is missing
+            raise FlashClippingError(
+                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "optimizer.follow(wrapped_model) first (make_private does)."
+            )
         slots = self._module._sharded.slots
         same = torch.stack([slots.unchanged(p) for p in params])
         if same.is_cuda:
@@ -95,38 +91,24 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
 
     def add_noise(self) -> None:
         std, divisor = self._noise_std(), self._divisor()
-        by_generator: dict[torch.Generator, list[Any]] = {}
         for p in self.params:
             _check_unused(p.summed_grad)
-            by_generator.setdefault(self._generators_of_shards().of_shard(p), []).append(p)
-        used = [*by_generator] if std else []
-        self._drawn.check(used)
-        self._drawn.note(used)
-        for generator, params in by_generator.items():
-            sums: list[Tensor] = [p.summed_grad.to_local() for p in params]
-            dtypes = [self._noisy_dtype(p) for p in params]
-            noisy = noisy_means(sums, std, divisor, dtypes=dtypes, generator=generator)
-            for p, shard in zip(params, noisy, strict=True):
-                p.grad = as_sharded(p, shard.view(p.to_local().shape))
-                _mark_used(p.summed_grad)
-        self._drawn.note_end(used)
-
-    def _generators_of_shards(self) -> ShardGenerators:
-        if self._shard_generators is None:
-            raise FlashClippingError(
-                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
-                "optimizer.follow(wrapped_model) first (make_private does)."
-            )
-        return self._shard_generators
-
-    def _generators(self, sums: Sequence[Tensor]) -> list[torch.Generator]:
-        raise AssertionError("generators go by shards, not by sums")
+        noisy = noisy_means(
+            [p.summed_grad.to_local() for p in self.params],
+            std,
+            divisor,
+            draw=self.stream.draw(Purpose.NOISE),
+            shards=[shard_of(p) for p in self.params],
+            dtypes=[self._noisy_dtype(p) for p in self.params],
+            grid=self.noise_grid,
+        )
+        for p, shard in zip(self.params, noisy, strict=True):
+            p.grad = as_sharded(p, shard.view(p.to_local().shape))
+            _mark_used(p.summed_grad)
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
         """All processes count, and draw the same noise."""
         count = count.to(device_of(self._mesh))
         for dim in range(self._mesh.ndim):
             dist.all_reduce(count, op=dist.ReduceOp.SUM, group=self._mesh.get_group(dim))
-        generator = self._generators_of_shards().of_all()
-        noise = torch.normal(0.0, std, (1,), generator=generator, dtype=torch.float64)
-        return count + noise.to(count.device).squeeze(0)
+        return super()._noisy_count(count, std)

@@ -32,11 +32,22 @@ def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: in
             f"{MOST_BLOCKS} at most: a nonce has no others."
         )
     found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
+    fill(found, draw, tensor=tensor, shard=shard, first=first)
+    return found
+
+
+#: What is encrypted: the keystream is what becomes of zeros. Kept, for it is wanted at every step.
+_ZEROS = memoryview(bytes(1 << 17))
+
+
+def fill(found: Tensor, draw: Draw, *, tensor: int, shard: int, first: int) -> None:
+    """Write the words of blocks from ``first`` on into ``[blocks, 16]``, int32, contiguous."""
+    size = len(found) * BLOCK_BYTES
     # The package's nonce is the counter and RFC 8439's nonce, all of them little-endian.
     nonce = struct.pack("<4I", first & 0xFFFFFFFF, *draw.nonce(tensor, shard))
     cipher = Cipher(algorithms.ChaCha20(draw.key, nonce), mode=None).encryptor()
-    cipher.update_into(bytes(blocks * BLOCK_BYTES), found.numpy().view("uint8").data)
-    return found
+    zeros = _ZEROS[:size] if size <= len(_ZEROS) else bytes(size)
+    cipher.update_into(zeros, found.numpy().view("uint8").data)
 
 
 def uniform_bits(

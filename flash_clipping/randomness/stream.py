@@ -38,6 +38,8 @@ class Purpose(IntEnum):
     COUNT = 2
     #: Which samples are in a batch.
     SAMPLING = 3
+    #: A process's part of a key that several agree on.
+    KEY = 4
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class SecretStream:
                 SeededNoiseWarning,
                 stacklevel=3,
             )
-            key = hashlib.sha256(b"flash_clipping seed %d" % seed).digest()
+            key = _key_of(str(seed))
         self._take(key or secrets.token_bytes(KEY_BYTES))
 
     def _take(self, key: bytes) -> None:
@@ -131,6 +133,15 @@ class SecretStream:
                 "key."
             )
         return Draw(self._key, purpose, number)
+
+    def another(self, *numbers: int) -> SecretStream:
+        """A stream with a key of its own; of a seeded one, with the key of its seed and these
+        numbers. The same numbers give the same key again: each purpose takes its own."""
+        stream = SecretStream()
+        if self.seed is not None:  # which was said already
+            stream.seed = self.seed
+            stream._take(_key_of(f"{self.seed} {numbers}"))
+        return stream
 
     @property
     def is_seeded(self) -> bool:
@@ -173,3 +184,7 @@ class SecretStream:
 
     def __repr__(self) -> str:
         return f"SecretStream(draws={self._drawn}, seed={self.seed})"
+
+
+def _key_of(seed: str) -> bytes:
+    return hashlib.sha256(f"flash_clipping seed {seed}".encode()).digest()

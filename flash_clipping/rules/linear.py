@@ -57,6 +57,7 @@ class LinearRule(Rule):
         return grad_input, factors
 
 
+@register_rule("transformers.pytorch_utils.Conv1D")
 class TransposedLinearRule(Rule):
     """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
 
@@ -81,11 +82,3 @@ class TransposedLinearRule(Rule):
         if "bias" in needs.params:
             factors["bias"] = bias_factor(G_BTp, needs)
         return grad_input, factors
-
-
-try:
-    from transformers.pytorch_utils import Conv1D
-except ImportError:  # transformers is optional
-    pass
-else:
-    register_rule(Conv1D)(TransposedLinearRule)

@@ -111,13 +111,15 @@ class Rule(ABC):
         """
 
 
-_RULES: dict[type[nn.Module], Rule] = {}
+_RULES: dict[type[nn.Module] | str, Rule] = {}
 _FAMILIES: list[tuple[Callable[[nn.Module], bool], Rule]] = []
 _R = TypeVar("_R", bound=type[Rule])
 
 
-def register_rule(*layer_types: type[nn.Module]) -> Callable[[_R], _R]:
+def register_rule(*layer_types: type[nn.Module] | str) -> Callable[[_R], _R]:
     """Class decorator: use this :class:`Rule` for layers of the given types.
+
+    A type may be given by its full name, ``"package.module.Layer"``: its package is not imported.
 
     The rule also serves subclasses that inherit ``forward`` unchanged. A rule registered later for
     the same type replaces the earlier one; models that are already wrapped keep theirs.
@@ -135,6 +137,8 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[_R], _R]:
                 return grad_output * gain, {"gain": Dense(per_sample)}
     """
     for layer_type in layer_types:
+        if isinstance(layer_type, str) and "." in layer_type:
+            continue
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
             raise TypeError(
                 f"register_rule expects nn.Module subclasses, found {layer_type!r}; "
@@ -172,7 +176,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
         return None
     has_children = any(True for _ in layer.children())
     for ancestor in type(layer).__mro__:
-        rule = _RULES.get(ancestor)
+        rule = _RULES.get(ancestor) or _RULES.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
         if rule is not None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)

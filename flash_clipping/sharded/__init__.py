@@ -10,7 +10,7 @@ the module runs it is the whole, unsharded parameter: that is what layers comput
 * ``ordered_sums.py``: clipped sums in an order that all processes share;
 * ``reducer.py``: sums of all processes into the shards, some at a time;
 * ``together.py``: rehearsals that all processes run at the same time;
-* ``shard_noise.py``: the generators that the noise of shards is drawn from;
+* ``shard_noise.py``: the key that processes agree on, and the number of a shard;
 * ``no_samples.py``: a process whose local batch is empty takes part in all that the others do;
 * ``model.py``: puts these in the place of what an ordinary model has.
 

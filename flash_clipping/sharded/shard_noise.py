@@ -1,74 +1,68 @@
-"""Generators for the noise of shards: a process draws for its own shard and for nothing else.
+"""The noise of shards: a process draws for its own shards and for nothing else.
 
-What a shard's noise is drawn from depends on a key that all processes share and on where the shard
-is. Processes that hold the same shard draw the same numbers; those of different shards draw
-independently. Each parameter's noise is a whole one, of which nobody ever holds more than a shard.
+All processes have one key, and words are addressed by tensor and shard. Processes that hold the
+same shard draw the same; those of different shards draw from different nonces. Each parameter's
+noise is a whole one, of which nobody ever holds more than a shard.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.chacha20 import words
+from flash_clipping.randomness.stream import KEY_BYTES
 from flash_clipping.sharded.reducer import device_of
 
-#: The key is below this.
-_KEYS = 1 << 62
 
+def shared_stream(mesh: Any, own: SecretStream) -> SecretStream:
+    """A stream whose key all processes of a mesh have in common and none of them chooses alone.
 
-def shared_key(mesh: Any, generator: torch.Generator | None) -> int:
-    """A number that all processes of a mesh have in common and none of them chooses alone.
+    Every process contributes 32 bytes. Those along a dimension of the mesh are hashed together in
+    the order of its coordinates, one dimension after the other.
 
     Args:
         mesh: the processes; each of them has to call this.
-        generator: where this process's part comes from; the operating system if ``None``.
+        own: where this process's bytes come from. If it is seeded, so is the result, and all
+            processes need the same seed to draw the same in another run.
     """
-    if generator is None:
-        own = secrets.randbelow(_KEYS)
-    else:
-        own = int(torch.randint(_KEYS, (1,), generator=generator, device=generator.device))
-    key = torch.tensor([own], device=device_of(mesh))  # int64: the sum is modulo 2^64
+    part = words(own.draw(Purpose.KEY), 1).view(torch.uint8).flatten()[:KEY_BYTES]
     for dim in range(mesh.ndim):
-        dist.all_reduce(key, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    return int(key)
+        group = mesh.get_group(dim)
+        mine = part.to(device_of(mesh))
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        text = b"flash_clipping key of processes" + torch.cat(parts).cpu().numpy().tobytes()
+        part = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    stream = SecretStream(key=part.numpy().tobytes())
+    stream.seed = own.seed
+    return stream
 
 
-class ShardGenerators:
-    """The generators of one process.
+def shard_number(placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]) -> int:
+    """Which shard of a parameter a process holds, among all of them.
+
+    Along dimensions of the mesh that do not shard the parameter, coordinates do not count: what is
+    the same tensor gets the same noise.
 
     Args:
-        key: from :func:`shared_key`.
+        placements: of the parameter, one for each dimension of the mesh.
+        sizes: of the mesh.
+        place: the process's coordinates in it.
     """
+    number = 0
+    for placement, size, coordinate in zip(placements, sizes, place, strict=True):
+        if placement.is_shard():
+            number = number * size + coordinate
+    return number
 
-    def __init__(self, key: int):
-        self._key = key
-        self._of: dict[str, torch.Generator] = {}
 
-    def of_shard(self, param: Any) -> torch.Generator:
-        """The one for this process's shard of a parameter, and of others that are sharded alike.
-
-        Along dimensions of the mesh that replicate, coordinates do not count.
-        """
-        place = [
-            (dim, coordinate)
-            for dim, coordinate in enumerate(param.device_mesh.get_coordinate())
-            if param.placements[dim].is_shard()
-        ]
-        return self._find(f"{tuple(param.placements)} at {place}", param.to_local().device)
-
-    def of_all(self) -> torch.Generator:
-        """One that is the same in all processes, on the CPU."""
-        return self._find("all", torch.device("cpu"))
-
-    def _find(self, name: str, device: torch.device) -> torch.Generator:
-        name = f"{self._key} {name} {device.type}"
-        if name not in self._of:
-            digest = hashlib.sha256(name.encode()).digest()
-            generator = torch.Generator(device=device)
-            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            self._of[name] = generator
-        return self._of[name]
+def shard_of(param: Any) -> int:
+    """:func:`shard_number` of this process, for a ``DTensor``."""
+    mesh = param.device_mesh
+    return shard_number(param.placements, mesh.shape, mesh.get_coordinate())

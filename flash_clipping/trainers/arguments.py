@@ -40,10 +40,10 @@ class PrivacyArguments:
         max_grad_norm: the clipping bound ``C`` of every sample's gradient. ``None``: the trainer's
             own, where it has one (``TrainingArguments.max_grad_norm``).
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
-        seed: ``None``: batches and noise are drawn from seeds of the operating system's; a run that
+        seed: ``None``: batches and noise are drawn from keys of the operating system's; a run that
             is resumed draws afresh. A number makes them repeat, and a resumed run goes on as if it
             had not been interrupted: for tests. Whoever knows the seed can subtract the noise.
-        secure_mode: as in Opacus; needs ``torchcsprng``.
+        secure_mode: refuses a seed; noise is secure without it too.
         engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
             ``clipping``, ``mode``, ``sum_dtype``, ``backend``, ...
 
@@ -78,8 +78,8 @@ class PrivacyArguments:
             )
         if self.secure_mode and self.seed is not None:
             raise ValueError(
-                "PrivacyArguments: found seed= with secure_mode=True, whose generator has no seed. "
-                "Leave one of them out."
+                "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "
+                "of them out."
             )
         if taken := sorted(_OWN & self.engine_options.keys()):
             raise ValueError(

@@ -105,7 +105,7 @@ class PrivateTraining(Callback):
                 "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
             )
         model = pl_module if self.module is None else getattr(pl_module, self.module)
-        self.run = PrivateRun(self.privacy, trainer.strategy.root_device)
+        self.run = PrivateRun(self.privacy)
         self._loader = self._private_loader(trainer, pl_module)
         loop = trainer.fit_loop
         loop._data_source.instance = self._loader

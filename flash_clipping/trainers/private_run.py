@@ -6,17 +6,12 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 from __future__ import annotations
 
 import math
-import secrets
-import warnings
 from typing import Any
 
-import numpy as np
-import torch
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
 from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
-from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import accounted_steps
 
@@ -28,7 +23,6 @@ class PrivateRun:
 
     Args:
         arguments: of the user.
-        device: of the model's parameters.
 
     Attributes:
         engine: accounts for the steps.
@@ -44,32 +38,21 @@ class PrivateRun:
     sample_rate: float
     planned_steps: int
 
-    def __init__(self, arguments: PrivacyArguments, device: torch.device):
+    def __init__(self, arguments: PrivacyArguments):
         self.arguments = arguments
         self.engine = FlashPrivacyEngine(
-            accountant=arguments.accountant, secure_mode=arguments.secure_mode
+            accountant=arguments.accountant,
+            secure_mode=arguments.secure_mode,
+            seed=arguments.seed,
         )
         self._epsilon: tuple[int, float] | None = None
-        self.sampling_stream = SecretStream(seed=arguments.seed)
-        self.noise_generator: Any = None
-        if arguments.secure_mode:
-            return
-        # Not PyTorch's own generators: trainers seed these with a number that everybody knows.
-        self.noise_generator = torch.Generator(device).manual_seed(self._new_seed(1))
-
-    def _new_seed(self, *purpose: int) -> int:
-        if self.arguments.seed is None:
-            return secrets.randbits(63)
-        state = np.random.SeedSequence([self.arguments.seed, *purpose]).generate_state(1, np.uint64)
-        return int(state[0] >> 1)
+        self.sampling_stream = self.engine.stream.another()
 
     def begin_epoch(self, loader: Any, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
         if self.arguments.seed is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SeededNoiseWarning)  # said once
-                stream = SecretStream(seed=self._new_seed(2, run, epoch))
-            loader.batch_sampler.stream = self.sampling_stream = stream
+            self.sampling_stream = self.engine.stream.another(run, epoch)
+            loader.batch_sampler.stream = self.sampling_stream
 
     def attach(
         self, model: nn.Module, optimizer: Any, loader: Any, *, max_grad_norm: float, steps: int
@@ -103,7 +86,6 @@ class PrivateRun:
             data_loader=loader,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=max_grad_norm,
-            noise_generator=self.noise_generator,
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
@@ -162,8 +144,8 @@ class PrivateRun:
             # That of the next step, which adaptive clipping moves.
             "bound": self.optimizer.max_grad_norm,
         }
+        state["noise_stream"] = self.optimizer.stream.state_dict()
         if self.arguments.seed is not None:
-            state["noise_generator"] = self.noise_generator.get_state()
             state["sampling_stream"] = self.sampling_stream.state_dict()
         return state
 
@@ -192,6 +174,7 @@ class PrivateRun:
             )
         self.engine.accountant.load_state_dict(state["accountant"])
         self.optimizer.max_grad_norm = state["bound"]
-        if self.arguments.seed is not None and "noise_generator" in state:
-            self.noise_generator.set_state(state["noise_generator"])
+        if "noise_stream" in state:
+            self.optimizer.stream.load_state_dict(state["noise_stream"])
+        if self.arguments.seed is not None and "sampling_stream" in state:
             self.sampling_stream.load_state_dict(state["sampling_stream"])

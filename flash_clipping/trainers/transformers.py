@@ -123,7 +123,7 @@ class PrivateTrainer(Trainer):
             plain = super().get_train_dataloader()
             refuse_loader(plain)
             size = len(plain.dataset)  # type: ignore[arg-type]
-            self.run = PrivateRun(self.privacy, self.args.device)
+            self.run = PrivateRun(self.privacy)
             self._loader = LogicalLoader.of(
                 plain,
                 steps=-(-size // self._logical_batch_size),

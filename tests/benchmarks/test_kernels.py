@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_a_wrong_norm_stops_it(
 def test_wrong_noise_stops_it(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(sums: list[torch.Tensor], std: float, divisor: float) -> list[torch.Tensor]:
+    def wrong(sums: list[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         if how == "uniform":
             return [torch.rand_like(summed) for summed in sums]
         return [torch.randn_like(sums[0])] * len(sums)

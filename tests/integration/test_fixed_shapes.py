@@ -126,7 +126,7 @@ def test_padding_adds_nothing(mode: str, workers: int) -> None:
         pytest.skip("workers know nothing of it")
     _, model, module, optimizer, criterion, loader = private(mode=mode, workers=workers)
     stream, met = loader.batch_sampler, Counter[int]()
-    stream.sample_rate = 0.06  # batches of all sizes
+    stream.sample_rate = 0.03  # batches of all sizes
     for _ in range(1 if workers else 6):
         for x, y, _ in loader:
             count = module._session.padding._announced.count
@@ -142,7 +142,7 @@ def test_padding_adds_nothing(mode: str, workers: int) -> None:
             assert (norms[count:] == 0).all() and (coef[count:] == 0).all()
             assert (norms[:count] > 0).all() and (coef[:count] > 0).all()
             optimizer.step()
-    assert workers or {0, 1, 2} < met.keys()
+    assert workers or {0, 1, 2} <= met.keys()
 
 
 @pytest.mark.parametrize("clipping", ["automatic", "per_layer"])

@@ -77,9 +77,9 @@ def test_documents_that_are_packed() -> None:
     module, optimizer, criterion, loader = private(
         model=model, loader=loader, units=None, sample_of="document", max_grad_norm=0.1
     )
-    torch.manual_seed(1)
-    sizes = []
-    for _ in range(3):
+    sizes = [1]
+    while min(sizes) > 0 or max(sizes) <= 4:  # one batch in fifty is empty
+        assert len(sizes) < 2000
         for batch in loader:
             optimizer.zero_grad()
             logits = module(**batch)
@@ -161,9 +161,12 @@ def test_a_forward_of_other_rows() -> None:
     module, _, _, loader = private()
     with pytest.raises(FlashClippingError, match="no batch of the loader .* was announced"):
         module(torch.randn(5, 6))
-    batches = (batch for batch in loader if len(batch[0]) > 1)
+    batches = iter(loader)
     x, _ = next(batches)
     module(x)
+    while len(x) < 2:
+        x, _ = next(batches)
+        module(x)
     with pytest.raises(FlashClippingError, match=r"called with a batch of \d+ rows, but"):
         module(x[1:])
     with torch.no_grad():
@@ -180,7 +183,7 @@ def test_a_forward_of_other_rows() -> None:
 def test_a_batch_after_a_refused_forward() -> None:
     """It is announced; the batch that was refused has been skipped."""
     module, _, _, loader = private()
-    batches = (batch for batch in loader if len(batch[0]) > 1)
+    batches = iter(loader)
     x, _ = next(batches)
     with pytest.raises(FlashClippingError, match=r"called with a batch of \d+ rows, but"):
         module(x[1:])

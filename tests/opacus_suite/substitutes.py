@@ -14,9 +14,11 @@ import os
 import sys
 import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
+    SeededNoiseWarning,
 )
 
 #: Opacus asks Hypothesis for its default of 100 examples per test; CI has seconds for each. The
@@ -78,6 +81,10 @@ class Engine(FlashPrivacyEngine):
     """
 
     MODE: Any = "one_pass"
+    SEED: int | None = None
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs, seed=self.SEED)
 
     def make_private(self, *, grad_sample_mode: str = "hooks", **kwargs: Any) -> Any:
         module, optimizer, criterion, loader = super().make_private(
@@ -87,6 +94,15 @@ class Engine(FlashPrivacyEngine):
         if grad_sample_mode == "ghost":
             return module, optimizer, criterion, loader
         return module, optimizer, loader
+
+
+@contextlib.contextmanager
+def seeded_noise() -> Iterator[None]:
+    """For tests that seed PyTorch and then expect equal noise: here that needs the engine's own."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SeededNoiseWarning)
+        patch.setattr(Engine, "SEED", 1)
+        yield
 
 
 class TwoPassEngine(Engine):

@@ -10,7 +10,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.tap import Tap
-from tests.opacus_suite.substitutes import Engine, not_applicable, opacus_tests
+from tests.opacus_suite.substitutes import Engine, not_applicable, opacus_tests, seeded_noise
 
 engine_tests = opacus_tests("privacy_engine_test", examples=8, PrivacyEngine=Engine)
 validation_tests = opacus_tests("privacy_engine_validation_test", PrivacyEngine=Engine)
@@ -40,6 +40,10 @@ class EngineCase:
         f"{NO_GRAD_SAMPLE}; that p.grad is their clipped sum is what tests/rules/test_norms.py "
         "compares with vmap(grad) for every layer"
     )
+
+    def test_deterministic_run(self) -> None:
+        with seeded_noise():
+            super().test_deterministic_run()  # type: ignore[misc]
 
 
 class TestConvNet(EngineCase, engine_tests.PrivacyEngineConvNetTest): ...
@@ -120,7 +124,10 @@ class TestValidation(validation_tests.PrivacyEngineValidationTest):
 class TestOptimizerRandomness(randomness_tests.OptimizerRandomnessTest): ...
 
 
-class TestEngineRandomness(randomness_tests.PrivacyEngineSecureModeTest): ...
+class TestEngineRandomness(randomness_tests.PrivacyEngineSecureModeTest):
+    def test_global_seed(self) -> None:
+        with seeded_noise():
+            super().test_global_seed()
 
 
 class TestBatchMemoryManager(memory_manager_tests.BatchMemoryManagerTest): ...

@@ -53,12 +53,12 @@ from flash_clipping.ops.segments import products as segment_products, sums as se
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.ops.stream_mix import triton as stream_mix_triton
+from flash_clipping.randomness import Draw, Purpose
 
 segment_products.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
 tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
-noise_triton._approximates = lambda device: backend == "cuda"
 if backend == "hip":
     tiles.dot_precision = lambda dtype: "ieee"
 for dtype in (torch.bfloat16, torch.float32):
@@ -93,9 +93,9 @@ for dtype in (torch.bfloat16, torch.float32):
     long = torch.empty(2, 64, 2, 2, 1024, dtype=dtype)
     of = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
     convolution_triton.convolution_sum(long, long, coef, of)
-    noise_triton.draw([A, G], 1.0, 2.0, seed=1, offset=0)
-    noise_triton.draw([A, G], 1.0, 2.0, torch.bfloat16, seed=1, offset=0)
-    noise_triton.draw([A.flatten()[1:]], 1.0, 2.0, seed=1, offset=0)
+    drawn = Draw(bytes(range(32)), Purpose.NOISE, 1), [(0, 0), (1, 0)]
+    noise_triton.noisy_means([A, G], 1.0, 2.0, *drawn, 0.0, torch.bfloat16)
+    noise_triton.noisy_means([A.flatten()[1:], A], 1.0, 2.0, *drawn, 0.5, dtype)
     row_scale_triton.row_scale(A, coef)
     for in_place in (False, True):
         for rows in (A[0], A.view(16, -1)):

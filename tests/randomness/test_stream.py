@@ -174,6 +174,20 @@ def test_a_seed_is_said_loudly() -> None:
     assert first.state_dict()["seed"] == 5
 
 
+def test_another_stream() -> None:
+    """Of a seed its own and these numbers', said once; of none a new key."""
+    with pytest.warns(SeededNoiseWarning):
+        seeded = SecretStream(seed=5)
+    keys = [
+        stream.another(*numbers).draw(Purpose.NOISE).key
+        for stream in (seeded, SecretStream())
+        for numbers in ((), (1,), (1, 2), (12,))
+    ]
+    assert len({*keys, seeded.draw(Purpose.NOISE).key}) == 9
+    assert seeded.another(1, 2).draw(Purpose.NOISE).key == keys[2]
+    assert seeded.another(1).is_seeded
+
+
 @pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
 def test_a_resumed_run_draws_nothing_again() -> None:
     first = SecretStream(seed=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def truth_by_unit(
         for name, param in trainable.items():
             rows[name].append(torch.zeros_like(param) if param.grad is None else param.grad)
     grads_U = {n: torch.stack(r) if r else r_of_none(trainable[n]) for n, r in rows.items()}
-    norms = {n: g.flatten(1).norm(dim=1) for n, g in grads_U.items()}
+    norms = {n: g.reshape(len(g), math.prod(g.shape[1:])).norm(dim=1) for n, g in grads_U.items()}
     model.zero_grad(set_to_none=True)
     return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_U)
 

@@ -1,8 +1,11 @@
-"""Noise drawn in registers: each sum is read once and each noisy mean written once."""
+"""Noise drawn in registers: each sum is read once and each noisy mean written once.
+
+The words and the normals of ``reference.py``, made in fp32 (``box_muller.py``) by one thread for
+the eight elements of a block.
+"""
 
 from __future__ import annotations
 
-import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -12,188 +15,148 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops.noise.box_muller import normal_pair
+from flash_clipping.ops.noise.reference import PER_BLOCK, cells
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.randomness import Draw
 
-_KEY = 0x9E3779B97F4A7C15
 WARPS = 4
-BLOCK_BYTES = 2 * 16 * 32 * WARPS
-"""Of the elements for which a program draws at a time: two moves of 16 bytes for a thread."""
-BLOCKS = {2: 4, 4: 2}
-"""How many such blocks a program walks over, by the size of an element: a power of 2, so that
-their numbers have one upper part (:func:`_number_of`)."""
+BLOCKS = 128
+"""ChaCha20's blocks that a program computes at a time: one in each thread."""
+ROUNDS = 4
+"""How many times it does."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
-_SQRT_2_LN_2 = math.sqrt(2 * math.log(2))
+_HEADER = 9
+_MOST_CELLS: tl.constexpr = tl.constexpr(cells(torch.float32))
 
 
 @triton.jit
-def _multiply(x, FACTOR: tl.constexpr):
-    """Lower and upper word of a product, by one instruction."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p;}",
-        "=r,=r,r,r",
-        [x, tl.full(x.shape, FACTOR, tl.uint32)],
-        dtype=(tl.uint32, tl.uint32),
-        is_pure=True,
-        pack=1,
+def _sum(x, y):
+    """Modulo 2^32, on purpose: Triton's debug mode takes it for a mistake otherwise."""
+    return tl.add(x, y, sanitize_overflow=False)
+
+
+@triton.jit
+def _rotated(x, BITS: tl.constexpr):
+    return (x << BITS) | (x >> (32 - BITS))
+
+
+@triton.jit
+def _quarter_round(a, b, c, d):
+    """RFC 8439, 2.1."""
+    a = _sum(a, b)
+    d = _rotated(d ^ a, 16)
+    c = _sum(c, d)
+    b = _rotated(b ^ c, 12)
+    a = _sum(a, b)
+    d = _rotated(d ^ a, 8)
+    c = _sum(c, d)
+    b = _rotated(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def _two_rounds(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15):
+    """RFC 8439, 2.3: columns, then diagonals."""
+    s0, s4, s8, s12 = _quarter_round(s0, s4, s8, s12)
+    s1, s5, s9, s13 = _quarter_round(s1, s5, s9, s13)
+    s2, s6, s10, s14 = _quarter_round(s2, s6, s10, s14)
+    s3, s7, s11, s15 = _quarter_round(s3, s7, s11, s15)
+    s0, s5, s10, s15 = _quarter_round(s0, s5, s10, s15)
+    s1, s6, s11, s12 = _quarter_round(s1, s6, s11, s12)
+    s2, s7, s8, s13 = _quarter_round(s2, s7, s8, s13)
+    s3, s4, s9, s14 = _quarter_round(s3, s4, s9, s14)
+    return s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
+
+
+@triton.jit
+def _key_words(key_ptr, i: tl.constexpr):
+    """Two words of the key, of the table's number ``i``."""
+    both = tl.load(key_ptr + i)
+    return both.to(tl.uint32), (both >> 32).to(tl.uint32)
+
+
+@triton.jit
+def words(key_ptr, counter, n0, n1, n2):
+    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: what the
+    first round makes of the rest is computed once for all blocks of a thread."""
+    k0, k1 = _key_words(key_ptr, 0)
+    k2, k3 = _key_words(key_ptr, 1)
+    k4, k5 = _key_words(key_ptr, 2)
+    k6, k7 = _key_words(key_ptr, 3)
+    c0 = tl.full((), 0x61707865, tl.uint32)
+    c1 = tl.full((), 0x3320646E, tl.uint32)
+    c2 = tl.full((), 0x79622D32, tl.uint32)
+    c3 = tl.full((), 0x6B206574, tl.uint32)
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
+        c0, c1, c2, c3, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2
     )
-
-
-@triton.jit
-def _words(seed, c0, c1, c2, c3, FAST: tl.constexpr):
-    """Four random words of a counter, by Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
-    random numbers: as easy as 1, 2, 3", 2011). Only ``c0`` differs between threads.
-
-    ``tl.philox`` multiplies twice for a product, and in every thread what is the same for all: of
-    the four products of the first two rounds two, and the other two are the same for all counters
-    with one ``c0`` (the compiler sees that).
-    """
-    if not FAST:
-        zeros = tl.zeros_like(c0)
-        return tl.philox(seed, c0, zeros + c1, zeros + c2, zeros + c3)
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    low0, high0 = _multiply(c0, 0xD2511F53)
-    product = c2.to(tl.uint64) * 0xCD9E8D57
-    s0 = (product >> 32).to(tl.uint32) ^ c1 ^ k0
-    s1 = product.to(tl.uint32)
-    s2 = high0 ^ c3 ^ k1
-    k0 += 0x9E3779B9
-    k1 += 0xBB67AE85
-    product = s0.to(tl.uint64) * 0xD2511F53
-    low1, high1 = _multiply(s2, 0xCD9E8D57)
-    c0, c1 = high1 ^ s1 ^ k0, low1
-    c2 = (product >> 32).to(tl.uint32) ^ low0 ^ k1
-    c3 = tl.zeros_like(c0) + product.to(tl.uint32)
-    for _ in tl.static_range(8):
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-        low0, high0 = _multiply(c0, 0xD2511F53)
-        low1, high1 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def _pair(u, v, scale, FAST: tl.constexpr):
-    """Two independent normals times ``scale / sqrt(2 ln 2)`` from two random words, by Box and
-    Muller's method.
-
-    All 32 bits of one decide the radius, so that it reaches 6.7 standard deviations; 23 of the
-    other the angle. With ``FAST`` by the device's own functions: errors of 2^-22 or so, which the
-    root makes up to 6e-4 of a radius near 0.
-    """
-    uniform = u.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32, 2^-33
-    turn = ((v >> 9) | 0x3F800000).to(tl.float32, bitcast=True)  # from 1 to 2
-    angle = turn * 6.283185307179586 - 9.42477796076938
-    if FAST:
-        # An approximate logarithm may be above 0 near 1. In one piece, so that the absolute value
-        # is part of the root's instruction.
-        root = tl.inline_asm_elementwise(
-            "{.reg .f32 x; lg2.approx.ftz.f32 x, $1; abs.f32 x, x; sqrt.approx.ftz.f32 $0, x;}",
-            "=f,f",
-            [uniform],
-            tl.float32,
-            is_pure=True,
-            pack=1,
+    for _ in range(9):
+        s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
+            s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
         )
-        cos = tl.inline_asm_elementwise(
-            "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1
-        )
-        sin = tl.inline_asm_elementwise(
-            "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1
-        )
-    else:
-        root = tl.sqrt(tl.abs(tl.log2(uniform)))
-        cos, sin = tl.cos(angle), tl.sin(angle)
-    radius = root * scale
-    return radius * cos, radius * sin
+    w0, w1, w2, w3 = _sum(s0, c0), _sum(s1, c1), _sum(s2, c2), _sum(s3, c3)
+    w4, w5, w6, w7 = _sum(s4, k0), _sum(s5, k1), _sum(s6, k2), _sum(s7, k3)
+    w8, w9, w10, w11 = _sum(s8, k4), _sum(s9, k5), _sum(s10, k6), _sum(s11, k7)
+    w12, w13, w14, w15 = _sum(s12, counter), _sum(s13, n0), _sum(s14, n1), _sum(s15, n2)
+    return w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15
 
 
 @triton.jit
-def _normals(seed, c0, c1, c2, c3, scale, CALLS: tl.constexpr, FAST: tl.constexpr):
-    """Four normals for each ``c0``, side by side, or eight, of ``c2`` and ``c2 + 1``."""
-    u0, u1, u2, u3 = _words(seed, c0, c1, c2, c3, FAST)
-    n0, n1 = _pair(u0, u1, scale, FAST)
-    n2, n3 = _pair(u2, u3, scale, FAST)
-    if CALLS == 2:
-        u0, u1, u2, u3 = _words(seed, c0, c1, c2 + 1, c3, FAST)
-        n4, n5 = _pair(u0, u1, scale, FAST)
-        n6, n7 = _pair(u2, u3, scale, FAST)
-        n0, n1 = tl.interleave(n0, n4), tl.interleave(n1, n5)
-        n2, n3 = tl.interleave(n2, n6), tl.interleave(n3, n7)
-    return tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
+def _normals(key_ptr, counter, n0, n1, n2):
+    """Eight normals for each counter, side by side."""
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = words(
+        key_ptr, counter, n0, n1, n2
+    )
+    z0, z1 = normal_pair(w0, w1, w2, w3)
+    z2, z3 = normal_pair(w4, w5, w6, w7)
+    z4, z5 = normal_pair(w8, w9, w10, w11)
+    z6, z7 = normal_pair(w12, w13, w14, w15)
+    even = tl.interleave(tl.interleave(z0, z4), tl.interleave(z2, z6))
+    odd = tl.interleave(tl.interleave(z1, z5), tl.interleave(z3, z7))
+    return tl.interleave(even, odd)
 
 
 @triton.jit
-def _load(ptr, index, left, WHOLE: tl.constexpr, WORDS: tl.constexpr):
-    """In fp32."""
-    if WORDS:  # of two bfloat16, each the upper half of its fp32: 2 instructions, not 3
-        WORDS_OF_ALL: tl.constexpr = index.shape[0] // 2
-        words = tl.load(ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, WORDS_OF_ALL))
-        even = (words << 16).to(tl.float32, bitcast=True)
-        odd = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-        return tl.interleave(even, odd)
-    if WHOLE:  # without a mask, many elements are moved at a time
-        return tl.load(ptr + index).to(tl.float32)
-    return tl.load(ptr + index, mask=index < left, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, index, left, value, WHOLE: tl.constexpr):
-    if WHOLE:
-        tl.store(ptr + index, value)
-    else:
-        tl.store(ptr + index, value, mask=index < left)
-
-
-@triton.jit
-def _noisy_block(
+def _noisy_part(
     summed_ptr,
     out_ptr,
     left,
-    low,
-    scale,
-    inverse,
-    seed,
-    offset,
-    high,
-    DTYPE: tl.constexpr,
+    block,
+    n1,
+    n2,
+    table_ptr,
     OUT_DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GRID: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """A block whose number has these high and low parts; see :func:`_number_of`."""
-    # The counter: a thread of a block, the generator's offset, which keeps calls apart, and which
-    # of a thread's counters it is: one for four elements.
-    THREADS: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 256
-    HALF: tl.constexpr = BLOCK // 2
-    CALLS: tl.constexpr = HALF // THREADS // 4
-    c0 = low * THREADS + tl.arange(0, THREADS).to(tl.uint32)
-    c1 = (offset & 0xFFFFFFFF).to(tl.uint32)
-    c3 = (offset >> 32).to(tl.uint32)
-    c2 = high * (2 * CALLS)
-    WORDS: tl.constexpr = WHOLE and ALIGNED and DTYPE.is_bf16()
-    index = tl.arange(0, HALF)
-    # Both loads first: neither is moved before a store, which might write what it reads.
-    first = _load(summed_ptr, index, left, WHOLE, WORDS)
-    second = _load(summed_ptr + HALF, index, left - HALF, WHOLE, WORDS)
-    noise = _normals(seed, c0, c1, c2, c3, scale, CALLS, FAST)
-    _store(out_ptr, index, left, (first * inverse + noise).to(OUT_DTYPE), WHOLE)
-    noise = _normals(seed, c0, c1, c2 + CALLS, c3, scale, CALLS, FAST)
-    _store(out_ptr, HALF + index, left, (second * inverse + noise).to(OUT_DTYPE), WHOLE)
-
-
-@triton.jit
-def _number_of(block, THREADS: tl.constexpr):
-    """The upper and lower part of a block's number: the numbers of a launch's threads have the same
-    upper 32 bits in as many blocks as the lower part can count."""
-    OF_LOW: tl.constexpr = (1 << 32) // THREADS
-    return (block // OF_LOW).to(tl.uint32), (block % OF_LOW).to(tl.uint32)
+    """The elements of some blocks, from this one on; ``left``: how many elements there are."""
+    index = tl.arange(0, 8 * BLOCKS)
+    if WHOLE:  # without a mask, many elements are moved at a time
+        summed = tl.load(summed_ptr + index).to(tl.float32)
+    else:
+        summed = tl.load(summed_ptr + index, mask=index < left, other=0.0).to(tl.float32)
+    std = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
+    inverse = tl.load(table_ptr + 1).to(tl.float64, bitcast=True).to(tl.float32)
+    counter = _sum(block.to(tl.uint32), tl.arange(0, BLOCKS).to(tl.uint32))
+    n0 = tl.load(table_ptr + 4).to(tl.uint32)
+    noisy = summed + std * _normals(table_ptr + 5, counter, n0, n1, n2)
+    if GRID:
+        grid = tl.load(table_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
+        cell = noisy * tl.load(table_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)
+        cell = tl.where(cell > _MOST_CELLS, _MOST_CELLS, cell)
+        cell = tl.where(cell < -_MOST_CELLS, -_MOST_CELLS, cell)
+        # Beside a number whose neighbours are integers, sums are rounded to these.
+        noisy = ((cell + 12582912.0) - 12582912.0) * grid
+    noisy = (noisy * inverse).to(OUT_DTYPE)
+    if WHOLE:
+        tl.store(out_ptr + index, noisy)
+    else:
+        tl.store(out_ptr + index, noisy, mask=index < left)
 
 
 @triton.jit
@@ -203,116 +166,94 @@ def _noisy_means_kernel(
     OUT_DTYPE: tl.constexpr,
     TENSORS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GRID: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """The table: noise's standard deviation times ``sqrt(2 ln 2)``, one over the divisor, seed and
-    offset, then four columns with an entry for every tensor: its first program,
-    addresses of its sum and its result, its elements."""
+    """The table: noise's standard deviation, one over the divisor, the grid and one over it; the
+    draw's number and the key; then columns with an entry for every tensor: its first program,
+    addresses of its sum and its result, its elements, the nonce's other two words."""
+    PART: tl.constexpr = 8 * BLOCKS
     pid = tl.program_id(0)
-    scale = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
-    inverse = tl.load(table_ptr + 1).to(tl.float64, bitcast=True).to(tl.float32)
-    seed = tl.load(table_ptr + 2)
-    offset = tl.load(table_ptr + 3)
-    firsts = tl.load(table_ptr + 4 + tl.arange(0, TENSORS))
-    row = table_ptr + 3 + tl.sum((firsts <= pid).to(tl.int32), 0)
-    start = (pid - tl.load(row)) * BLOCKS * BLOCK
+    firsts = tl.load(table_ptr + 9 + tl.arange(0, TENSORS))
+    row = table_ptr + 8 + tl.sum((firsts <= pid).to(tl.int32), 0)
+    start = (pid - tl.load(row)) * ROUNDS * PART
     summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
     out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(OUT_DTYPE)) + start
-    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, BLOCKS * BLOCK).to(tl.int32)
+    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, ROUNDS * PART).to(tl.int32)
+    n1 = tl.load(row + 4 * TENSORS).to(tl.uint32)
+    n2 = tl.load(row + 5 * TENSORS).to(tl.uint32)
     if ALIGNED:
         summed_ptr = tl.multiple_of(summed_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
-    THREADS: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 256
-    high, low = _number_of(pid.to(tl.int64) * BLOCKS, THREADS)
-    noise = (scale, inverse, seed, offset, high)
-    if left == BLOCKS * BLOCK:
-        for i in tl.static_range(BLOCKS):
-            block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, BLOCK, low + i)
-            _noisy_block(*block, *noise, DTYPE, OUT_DTYPE, True, ALIGNED, FAST, BLOCK)
+    block = start // 8
+    if left == ROUNDS * PART:
+        for i in range(ROUNDS):
+            part = (summed_ptr + i * PART, out_ptr + i * PART, PART, block + i * BLOCKS)
+            _noisy_part(*part, n1, n2, table_ptr, OUT_DTYPE, True, GRID, BLOCKS)
     else:
-        for i in range(tl.cdiv(left, BLOCK)):
-            block = (summed_ptr + i * BLOCK, out_ptr + i * BLOCK, left - i * BLOCK, low + i)
-            _noisy_block(*block, *noise, DTYPE, OUT_DTYPE, False, ALIGNED, FAST, BLOCK)
+        for i in range(tl.cdiv(left, PART)):
+            part = (summed_ptr + i * PART, out_ptr + i * PART, left - i * PART, block + i * BLOCKS)
+            _noisy_part(*part, n1, n2, table_ptr, OUT_DTYPE, False, GRID, BLOCKS)
 
 
 def noisy_means(
     sums: Sequence[Tensor],
     std: float,
     divisor: float,
-    generator: torch.Generator | None,
+    draw: Draw,
+    numbers: Sequence[tuple[int, int]],
+    grid: float,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """``(sum + N(0, std^2)) / divisor`` with the default generator of the sums' device."""
-    assert generator is None
-    index = sums[0].device.index or 0
-    source = torch.cuda.default_generators[index]
-    seed = seed_of(source, index)
+    """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty."""
     results: list[Tensor] = []
     for start in range(0, len(sums), MOST):
-        offset = source.get_offset()
-        # CUDA generators count in fours; a launch needs one number that no other has.
-        source.set_offset(offset + 4)
-        some = sums[start : start + MOST]
-        results += draw(some, std, divisor, dtype, seed=seed, offset=offset)
+        part = slice(start, start + MOST)
+        results += _launched(sums[part], std, divisor, draw, numbers[part], grid, dtype)
     return results
 
 
-def seed_of(source: torch.Generator, index: int) -> int:
-    """A device's own: ``torch.manual_seed`` gives all devices of a process the same."""
-    return source.initial_seed() ^ (index * 0xBF58476D1CE4E5B9)
-
-
-def _approximates(device: torch.device) -> bool:
-    """Whether the device has instructions for logarithm, sine and cosine."""
-    return tiles.generation(device) > 0
-
-
-def draw(
+def _launched(
     sums: Sequence[Tensor],
     std: float,
     divisor: float,
-    dtype: torch.dtype | None = None,
-    *,
-    seed: int,
-    offset: int,
+    draw: Draw,
+    numbers: Sequence[tuple[int, int]],
+    grid: float,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The same from a seed and an offset, for up to :data:`MOST` contiguous tensors of one dtype
-    that are not empty; equal seeds and offsets give equal noise."""
-    dtype = dtype or sums[0].dtype
+    """The same of up to :data:`MOST`, by one launch."""
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
-    table = array("q", bytes(8 * (4 + 4 * width)))
-    # A key of its own: PyTorch's kernels use the seed with counters that ours could meet.
-    key = (seed ^ _KEY) & 0x7FFFFFFFFFFFFFFF
-    scale = std / divisor * _SQRT_2_LN_2
-    numbers = struct.unpack("2q", struct.pack("2d", scale, 1.0 / divisor))
-    table[:4] = array("q", [*numbers, key, offset])
+    table = array("q", bytes(8 * (_HEADER + 6 * width)))
+    scales = struct.pack("4d", std, 1.0 / divisor, grid, 1.0 / grid if grid else 0.0)
+    table[:4] = array("q", scales)
+    table[4] = draw.number
+    table[5:_HEADER] = array("q", struct.unpack("<4q", draw.key))
     sizes = [summed.numel() for summed in sums]
-    itemsize = sums[0].element_size()
-    block, blocks = BLOCK_BYTES // itemsize, BLOCKS[itemsize]
     firsts, programs = [], 0
     for size in sizes:
         firsts.append(programs)
-        programs += tiles.cdiv(size, blocks * block)
+        programs += tiles.cdiv(size, ROUNDS * BLOCKS * PER_BLOCK)
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
-    for column, values in enumerate((firsts + none, *addresses, sizes)):
-        begin = 4 + column * width
+    # As the draw itself has them, which checks that they fit.
+    _, second, third = zip(*(draw.nonce(*number) for number in numbers), strict=True)
+    for column, values in enumerate((firsts + none, *addresses, sizes, second, third)):
+        begin = _HEADER + column * width
         table[begin : begin + len(values)] = array("q", values)
-    device = sums[0].device
     launch(
         _noisy_means_kernel,
         programs,
-        to_device(table, device, torch.int64),
+        to_device(table, sums[0].device, torch.int64),
         DTYPE=tiles.TL_DTYPE[sums[0].dtype],
         OUT_DTYPE=tiles.TL_DTYPE[dtype],
         TENSORS=width,
         ALIGNED=all([address % 16 == 0 for both in addresses for address in both]),
-        FAST=_approximates(device),
-        BLOCK=block,
-        BLOCKS=blocks,
+        GRID=grid > 0,
+        BLOCKS=BLOCKS,
+        ROUNDS=ROUNDS,
         num_warps=WARPS,
     )
     return outs
