@@ -23,6 +23,7 @@ from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
+from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
 from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
 from flash_clipping.capture.running_forward import RunningForward
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
@@ -77,6 +78,10 @@ class ClippingSession:
         self.sum_dtype = sum_dtype
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
+        #: Which rows of a batch are padding.
+        self.padding = Padding()
+        #: Whether the loader's batches must come whole.
+        self.whole_batches = False
         #: The units of the last call of the root, where they are parts of rows.
         self.positions: Units | None = None
         #: Makes the records of a backward pass; who watches one puts a class of its own here.
@@ -389,6 +394,10 @@ class ClippingSession:
             return None
         return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
 
+    def counted_rows(self) -> CountedRows:
+        """Which rows of the calls whose norms have not been taken are no padding."""
+        return counted_rows(f.counted_rows for f in self._forwards if not f.spent and f.recorded)
+
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
         return {f.batch_sizes[0] for f in self._forwards if not f.spent and f.batch_sizes}
@@ -457,6 +466,7 @@ class ClippingSession:
         Args:
             coef: coefficients, which are 0 for such samples and positive for all others.
         """
+        coef = self.counted_rows().positive(coef)
         if self.captured is None:
             self.non_finite.note(coef)
         elif not self.non_finite.warned and coef.numel():

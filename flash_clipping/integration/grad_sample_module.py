@@ -257,6 +257,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
         call.made_up = self._sharded is not None and self._sharded.is_empty
+        call.counted_rows = session.padding.of_call(
+            call.batch_size, call.recorded, session.captured is not None
+        )
         check_drawn(session, call)
         session.returning = call
         self._losses.before_forward()
@@ -313,6 +316,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
         captured, step = self._session.captured, self.running_step
+        counted = self._session.counted_rows()
+        norms_PB = counted.norms(norms_PB)
         if captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         norms.publish(params, norms_PB, one_device)
@@ -321,7 +326,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:
             upper = doubts.bound_total(total_B)
-        self.upper_bounds = upper
+        self.upper_bounds = upper = counted.bounds(upper)
         if captured is None:
             step.count_backward(total_B)
         else:

@@ -39,6 +39,7 @@ def circumstances(
             wrapped.loss_reduction,
             wrapped._session.enabled,
             wrapped._session.backend,
+            wrapped._session.padding.rows,
         ]
     return (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,

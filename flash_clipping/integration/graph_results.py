@@ -20,6 +20,8 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
     rows = norms.published_rows(params)
     total_B: Any = getattr(model, "per_sample_gradient_norms", None)
     upper = model.upper_bounds
+    if params:
+        model._session.padding.prepare(params[0].device)
     try:
         with model._session.captures() as captured:
             yield captured
@@ -41,4 +43,4 @@ def take_over(model: GradSampleHooksFlashClipping, captured: GraphedResults) -> 
         total_B = model.per_sample_gradient_norms = total_norm(norms_PB)
         step.count_backward(total_B)
     for coef in captured.coefs:
-        model._session.note_non_finite(coef)
+        model._session.non_finite.note(coef)

@@ -46,6 +46,7 @@ class Graph:
 
     Attributes:
         circumstances: what it was captured under, besides the layout of its arguments.
+        device: that of everything.
         inputs: the tensors among its arguments.
         output: what the step returned.
         grads: every parameter that it gives a gradient, and that gradient.
@@ -56,6 +57,7 @@ class Graph:
     """
 
     circumstances: Hashable
+    device: torch.device
     inputs: list[Tensor]
     output: Any = None
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
@@ -256,7 +258,7 @@ class GraphedStep:
         """Record the kernels of the step on copies of its arguments; nothing else happens."""
         fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in fixed if isinstance(x, Tensor)]
-        graph = Graph(circumstances, inputs, owners=modules)
+        graph = Graph(circumstances, device, inputs, owners=modules)
         args, kwargs = pytree.tree_unflatten(fixed, structure)
         versions = [x._version for x in inputs]
         params = list(self._module().parameters())
@@ -333,6 +335,8 @@ class GraphedStep:
         with torch.no_grad():
             for fixed, given in zip(graph.inputs, inputs, strict=True):
                 fixed.copy_(given, non_blocking=True)
+            for wrapped, _ in graph.of_modules:
+                wrapped._session.padding.before_replay(graph.device)
             graph.replay()
             for wrapped, captured in graph.of_modules:
                 take_over(wrapped, captured)

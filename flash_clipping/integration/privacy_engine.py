@@ -5,42 +5,38 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
-from torch import distributed as dist
 
-from flash_clipping._compat import check_engine, without_validator
+from flash_clipping._compat import check_engine
 from flash_clipping.capture.units import Offsets
-from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.accounting import PldAccountant, Process, relation_of
+from flash_clipping.integration.asked_process import asked_process, planned_noise
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.keywords import ADAPTIVE, check_keywords
+from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
-from flash_clipping.integration.samplers import PoissonSampler
-from flash_clipping.integration.sampling import (
-    NotPoissonWarning,
-    PoissonLoader,
-    is_accounted_for,
-    refuse_loader,
-)
+from flash_clipping.integration.private_optimizer import private_optimizer
+from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
+from flash_clipping.integration.sampling_watch import watch_sampling
 from flash_clipping.integration.unit_sampling import (
     UnitLoader,
-    UnitSampler,
     UnitsOfRows,
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.integration.unsupported import validate
 from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness.mechanisms import NoiseMechanism
 from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
@@ -48,9 +44,6 @@ _FLASH = "flash-ghost"
 
 #: Of the noise, in a checkpoint.
 _STREAM = "noise_stream_state_dict"
-
-#: What only ``clipping="adaptive"`` takes.
-_ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -92,7 +85,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     #: What make_private was told of the rows of the dataset.
     _units: UnitsOfRows | None = None
     dataset: Any
+    #: Whether it was said that batches are not drawn by Poisson sampling.
     _warned_not_poisson = False
+    #: How batches are drawn and noise is made.
+    _process = Process()
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
     #: What make_private was told of rounding noisy sums.
@@ -135,6 +131,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         sample_of: str | Offsets | None = None,
         units: Sequence[int] | Tensor | None = None,
         max_rows_per_unit: int | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
+        noise: NoiseMechanism | None = None,
         noise_grid: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -167,6 +166,15 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
                 time.
+            sampling: ``"poisson"``; ``"fixed_order"`` and ``"cyclic_poisson"`` are for correlated
+                noise (:class:`~flash_clipping.integration.accounting.Process`); flash only, and
+                ``accountant="pld"``.
+            max_batch_size: every batch has this many rows. Where more samples are drawn, a random
+                subset of them is taken; where fewer, other rows fill the batch up, which add
+                exactly nothing. The sample rate is still the loader's; flash only, and
+                ``accountant="pld"``.
+            noise: how the noise of steps is correlated
+                (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that depends on the noise's standard deviation
                 alone, against attacks on floating-point addition; not in data-parallel training;
                 flash only.
@@ -197,6 +205,15 @@ class FlashPrivacyEngine(PrivacyEngine):
             flash=grad_sample_mode == "flash",
             poisson=kwargs.get("poisson_sampling", True),
         )
+        process = asked_process(
+            self.accountant,
+            sampling=sampling,
+            noise=noise,
+            max_batch_size=max_batch_size,
+            flash=grad_sample_mode == "flash",
+            with_units=units is not None or sample_of is not None,
+            arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
+        )
         if grad_sample_mode != "flash":
             if sample_of is not None:
                 raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
@@ -207,7 +224,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
         check_engine(PrivacyEngine)
-        self._check_keywords(kwargs, clipping)
+        self._process = process
+        check_keywords(kwargs, clipping, self._of_epsilon)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         refuse_alone(kwargs.get("module"), distributed)
@@ -240,7 +258,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         finally:
             del self._module_options
         optimizer.follow(module)
-        self._watch_sampling(module, optimizer, data_loader)
+        watch_sampling(self, module, optimizer, data_loader)
         return module, optimizer, criterion, data_loader
 
     def make_private_with_epsilon(
@@ -257,6 +275,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
         """
+        if grad_sample_mode == "flash" and isinstance(self.accountant, PldAccountant):
+            return self.make_private(
+                noise_multiplier=planned_noise(self.accountant, kwargs),
+                backend=backend,
+                mode=mode,
+                folded_modules=folded_modules,
+                sum_dtype=sum_dtype,
+                strict=strict,
+                **kwargs,
+            )
         if grad_sample_mode == "flash":
             # Opacus hands what these read on to make_private.
             self._of_epsilon = {
@@ -276,27 +304,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         finally:
             self._of_epsilon = set()
 
-    def _check_keywords(self, given: dict[str, Any], clipping: str) -> None:
-        """Raise ``TypeError`` for an argument that nobody would read."""
-        known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
-        known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-        known |= {"sample_of", "units", "max_rows_per_unit", "noise_grid"}
-        if clipping == "adaptive":
-            known |= {*_ADAPTIVE}
-        if unknown := [name for name in given if name not in known]:
-            listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
-            only = [name for name in unknown if name in _ADAPTIVE]
-            raise TypeError(
-                f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
-                f"clipping={clipping!r} are {listed}."
-                + (f" ({', '.join(only)}: with clipping='adaptive'.)" if only else "")
-            )
-
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if kwargs.get("grad_sample_mode") != _FLASH:
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
-        _validate(module)
+        validate(module)
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {
@@ -349,53 +361,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         kwargs.update(distributed=distributed, stream=self.stream.another())
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
-        return PoissonLoader.from_data_loader(data_loader, **kwargs)
-
-    def _watch_sampling(self, module: Any, optimizer: Any, loader: Any) -> None:
-        """Announce batches to the model; warn when steps were not sampled as they are accounted."""
-        sampler = loader.batch_sampler
-        units = module._session.units_of_calls
-        units.from_loader, units.announced = isinstance(sampler, UnitSampler), None
-        units.are_items = isinstance(sampler, PoissonSampler)
-        if isinstance(sampler, PoissonSampler):
-            sampler.announce.follow(module)
-        elif not is_accounted_for(loader):
-            self._warn_not_poisson(
-                f"poisson_sampling=False, and a loader with {type(sampler).__name__}"
-            )
-        steps_before, account = 0, optimizer.step_hook
-
-        def note_step(optimizer: Any) -> None:
-            nonlocal steps_before
-            steps_before += 1
-            if isinstance(sampler, PoissonSampler) and steps_before > sampler.drawn:
-                self._warn_not_poisson(
-                    f"{steps_before} steps, and {sampler.drawn} batches drawn by the loader that "
-                    "make_private returned"
-                )
-            account(optimizer)
-
-        optimizer.attach_step_hook(note_step)
-
-    def _warn_not_poisson(self, found: str) -> None:
-        if not self._warned_not_poisson:
-            self._warned_not_poisson = True
-            warnings.warn(
-                f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
-                "that every step draws every sample independently with the sample rate; for other "
-                "batches the epsilon that it reports is an approximation that may be too small. "
-                "Take batches from the loader that make_private returns, with "
-                "poisson_sampling=True. (Trainers that make their own loaders must be given this "
-                "one, and a datamodule must return it.) This is said once.",
-                NotPoissonWarning,
-                stacklevel=4,
-            )
+        loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
+        self._sampler = loader.batch_sampler
+        return loader
 
     def get_epsilon(self, delta: float) -> float:
-        """The privacy spent so far: ``epsilon`` for this ``delta``, as Opacus' accountant has it.
+        """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it.
 
         Formal guarantee:
-            For datasets that differ in one sample, *added or removed*, and any set of outcomes
+            For datasets that are neighbours by :attr:`relation` (they differ in one sample, *added
+            or removed*, unless ``sampling`` was given), and any set of outcomes
             ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
             the model's parameters after every step. Replacing one sample by another is one removed
             and one added, and costs more. With ``units`` or ``sample_of`` a sample is a unit: all
@@ -414,6 +389,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         epsilon: float = super().get_epsilon(delta)
         return epsilon
 
+    @property
+    def relation(self) -> str:
+        """Which datasets epsilon compares, in words: name it wherever epsilon is reported."""
+        return relation_of(self.accountant)
+
     def _prepare_optimizer(
         self, *, optimizer: Any, grad_sample_mode: str = "hooks", **kwargs: Any
     ) -> Any:
@@ -428,21 +408,13 @@ class FlashPrivacyEngine(PrivacyEngine):
             # Opacus counted rows.
             kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
-        distributed = kwargs.pop("distributed", False)
-        cls: type[FlashDPOptimizer] = FlashDPOptimizer
-        if self._is_sharded:
-            from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
-
-            cls = ShardedFlashDPOptimizer
-            kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
-        elif distributed:
-            cls = DistributedFlashDPOptimizer
-        return cls(
+        return private_optimizer(
+            self,
             optimizer,
             stream=self.stream if generator is None else None,
             generator=generator,
             secure_mode=self.secure_mode,
-            noise_grid=self._noise_grid,
+            distributed=kwargs.pop("distributed", False),
             **kwargs,
         )
 
@@ -477,7 +449,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     ) -> Any:
         if isinstance(module, GradSampleHooksFlashClipping):
             if self._adaptive:
-                settings = {name: kwargs[name] for name in _ADAPTIVE if name in kwargs}
+                settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
                 return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
             return FlashLoss(module, optimizer, criterion, loss_reduction)
         return super()._prepare_criterion(
@@ -487,10 +459,3 @@ class FlashPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             **kwargs,
         )
-
-
-def _validate(module: nn.Module) -> None:
-    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
-    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
-    with without_validator(nn.MultiheadAttention):
-        ModuleValidator.validate(module, strict=True)

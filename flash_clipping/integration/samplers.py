@@ -66,6 +66,47 @@ class Announcer:
             expect(samples)
 
 
+class StrictAnnouncer(Announcer):
+    """Tells what a forward must know: without it, it is refused.
+
+    That is so where batches are fetched ahead of their forward: then nothing is known about the
+    next one.
+    """
+
+    #: Whether the loader was left before the forward of its last batch (``next(iter(loader))``).
+    _left = False
+    #: Whether that forward has begun: it reads the announcement, and no forward after it does.
+    _over = False
+
+    def _note_forward(self, module: Any, args: Any) -> None:
+        super()._note_forward(module, args)
+        if self._over:
+            self.end_epoch()
+        self._over, self._left = self._left, False
+
+    def end_epoch(self) -> None:
+        self._left, self._over = self._waiting, False
+        if not self._waiting:
+            super().end_epoch()
+
+    def give(self, batch: Any, *, may_be_left_out: bool = False) -> None:
+        """The loader gives this batch to the loop."""
+        self._ahead = self._ahead or self._waiting
+        self._waiting, self._left, self._over = not may_be_left_out, False, False
+        self._tell_of(None if self._ahead else batch)
+
+    def _tell(self, samples: int | None) -> None:
+        self._tell_of(None)
+
+    def _tell_of(self, batch: Any) -> None:
+        if self._module is not None and (module := self._module()) is not None:
+            self._announce(module, batch)
+
+    def _announce(self, module: Any, batch: Any) -> None:
+        """Tell the wrapped model; ``None`` if nothing is known of the next batch."""
+        raise NotImplementedError
+
+
 def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
     """What a loader draws with: a key of the operating system's, unless the user asks for a seed.
 
@@ -132,10 +173,14 @@ class PoissonSampler(UniformWithReplacementSampler):
             for _ in range(self.steps):
                 indices = self._draw()
                 self.drawn += 1
-                sizes.append(len(indices))
+                sizes.append(self._size(indices))
                 yield indices
         finally:  # a loop that was left early, too
             self.announce.end_epoch()
+
+    def _size(self, indices: list[Any]) -> int:
+        """How many samples of the batch that was drawn last are announced."""
+        return len(indices)
 
     def _draw(self) -> list[Any]:
         """The next batch."""

@@ -28,7 +28,15 @@ from torch.utils.data import (
 )
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
-from flash_clipping.integration.samplers import Announcer, PoissonSampler, ShardedPoissonSampler
+from flash_clipping.integration.accounting import Process
+from flash_clipping.integration.fixed_shapes import FixedShapeSampler
+from flash_clipping.integration.ordered_sampling import CyclicPoissonSampler, FixedOrderSampler
+from flash_clipping.integration.samplers import (
+    Announcer,
+    PoissonSampler,
+    ShardedPoissonSampler,
+    StrictAnnouncer,
+)
 from flash_clipping.randomness import SecretStream
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
@@ -53,6 +61,7 @@ class PoissonLoader(DPDataLoader):
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging. PyTorch
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
+        process: how batches are drawn (:mod:`flash_clipping.integration.accounting`).
         distributed: every process of ``torch.distributed`` draws its part of each batch.
         batch_first: accepted for compatibility; the batch axis is found.
         rand_on_empty: must be false.
@@ -71,6 +80,7 @@ class PoissonLoader(DPDataLoader):
         drop_last: bool = False,
         generator: Any = None,
         stream: SecretStream | None = None,
+        process: Process | None = None,
         distributed: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
@@ -87,6 +97,13 @@ class PoissonLoader(DPDataLoader):
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
         sampler: PoissonSampler
+        process = Process() if process is None else process
+        if distributed and not process.is_plain:
+            raise ValueError(
+                f"data_loader: found {process.state_dict()} with a model of several processes. "
+                "Each would draw its own part of a batch, which no accountant here describes. "
+                "Train in one process."
+            )
         if distributed:
             _refuse_different(size, steps)
             sampler = ShardedPoissonSampler(
@@ -99,7 +116,8 @@ class PoissonLoader(DPDataLoader):
                 stream=stream,
             )
         else:
-            sampler = PoissonSampler(
+            sampler = _sampler(
+                process,
                 num_samples=size,
                 sample_rate=sample_rate,
                 steps=steps,
@@ -155,9 +173,22 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
+        if isinstance(self.batch_sampler.announce, StrictAnnouncer):
+            return _AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
         if not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
         return _AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
+
+
+def _sampler(process: Process, **options: Any) -> PoissonSampler:
+    """What draws the batches of a process."""
+    if process.max_batch_size is not None:
+        return FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
+    if process.sampling == "fixed_order":
+        return FixedOrderSampler(**options)
+    if process.sampling == "cyclic_poisson":
+        return CyclicPoissonSampler(cycle=process.cycle, **options)
+    return PoissonSampler(**options)
 
 
 class _AnnouncingCollate(CollateWithEmpty):
@@ -174,6 +205,8 @@ class _AnnouncingCollate(CollateWithEmpty):
         #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
         #: Batches of such a dataset are announced by the loader; those of others' loaders are not.
         self.counts = not callable(getattr(dataset, "__getitems__", None))
+        if isinstance(announce, StrictAnnouncer):
+            self.counts = False
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.integration.samplers import Announcer, PoissonSampler
+from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import subset
 
@@ -106,43 +106,17 @@ class UnitSampler(PoissonSampler):
         ]
 
 
-class UnitAnnouncer(Announcer):
-    """Tells the wrapped model which unit each row of its next forward belongs to.
-
-    Where batches are fetched ahead of their forward nothing is known, and the forward is refused.
-    """
-
-    #: Whether the loader was left before the forward of its last batch (``next(iter(loader))``).
-    _left = False
-    #: Whether that forward has begun: it reads the announcement, and no forward after it does.
-    _over = False
-
-    def _note_forward(self, module: Any, args: Any) -> None:
-        super()._note_forward(module, args)
-        if self._over:
-            self.end_epoch()
-        self._over, self._left = self._left, False
-
-    def end_epoch(self) -> None:
-        self._left, self._over = self._waiting, False
-        if not self._waiting:
-            super().end_epoch()
+class UnitAnnouncer(StrictAnnouncer):
+    """Tells the wrapped model which unit each row of its next forward belongs to."""
 
     def of_batch(self, index_R: Tensor) -> None:
         """The next batch has these rows."""
         count = int(index_R.max()) + 1 if len(index_R) else 0
-        self._ahead = self._ahead or self._waiting
         # A loop may leave out a batch without rows; it cannot be taken for another one.
-        self._waiting, self._left, self._over = count > 0, False, False
-        self._announce(None if self._ahead else (index_R, count))
+        self.give((index_R, count), may_be_left_out=not count)
 
-    def _tell(self, samples: int | None) -> None:
-        self._announce(None)
-
-    def _announce(self, batch: tuple[Tensor, int] | None) -> None:
-        module = self._module() if self._module is not None else None
-        if module is not None:
-            module._session.units_of_calls.announced = batch
+    def _announce(self, module: Any, batch: Any) -> None:
+        module._session.units_of_calls.announced = batch
 
 
 class _OwnedRows(Dataset[Any]):
@@ -284,10 +258,19 @@ def refuse_split_units(module: Any) -> None:
     Raises:
         FlashClippingError: parts of one unit would be clipped one by one.
     """
-    if module is not None and module._session.units_of_calls.from_loader:
+    if module is None:
+        return
+    if module._session.units_of_calls.from_loader:
         raise FlashClippingError(
             "BatchMemoryManager: found with make_private(units=...). It splits batches between any "
             "two rows, so that parts of one unit would be clipped one by one, and a unit could add "
             "several times the bound. Use a loader with a smaller batch_size, max_rows_per_unit, "
             "or activation checkpointing (mode='two_pass')."
+        )
+    if module._session.whole_batches:
+        raise FlashClippingError(
+            "BatchMemoryManager: found with make_private(max_batch_size=...) or batches in an "
+            "order. It splits batches, and nobody could tell which parts are padding or which step "
+            "a part belongs to. Use a loader with a smaller batch_size, or activation "
+            "checkpointing (mode='two_pass')."
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from flash_clipping._compat import BATCH_NORMS
+from flash_clipping._compat import BATCH_NORMS, without_validator
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.parallel import refuse_inside
@@ -67,3 +68,10 @@ def refuse_unsupported(root: nn.Module) -> None:
                 f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
                 "(opacus.validators.ModuleValidator.fix(model) does)."
             )
+
+
+def validate(module: nn.Module) -> None:
+    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
+    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
+    with without_validator(nn.MultiheadAttention):
+        ModuleValidator.validate(module, strict=True)

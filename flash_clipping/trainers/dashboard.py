@@ -53,6 +53,7 @@ class ClippingStatistics:
         self._model = model
         self._norms: list[Tensor] = []
         self._clipped: list[Tensor] = []
+        self._padding: list[Tensor] = []
         self._began = time.perf_counter()
 
     def note_backward(self) -> None:
@@ -62,21 +63,25 @@ class ClippingStatistics:
             FlashClippingError: there was none.
         """
         norm_B, coef = self._model.get_norm_sample(), self._model.get_clipping_coef()
-        clipped = coef < 1
+        coef_PB = coef if coef.dim() == 2 else coef.unsqueeze(0)
         self._norms.append(norm_B.detach())
-        self._clipped.append(clipped.any(0) if clipped.dim() == 2 else clipped)
+        self._clipped.append((coef_PB < 1).any(0))
+        # Of no sample is norm and coefficient 0; which rows these are is looked at when it is read.
+        self._padding.append((coef_PB[0] == 0) & (norm_B == 0))
 
     def read(self) -> Reading:
         """All samples since the last reading; waits for the device."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        samples = sum(map(len, self._norms))
-        share = median = float("nan")
+        samples, share, median = 0, float("nan"), float("nan")
+        if self._norms:
+            counts = ~torch.cat(self._padding)
+            norms, clipped = torch.cat(self._norms)[counts], torch.cat(self._clipped)[counts]
+            samples = len(norms)
         if samples:
-            norms = torch.cat(self._norms)
-            clipped = torch.cat(self._clipped).to(norms.dtype).mean()
-            share, median = torch.stack([clipped, norms.median()]).tolist()
-        self._norms, self._clipped = [], []
+            shares = clipped.to(norms.dtype).mean()
+            share, median = torch.stack([shares, norms.median()]).tolist()
+        self._norms, self._clipped, self._padding = [], [], []
         return Reading(samples, share, median, seconds)
 
 

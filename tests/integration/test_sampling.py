@@ -231,10 +231,9 @@ def test_a_generator_that_was_given_to_the_private_loader_is_a_seed() -> None:
 def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
     found = []
     for _ in range(2):
-        engine = FlashPrivacyEngine()
-        engine.seed = 5
         with pytest.warns(SeededNoiseWarning):
-            *_, loader = private(numbered(), engine, units=units)
+            engine = FlashPrivacyEngine(seed=5)
+        *_, loader = private(numbered(), engine, units=units)
         found.append([*loader.batch_sampler])
     assert found[0] == found[1]
 

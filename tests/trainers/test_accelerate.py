@@ -51,8 +51,7 @@ class Training:
         )
         if first:
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        self.engine = FlashPrivacyEngine(accountant="gdp")
-        self.engine.seed = 7  # of batches
+        self.engine = FlashPrivacyEngine(accountant="gdp", seed=7)
         self.model, self.optimizer, _, self.loader = self.engine.make_private(
             module=model,
             optimizer=optimizer,

@@ -1,0 +1,347 @@
+"""What steps cost, where that is more than Opacus' accountants know: by Google's dp-accounting.
+
+A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
+event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
+(``pip install flash-clipping[accounting]``); it is imported when an ε is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from opacus.accountants import IAccountant, register_accountant
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.randomness.mechanisms import (
+    BandedNoise,
+    IndependentNoise,
+    NoiseMechanism,
+    OneStepNoise,
+)
+
+#: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
+SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
+
+#: Which datasets ε compares, in words.
+ADD_OR_REMOVE = "add or remove one sample"
+ZERO_OUT = "zero out one sample (its gradients count nothing; the number of samples is public)"
+
+#: Privacy losses are rounded to multiples of this, so that ε is an upper bound; ten times faster
+#: than dp-accounting's own 1e-4, for about 1e-4 more.
+LOSS_GRID = 1e-3
+
+_MOST_NOISE = 1e6
+
+
+@dataclass(frozen=True)
+class Process:
+    """How batches are drawn, and how noise is made.
+
+    Args:
+        sampling: ``"poisson"``: every step draws every sample with the sample rate.
+            ``"cyclic_poisson"``: samples are in as many groups as noise has diagonals, and a step
+            draws from the next group only, with so many times the rate. ``"fixed_order"``: batches
+            are parts of the dataset, the same in every epoch, in the same order.
+        noise: how the noise of steps is correlated.
+        samples: in the dataset.
+        max_batch_size: of a Poisson batch with more samples a random subset of this size is taken;
+            ``None``: all.
+        cycle: steps from a group, or a batch, to its next turn.
+
+    Raises:
+        ValueError: the two do not go together.
+    """
+
+    sampling: str = "poisson"
+    noise: NoiseMechanism = field(default_factory=IndependentNoise)
+    samples: int = 0
+    max_batch_size: int | None = None
+    cycle: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(
+                f"sampling={self.sampling!r} is unknown; expected one of {', '.join(SAMPLINGS)}."
+            )
+        name, independent = type(self.noise).__name__, isinstance(self.noise, IndependentNoise)
+        if self.max_batch_size is not None and (self.sampling != "poisson" or not independent):
+            _refuse(
+                f"max_batch_size with sampling={self.sampling!r} and {name}",
+                "Only ordinary Poisson batches with independent noise have an accountant for what "
+                "is cut off. Leave one of them out",
+            )
+        if self.sampling == "poisson" and not independent:
+            needed = "'fixed_order'"
+            if isinstance(self.noise, BandedNoise):
+                needed = "'cyclic_poisson' or 'fixed_order'"
+            _refuse(
+                f"{name} with sampling='poisson'",
+                "A sample may be drawn in two steps whose noise partly cancels, and nothing "
+                f"bounds how often. Use sampling={needed}",
+            )
+        if self.sampling == "cyclic_poisson" and isinstance(self.noise, OneStepNoise):
+            _refuse(
+                f"{name} with sampling='cyclic_poisson'",
+                "Its noise is correlated over all steps, and amplification by sampling is only "
+                "known for noise that is correlated over fewer steps than a cycle has. Use "
+                "sampling='fixed_order', or BandedNoise",
+            )
+        if self.sampling == "cyclic_poisson" and independent:
+            _refuse(
+                "IndependentNoise with sampling='cyclic_poisson'",
+                "Groups are for noise that reaches over steps. Use sampling='poisson'",
+            )
+        if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
+            _refuse(
+                f"BandedNoise({self.noise.count}) with {self.cycle} batches in an epoch",
+                "Steps in which one sample takes part must be further apart than noise reaches. "
+                "Use fewer diagonals, or smaller batches",
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Opacus' own accountants describe it."""
+        return self == Process(samples=self.samples)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether step t must take batch t: participations are bounded by their distance."""
+        return self.sampling != "poisson"
+
+    @property
+    def relation(self) -> str:
+        """Which datasets ε compares."""
+        return ADD_OR_REMOVE if self.sampling == "poisson" else ZERO_OUT
+
+    def events(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
+        """Events of dp-accounting's for so many steps in a row; ε is the largest of them.
+
+        Args:
+            noise_multiplier: standard deviation of the independent noise ``Z``, in clipping bounds.
+            sample_rate: of one step, over the whole dataset.
+            steps: that were taken one after the other.
+        """
+        dp = dp_accounting()
+        if self.max_batch_size is not None:
+            # For a neighbour with one sample less, and for one with one more.
+            return [
+                dp.SelfComposedDpEvent(
+                    dp.TruncatedSubsampledGaussianDpEvent(
+                        dataset_size=size,
+                        sampling_probability=sample_rate,
+                        truncated_batch_size=self.max_batch_size,
+                        noise_multiplier=noise_multiplier,
+                    ),
+                    steps,
+                )
+                for size in (self.samples, self.samples + 1)
+            ]
+        rate, times = sample_rate, steps
+        if self.sampling == "fixed_order":
+            sensitivity = self.noise.sensitivity(steps, self.cycle)
+            return [dp.GaussianDpEvent(noise_multiplier / sensitivity)]
+        if self.sampling == "cyclic_poisson":
+            # Columns of one sample's steps are orthogonal: each is a release of its own
+            # (arXiv 2306.08153, theorem 4).
+            rate, times = min(1.0, sample_rate * self.cycle), -(-steps // self.cycle)
+        sensitivity = self.noise.sensitivity(steps)
+        gaussian = dp.GaussianDpEvent(noise_multiplier / sensitivity)
+        return [dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(rate, gaussian), times)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, to compare with those of a checkpoint."""
+        return {
+            "sampling": self.sampling,
+            "samples": self.samples,
+            "max_batch_size": self.max_batch_size,
+            "cycle": self.cycle,
+            **self.noise.settings,
+        }
+
+
+class PldAccountant(IAccountant):
+    """Privacy loss distributions of dp-accounting's, ``FlashPrivacyEngine(accountant="pld")``.
+
+    Needed where batches have a fixed size or noise is correlated; it serves ordinary Poisson
+    sampling as well. Values are upper bounds on ε, up to dp-accounting's numerics.
+
+    Attributes:
+        process: how batches are drawn and noise is made; set by ``make_private``.
+        history: (noise multiplier, sample rate, steps in a row).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = Process()
+        #: Whether the next step begins with noise that knows nothing of the steps before.
+        self._begins = True
+        #: Called where that is so after a checkpoint was loaded.
+        self.before_run: Callable[[], None] | None = None
+
+    def follow(self, process: Process) -> None:
+        """Account for this process from now on.
+
+        Raises:
+            ValueError: steps of another one have been accounted for.
+        """
+        if self.history and process != self.process:
+            raise ValueError(
+                f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
+                f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
+            )
+        self.process, self._begins, self.before_run = process, True, None
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        last = self.history[-1] if self.history else None
+        same = last is not None and last[:2] == (noise_multiplier, sample_rate)
+        if last is not None and same and not (self._begins and self.process.is_in_order):
+            self.history[-1] = (*last[:2], last[2] + 1)
+        else:
+            self.history.append((noise_multiplier, sample_rate, 1))
+        self._begins = False
+
+    def get_epsilon(self, delta: float, **_: Any) -> float:
+        """ε for this δ, for datasets of which one differs from the other by
+        :attr:`Process.relation`."""
+        if any(multiplier == 0 for multiplier, _, _ in self.history):
+            return math.inf
+        dp = dp_accounting()
+        if self.process.sampling == "fixed_order" and self.history:
+            # Runs of Gaussian mechanisms are one, whose formula needs no numerical convolution.
+            parts = [self.process.events(*entry)[0].noise_multiplier for entry in self.history]
+            total = sum(multiplier**-2 for multiplier in parts) ** -0.5
+            return float(dp.get_epsilon_gaussian(total, delta))
+        relations = dp.NeighboringRelation
+        relation = relations.REPLACE_SPECIAL
+        if self.process.relation == ADD_OR_REMOVE:
+            relation = relations.ADD_OR_REMOVE_ONE
+        runs = [self.process.events(*entry) for entry in self.history]
+        found = []
+        for number in range(max((len(run) for run in runs), default=0)):
+            accountant = dp.pld.PLDAccountant(relation, LOSS_GRID)
+            for run in runs:
+                accountant.compose(run[number])
+            found.append(float(accountant.get_epsilon(delta)))
+        return max(found, default=0.0)
+
+    def noise_multiplier(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        sample_rate: float,
+        steps: int,
+        epsilon_tolerance: float = 0.01,
+    ) -> float:
+        """The least noise, to within the tolerance, whose ε after these steps is below the target.
+
+        Raises:
+            ValueError: none is enough.
+        """
+
+        def epsilon(multiplier: float) -> float:
+            planned = PldAccountant()
+            planned.process = self.process
+            planned.history = [(multiplier, sample_rate, steps)]
+            return planned.get_epsilon(target_delta)
+
+        low, high = 0.0, 1.0
+        while (found := epsilon(high)) > target_epsilon:
+            low, high = high, 2 * high
+            if high > _MOST_NOISE:
+                raise ValueError(
+                    f"target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
+                    f"below {_MOST_NOISE:g} is enough."
+                )
+        while target_epsilon - found > epsilon_tolerance and high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            if (of_middle := epsilon(middle)) <= target_epsilon:
+                high, found = middle, of_middle
+            else:
+                low = middle
+        return high
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches.
+
+        Raises:
+            FlashClippingError: in a step of several batches.
+        """
+        account = super().get_optimizer_hook_fn(sample_rate)
+
+        def hook(optimizer: Any) -> None:
+            if optimizer.accumulated_iterations != 1 and not self.process.is_plain:
+                raise FlashClippingError(
+                    f"optimizer.step(): found a step of {optimizer.accumulated_iterations} "
+                    "batches; expected one, for which steps are accounted. Nothing was released. "
+                    "Use a larger batch size."
+                )
+            account(optimizer)
+
+        return hook
+
+    def state_dict(self, destination: Any = None) -> Any:
+        destination = super().state_dict(destination)
+        destination["process"] = self.process.state_dict()
+        return destination
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As Opacus'; noise of the steps before is not known any more, and accounted for by itself.
+
+        Raises:
+            ValueError: another process was accounted for.
+        """
+        super().load_state_dict(state_dict)
+        now, then = self.process.state_dict(), state_dict.get("process")
+        if then is not None and then != now and self.process != Process():
+            raise ValueError(
+                f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
+                "model private as it was."
+            )
+        self._begins = True
+        if self.before_run is not None:
+            self.before_run()
+
+    def __len__(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "pld"
+
+
+def dp_accounting() -> Any:
+    """The package.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import dp_accounting as package
+        import dp_accounting.pld as pld
+    except ImportError as error:
+        raise ImportError(
+            'accountant="pld" needs the package dp-accounting: '
+            "pip install flash-clipping[accounting]."
+        ) from error
+    assert pld is not None
+    return package
+
+
+def relation_of(accountant: Any) -> str:
+    """Which datasets the ε of an accountant compares; Opacus' own compare those that differ in one
+    sample, added or removed."""
+    process = getattr(accountant, "process", None)
+    return ADD_OR_REMOVE if process is None else str(process.relation)
+
+
+def _refuse(found: str, advice: str) -> None:
+    raise ValueError(f"make_private: found {found}. {advice}.")
+
+
+__all__ = ["OneStepNoise", "PldAccountant", "Process", "relation_of"]
+
+register_accountant(PldAccountant.mechanism(), PldAccountant, force=True)

@@ -1,0 +1,112 @@
+"""Batches in an order: what correlated noise needs, since steps of one sample must lie apart.
+
+Step ``t`` takes batch ``t`` and no other. A batch that was drawn and not stepped on is drawn again
+in the next epoch; a step on another one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.randomness import Purpose
+from flash_clipping.randomness.choices import coin_tosses, subset
+
+
+class OrderedSampler(PoissonSampler):
+    """Batches by the number of their step.
+
+    Attributes:
+        taken: steps that were taken.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.announce: OrderAnnouncer = OrderAnnouncer()
+        self.taken = 0
+        self._next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._next = self.announce.given = self.taken
+        return super().__iter__()
+
+    def check_step(self) -> None:
+        """Refuse a step on another batch than this step's.
+
+        Raises:
+            FlashClippingError: the loop has left one out, took one twice, or fetches ahead.
+        """
+        if self.announce.given != self.taken + 1:
+            raise FlashClippingError(
+                f"optimizer.step(): found step {self.taken} (from 0) after the loader gave batch "
+                f"{self.announce.given - 1}. Noise is correlated over steps, and epsilon is for "
+                "one step on every batch, in order. Call optimizer.step() once for each batch "
+                "before the next is taken; do not leave batches out or fetch them ahead of time. "
+                "Nothing was released."
+            )
+
+
+class FixedOrderSampler(OrderedSampler):
+    """Every epoch has the same batches in the same order; every sample is in one of them.
+
+    Which is drawn at random, once. Batches differ by one sample in size at most.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        draw = self.stream.draw(Purpose.SAMPLING)
+        self._order = subset(draw, self.num_samples, self.num_samples)
+
+    def _draw(self) -> list[int]:
+        number, self._next = self._next, self._next + 1
+        batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
+        return batch
+
+
+class CyclicPoissonSampler(OrderedSampler):
+    """Samples are in groups, and each step draws from the next one.
+
+    The group of a sample is its number modulo ``cycle``. A step draws every sample of its group
+    independently, with probability ``cycle * sample_rate``.
+
+    Args:
+        cycle: how many groups there are.
+        **kwargs: as in :class:`~flash_clipping.integration.samplers.PoissonSampler`.
+
+    Raises:
+        ValueError: the probability would be above 1.
+    """
+
+    def __init__(self, *, cycle: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        if cycle * self.sample_rate > 1:
+            raise ValueError(
+                f"sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches in an "
+                "epoch; expected at least as many batches as groups. Use fewer diagonals, or "
+                "smaller batches."
+            )
+        self.cycle = cycle
+
+    def _draw(self) -> list[int]:
+        number, self._next = self._next, self._next + 1
+        group = number % self.cycle
+        members = len(range(group, self.num_samples, self.cycle))
+        draw = self.stream.draw(Purpose.SAMPLING)
+        mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
+        batch: list[int] = (mask.nonzero().flatten() * self.cycle + group).tolist()
+        return batch
+
+
+class OrderAnnouncer(StrictAnnouncer):
+    """Counts the batches that the loop was given."""
+
+    given = 0
+
+    def __call__(self, samples: int | None) -> None:
+        self.given += 1
+        self.give(samples)
+
+    def _announce(self, module: Any, batch: Any) -> None:
+        module.expect_samples(batch)

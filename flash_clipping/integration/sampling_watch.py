@@ -1,0 +1,64 @@
+"""After ``make_private``: batches are announced to the model, and steps compared with batches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from flash_clipping.integration.ordered_sampling import OrderedSampler
+from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.integration.sampling import NotPoissonWarning, is_accounted_for
+from flash_clipping.integration.unit_sampling import UnitSampler
+
+
+def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
+    """Announce batches to the model; warn when steps were not sampled as they are accounted.
+
+    Args:
+        engine: whose accountant counts the steps; it warns once.
+        module: the wrapped model, or its hooks.
+        optimizer: with the accountant's step hook.
+        loader: what ``make_private`` returns.
+    """
+    sampler, session = loader.batch_sampler, module._session
+    units = session.units_of_calls
+    units.from_loader, units.announced = isinstance(sampler, UnitSampler), None
+    units.are_items = isinstance(sampler, PoissonSampler)
+    session.padding.rows = getattr(sampler, "max_batch_size", None)
+    session.whole_batches = isinstance(getattr(sampler, "announce", None), StrictAnnouncer)
+    if isinstance(sampler, PoissonSampler):
+        sampler.announce.follow(module)
+    elif not is_accounted_for(loader):
+        _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
+    steps_before, account = 0, optimizer.step_hook
+
+    def note_step(optimizer: Any) -> None:
+        nonlocal steps_before
+        steps_before += 1
+        if isinstance(sampler, OrderedSampler):
+            sampler.check_step()  # before noise is drawn, too, where it is correlated
+            sampler.taken += 1
+        elif isinstance(sampler, PoissonSampler) and steps_before > sampler.drawn:
+            _warn(
+                engine,
+                f"{steps_before} steps, and {sampler.drawn} batches drawn by the loader that "
+                "make_private returned",
+            )
+        account(optimizer)
+
+    optimizer.attach_step_hook(note_step)
+
+
+def _warn(engine: Any, found: str) -> None:
+    if not engine._warned_not_poisson:
+        engine._warned_not_poisson = True
+        warnings.warn(
+            f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
+            "that every step draws every sample independently with the sample rate; for other "
+            "batches the epsilon that it reports is an approximation that may be too small. "
+            "Take batches from the loader that make_private returns, with "
+            "poisson_sampling=True. (Trainers that make their own loaders must be given this "
+            "one, and a datamodule must return it.) This is said once.",
+            NotPoissonWarning,
+            stacklevel=5,
+        )
