@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from flash_clipping._compat import assert_async, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.step_record import StepRecord
 from flash_clipping.ops.noise import noisy_means
-from flash_clipping.sharded.reducer import as_sharded, device_of
-from flash_clipping.sharded.shard_noise import ShardGenerators, shared_key
+from flash_clipping.sharded.processes import device_of
+from flash_clipping.sharded.reducer import as_sharded
+from flash_clipping.sharded.shard_noise import ShardGenerators
+from flash_clipping.sharded.tensor.local import local_of
 
 _check_unused, _mark_used, _ = functions_of_optimizer()
 
@@ -68,8 +69,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
                 "it was wrapped. Use FlashDPOptimizer."
             )
         super().follow(module)
-        self._mesh = module._sharded.mesh
-        self._shard_generators = ShardGenerators(shared_key(self._mesh, self.generator))
+        self._processes = module._sharded.processes
+        self._shard_generators = ShardGenerators(self._processes.shared_number(self.generator))
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus, by hand: every process skips the same steps."""
@@ -103,11 +104,11 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         self._drawn.check(used)
         self._drawn.note(used)
         for generator, params in by_generator.items():
-            sums: list[Tensor] = [p.summed_grad.to_local() for p in params]
+            sums: list[Tensor] = [local_of(p.summed_grad) for p in params]
             dtypes = [self._noisy_dtype(p) for p in params]
             noisy = noisy_means(sums, std, divisor, dtypes=dtypes, generator=generator)
             for p, shard in zip(params, noisy, strict=True):
-                p.grad = as_sharded(p, shard.view(p.to_local().shape))
+                p.grad = as_sharded(p, shard.view(local_of(p).shape))
                 _mark_used(p.summed_grad)
         self._drawn.note_end(used)
 
@@ -123,10 +124,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         raise AssertionError("generators go by shards, not by sums")
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
-        """All processes count, and draw the same noise."""
-        count = count.to(device_of(self._mesh))
-        for dim in range(self._mesh.ndim):
-            dist.all_reduce(count, op=dist.ReduceOp.SUM, group=self._mesh.get_group(dim))
+        """All processes count their samples, each of them once, and draw the same noise."""
+        count = self._processes.reduce(count.to(device_of(self._processes.mesh)), samples=True)
         generator = self._generators_of_shards().of_all()
         noise = torch.normal(0.0, std, (1,), generator=generator, dtype=torch.float64)
         return count + noise.to(count.device).squeeze(0)

@@ -14,7 +14,7 @@ from flash_clipping.factors import Factor, accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
 from flash_clipping.sharded.ordered_sums import OrderedSums
-from flash_clipping.sharded.reducer import Reducer
+from flash_clipping.sharded.reducer import LocalSums, Reducer
 from flash_clipping.sharded.slots import Slots
 
 
@@ -86,7 +86,7 @@ class ShardedBackwardPass(BackwardPass):
         assert self.coef is not None and self.plan is not None
         self.slots.check()
         ordered = OrderedSums(self.groups, self.plan, self.coef)
-        reducer = Reducer()
+        reducer = self._reducer()
         for param in reversed(self.slots.recorded()):
             key = id(param)
             destination = self.slots.to(key)
@@ -97,6 +97,10 @@ class ShardedBackwardPass(BackwardPass):
         reducer.finish()
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
+
+    def _reducer(self) -> Reducer | LocalSums:
+        """What adds sums up over processes that have other samples."""
+        return Reducer()
 
     def forget(self) -> None:
         super().forget()

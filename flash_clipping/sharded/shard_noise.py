@@ -8,40 +8,20 @@ independently. Each parameter's noise is a whole one, of which nobody ever holds
 from __future__ import annotations
 
 import hashlib
-import secrets
 from typing import Any
 
 import torch
-from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from flash_clipping.sharded.reducer import device_of
-
-#: The key is below this.
-_KEYS = 1 << 62
-
-
-def shared_key(mesh: Any, generator: torch.Generator | None) -> int:
-    """A number that all processes of a mesh have in common and none of them chooses alone.
-
-    Args:
-        mesh: the processes; each of them has to call this.
-        generator: where this process's part comes from; the operating system if ``None``.
-    """
-    if generator is None:
-        own = secrets.randbelow(_KEYS)
-    else:
-        own = int(torch.randint(_KEYS, (1,), generator=generator, device=generator.device))
-    key = torch.tensor([own], device=device_of(mesh))  # int64: the sum is modulo 2^64
-    for dim in range(mesh.ndim):
-        dist.all_reduce(key, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    return int(key)
+from flash_clipping.sharded.tensor.local import local_of
 
 
 class ShardGenerators:
     """The generators of one process.
 
     Args:
-        key: from :func:`shared_key`.
+        key: a number that all processes have in common and none of them chooses alone
+            (:meth:`Processes.shared_number`).
     """
 
     def __init__(self, key: int):
@@ -51,14 +31,20 @@ class ShardGenerators:
     def of_shard(self, param: Any) -> torch.Generator:
         """The one for this process's shard of a parameter, and of others that are sharded alike.
 
-        Along dimensions of the mesh that replicate, coordinates do not count.
+        Along dimensions of the mesh that replicate, coordinates do not count. All processes have
+        what is no ``DTensor``.
         """
+        if not isinstance(param, DTensor):
+            return self._find("whole", param.device)
+        # Not is_shard(): a _StridedShard, of two meshes at once, says that it is none.
+        mesh: Any = param.device_mesh
         place = [
             (dim, coordinate)
-            for dim, coordinate in enumerate(param.device_mesh.get_coordinate())
-            if param.placements[dim].is_shard()
+            for dim, coordinate in enumerate(mesh.get_coordinate())
+            if not param.placements[dim].is_replicate()
         ]
-        return self._find(f"{tuple(param.placements)} at {place}", param.to_local().device)
+        name = f"{mesh.mesh_dim_names} {tuple(param.placements)} at {place}"
+        return self._find(name, local_of(param).device)
 
     def of_all(self) -> torch.Generator:
         """One that is the same in all processes, on the CPU."""

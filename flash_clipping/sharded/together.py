@@ -19,7 +19,7 @@ from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.sharded.reducer import device_of
+from flash_clipping.sharded.processes import Processes, device_of
 from flash_clipping.sharded.slots import Slots
 
 #: What a process says before a run, from the least to the most urgent.
@@ -33,11 +33,11 @@ class Together:
         root: the model.
         session: what its taps share.
         slots: its slots.
-        mesh: the processes.
+        processes: all that run the model.
     """
 
-    def __init__(self, root: Any, session: ClippingSession, slots: Slots, mesh: Any):
-        self.root, self.session, self.slots, self.mesh = root, session, slots, mesh
+    def __init__(self, root: Any, session: ClippingSession, slots: Slots, processes: Processes):
+        self.root, self.session, self.slots, self.processes = root, session, slots, processes
         self.taps: Sequence[Tap] = ()
         #: How many parameters were watched when all layers were known, in all processes.
         self._settled_with = -1
@@ -144,7 +144,5 @@ class Together:
         return found
 
     def _tell(self, says: int) -> int:
-        word = torch.tensor([says], device=device_of(self.mesh))
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
-        return int(word)
+        word = torch.tensor([says], device=device_of(self.processes.mesh))
+        return int(self.processes.reduce(word, dist.ReduceOp.MAX))
