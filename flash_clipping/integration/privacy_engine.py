@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -40,7 +40,10 @@ from flash_clipping.integration.unit_sampling import (
     plain_dataset,
     refuse_units,
 )
-from flash_clipping.sharded import is_sharded
+from flash_clipping.sharded import has_shards, processes_of
+
+if TYPE_CHECKING:
+    from flash_clipping.sharded.processes import Processes
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
@@ -73,8 +76,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     _units: UnitsOfRows | None = None
     dataset: Any
     _warned_not_poisson = False
-    #: Whether ``fully_shard`` was applied to the model.
+    #: Whether the model's parameters are shards.
     _is_sharded = False
+    #: Of a model with processes that share their samples.
+    _processes: Processes | None = None
 
     def make_private(
         self,
@@ -158,10 +163,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         refuse_alone(kwargs.get("module"), distributed)
-        self._is_sharded = is_sharded(kwargs.get("module"))
+        self._is_sharded = has_shards(kwargs.get("module"))
+        self._processes = processes_of(kwargs.get("module"))
         if self._is_sharded and units is not None:
             raise NotImplementedError(
-                "units: found a model that fully_shard was applied to. Processes would have to "
+                "units: found a model whose parameters are shards. Processes would have to "
                 "draw the rows of one unit together, which is not built. Draw rows, or use one "
                 "process."
             )
@@ -297,9 +303,16 @@ class FlashPrivacyEngine(PrivacyEngine):
             return UnitLoader(
                 data_loader, self._units, self.secure_rng, distributed=distributed, **kwargs
             )
+        together = self._processes
         loader = PoissonLoader.from_data_loader(
-            data_loader, generator=self.secure_rng, distributed=distributed, **kwargs
+            data_loader,
+            generator=self.secure_rng,
+            distributed=distributed or together is not None,
+            **kwargs,
         )
+        if together is not None:  # some of them share their samples
+            seed = together.shared_number(data_loader.generator)
+            loader.batch_sampler.share(together.data_rank, together.data_size, seed)
         if self.secure_mode and distributed:
             loader.batch_sampler.random = None  # every process has a secure generator of its own
         return loader
@@ -387,7 +400,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
 
             cls = ShardedFlashDPOptimizer
-            kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+            if distributed:
+                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
         elif distributed:
             cls = DistributedFlashDPOptimizer
         return cls(

@@ -178,11 +178,18 @@ class ShardedPoissonSampler(PoissonSampler):
             steps=steps,
             generator=generator,
         )
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.total_size = rank, world_size, total_size
         seed: list[int] | None = None
         if generator is not None:
             seed = [int(torch.randint(1 << 62, (1,), generator=generator)), rank]
         self.random: np.random.Generator | None = np.random.default_rng(seed)
+
+    def share(self, rank: int, world_size: int, seed: int) -> None:
+        """Draw as one of fewer processes: those of one ``rank`` draw the same batches, where their
+        ``seed`` is the same."""
+        self.num_samples = len(range(rank, self.total_size, world_size))
+        self.rank, self.world_size = rank, world_size
+        self.random = np.random.default_rng([seed, rank])
 
     def _draw(self) -> list[int]:
         if self.random is None:
