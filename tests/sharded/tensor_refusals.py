@@ -58,6 +58,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        RowwiseParallel,
         SequenceParallel,
         parallelize_module,
     )
@@ -89,13 +90,25 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         norm, head = model.norm, model.head
 
         def twice(x: Any) -> Any:
-            again = norm(DTensor.from_local(torch.ones(4, 6, WIDTH, dtype=torch.float64), mesh))
-            return head(norm(x)) + again.to_local().mean()
+            whole = DTensor.from_local(x, mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
+            return head(norm(x)) + norm.forward(whole).to_local().mean()
 
         model.norm = nn.Identity()
         model.head = nn.Module()
         model.head.norm, model.head.head, model.head.forward = norm, head, twice
         step(model)
+
+    def positions() -> None:
+        model = decoders.make()
+        embed, places = model.embed, nn.Embedding(6, WIDTH, dtype=torch.float64)
+        model.embed = nn.Module()
+        model.embed.words, model.embed.places = embed, places
+        model.embed.forward = lambda ids: embed(ids) + places(torch.arange(6))
+        step(
+            parallelize_module(
+                model, mesh, {"embed.places": RowwiseParallel(input_layouts=Replicate())}
+            )
+        )
 
     def of_samples() -> None:
         model = decoders.make()
@@ -146,6 +159,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         "unserved": unserved,
         "own heads": own_heads,
         "two layouts": two_layouts,
+        "positions": positions,
         "of samples": of_samples,
         "a sum": a_sum,
         "empty shards": lambda: wrap(cut(decoders.make(words=1), mesh)),
@@ -160,13 +174,6 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         "by hand": by_hand,
         "compile": lambda: wrap(cut(decoders.make(), mesh)).compile(),
         "units": lambda: wrap(cut(decoders.make(), mesh), sample_of="ids"),
-        "a layer without the others": lambda: step(
-            parallelize_module(
-                decoders.make(),
-                mesh,
-                {"head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())},
-            )
-        ),
     }
     return {name: message(call) for name, call in calls.items()}
 

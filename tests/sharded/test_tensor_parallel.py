@@ -105,6 +105,7 @@ REFUSED = {
     "unserved": r"norm \(Scale\): found a DTensor",
     "own heads": "whose gradients differ between these processes",
     "two layouts": "norm.*a sum over some of the positions.*the whole",
+    "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
     "of samples": "cut along axis 0, that of the samples",
     "a sum": "head.weight: found a DTensor that is a sum",
     "empty shards": "embed.weight: found 1 rows or columns cut into 2",
@@ -117,7 +118,6 @@ REFUSED = {
     "by hand": r"c10d::allreduce_, in its forward \(.*tensor_refusals.py",
     "compile": "compile",
     "units": "sample_of",
-    "a layer without the others": "",
 }
 
 

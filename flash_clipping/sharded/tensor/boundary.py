@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flash_clipping.capture.generic import ReadsNoSamples
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
@@ -67,7 +68,13 @@ class Boundary(Rule):
             start, rows = _own_words(weight)
             mine = (inside >= start) & (inside < start + rows)
             inside = torch.where(mine, inside - start, 0)
-        output = tapped(inside)
+        try:
+            output = tapped(inside)
+        except ReadsNoSamples:
+            raise UnsupportedLayer(
+                "what it reads is the same for all samples (positions, say), which is not built "
+                "for a layer with DTensors. Leave it out of parallelize_module, or freeze it."
+            ) from None
         if mine is not None:  # other words are other processes'; no gradient comes back to row 0
             output = torch.where(mine.unsqueeze(-1), output, 0)
         return DTensor.from_local(
