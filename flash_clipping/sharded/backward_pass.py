@@ -37,9 +37,8 @@ class ShardedBackwardPass(BackwardPass):
         if self.session.recomputed:
             raise FlashClippingError(
                 f"{', '.join(self.session.recomputed)}: found a module that uses its own "
-                "parameters under activation checkpointing, in a model that fully_shard was "
-                "applied to. Checkpoint the layers inside of it, or use these parameters outside "
-                "of the checkpoint."
+                "parameters under activation checkpointing, in a sharded model. Checkpoint the "
+                "layers inside of it, or use these parameters outside of the checkpoint."
             )
 
     @cached_property
@@ -68,8 +67,8 @@ class ShardedBackwardPass(BackwardPass):
             return False
         if not self.asked_for_all:
             raise FlashClippingError(
-                "backward(inputs=...) asked for gradients of some parameters of a model that "
-                "fully_shard was applied to. All processes reduce the sums of all parameters: call "
+                "backward(inputs=...) asked for gradients of some parameters of a sharded "
+                "model. All processes reduce the sums of all parameters: call "
                 "backward() without inputs, and freeze what is not to be trained."
             )
         return True

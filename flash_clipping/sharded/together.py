@@ -70,8 +70,8 @@ class Together:
             if wanted:
                 raise FlashClippingError(
                     "the model: a layer read what no rehearsal has seen, after the processes had "
-                    "agreed that all layers are known. A model that fully_shard was applied to "
-                    "must use its layers in every step as in the first ones."
+                    "agreed that all layers are known. A sharded model must use its layers in "
+                    "every step as in the first ones."
                 )
             return False
         says = _RUNS if wanted else _UNSETTLED if self._is_unsettled() else _SETTLED
@@ -123,9 +123,9 @@ class Together:
             self._failure = None
             raise FlashClippingError(
                 f"the model: a rehearsal ended with {type(failure).__name__}: {failure} Rehearsals "
-                "run the model on its batch, and on one sample less or more. A model that "
-                "fully_shard was applied to must run on any number of samples: a process that "
-                "stops in the midst of a run leaves the others waiting."
+                "run the model on its batch, and on one sample less or more. A sharded "
+                "model must run on any number of samples: a process that stops in the midst of a "
+                "run leaves the others waiting."
             ) from failure
 
     def _is_unsettled(self) -> bool:

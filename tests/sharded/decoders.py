@@ -29,6 +29,19 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of low rank, as PEFT has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A = nn.Linear(WIDTH, 2, bias=False)
+        self.B = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.B(self.A(x))
+
+
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +71,15 @@ class Decoder(nn.Module):
         words: int = 12,
         padding: int | None = None,
         layers: int = 1,
+        adapted: bool = False,
         checkpointed: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, WIDTH, padding_idx=padding)
         self.blocks = nn.ModuleList(Layer() for _ in range(layers))
+        for block in self.blocks if adapted else ():
+            attention: Any = block.attention
+            attention.q, attention.o = Adapted(attention.q), Adapted(attention.o)
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, words, bias=False)
         self.checkpointed = checkpointed
@@ -114,6 +131,7 @@ def cut(model: Any, mesh: Any, kind: str = "layers", tied: bool = False) -> Any:
     )
 
     whole, along = Replicate(), Shard(1) if "sequence" in kind else Replicate()
+    adapted = isinstance(model.blocks[0].attention.q, Adapted)
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=along),
         "head": ColwiseParallel(
@@ -132,6 +150,10 @@ def cut(model: Any, mesh: Any, kind: str = "layers", tied: bool = False) -> Any:
             "feed_forward.up": ColwiseParallel(),
             "feed_forward.down": RowwiseParallel(output_layouts=along),
         }
+        if adapted:
+            for name, inner in (("attention.q", "B"), ("attention.o", "A")):
+                of_layer[f"{name}.base"] = style = of_layer.pop(name)
+                of_layer[f"{name}.{inner}"] = style
         if "sequence" in kind:
             inputs: dict[str, Any] = {"input_layouts": (along,), "desired_input_layouts": (whole,)}
             of_layer |= {

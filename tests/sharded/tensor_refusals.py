@@ -110,6 +110,16 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
             )
         )
 
+    def functional() -> None:
+        """A tied head that reads the table past the layer that owns it."""
+        model = cut(decoders.make(), mesh)
+        embed = model.embed
+        model.head = nn.Module()
+        model.head.forward = lambda x: F.linear(
+            DTensor.from_local(x, mesh, [Replicate()]), embed.weight
+        ).full_tensor()
+        step(model)
+
     def of_samples() -> None:
         model = decoders.make()
         plan = {"head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
@@ -160,6 +170,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         "own heads": own_heads,
         "two layouts": two_layouts,
         "positions": positions,
+        "functional": functional,
         "of samples": of_samples,
         "a sum": a_sum,
         "empty shards": lambda: wrap(cut(decoders.make(words=1), mesh)),

@@ -61,7 +61,7 @@ def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
 
 def freeze(model: Any, frozen: tuple[str, ...]) -> Any:
     for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(frozen or ("-",)))
+        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
     return model
 
 
@@ -76,7 +76,7 @@ def clipped_step(
     tied: bool = False,
     frozen: tuple[str, ...] = (),
     micro: int = 1,
-    steps: int = 2,
+    steps: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps, beside those of every sample by itself."""
@@ -119,6 +119,22 @@ def clipped_step(
         "alike": all(torch.equal(coefs, other) for other in others),
         "settled": flash._sharded.together._settled_with == flash._guards.count,
     }
+
+
+def poisoned(tensor: Any) -> dict[str, Any]:
+    """Sums where a word of the first sample is infinite, beside those of the other samples."""
+    plain = decoders.make()
+    model = cut(decoders.make(), tensor)
+    ids, y = batch()
+    ids[ids == 11], ids[0, 2] = 0, 11
+    clipped = truth_of(plain, ids[1:], y[1:]).clipped(C)
+    with torch.no_grad():
+        if tensor.get_local_rank():
+            local_of(model.embed.weight)[-1] = torch.inf
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    loss_of(flash(ids), y).backward()
+    errors = [error(whole(p.grad), clipped[name]) for name, p in model.named_parameters()]
+    return {"error": max(errors), "coefs": flash.get_clipping_coef()}
 
 
 def optimizer_of(model: Any, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:

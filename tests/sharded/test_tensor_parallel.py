@@ -15,18 +15,18 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch wi
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
 
 CASES: dict[str, dict[str, Any]] = {
-    "layers": {"net": {"layers": 2}},
+    "layers": {"net": {"layers": 2}, "steps": 2},
     "words that cannot be halved, padding": {"net": {"words": 11, "padding": 8}},
-    "logits stay cut": {"kind": "loss"},
-    "sequence": {"kind": "sequence", "net": {"layers": 2}},
+    "sequence": {"kind": "sequence", "net": {"layers": 2}, "steps": 2},
     "as many samples as positions": {"kind": "sequence, loss", "length": 4},
-    "tied": {"kind": "sequence", "tied": True},
-    "frozen": {"frozen": ("embed", "blocks.0.attention.q", "blocks.0.feed_forward_norm")},
+    "frozen, automatic": {
+        "frozen": ("embed", "blocks.0.attention.q", "blocks.0.feed_forward_norm"),
+        "clipping": "automatic",
+    },
+    "adapters": {"net": {"adapted": True}},
     "norm layers alone": {"kind": "sequence", "frozen": ("embed", "head", *LINEAR)},
-    "accumulated": {"kind": "sequence", "micro": 2},
-    "per layer": {"kind": "sequence", "clipping": "per_layer"},
-    "automatic": {"clipping": "automatic"},
-    "checkpointed": {"kind": "sequence", "net": {"checkpointed": True}},
+    "accumulated, checkpointed": {"kind": "sequence", "micro": 2, "net": {"checkpointed": True}},
+    "per layer, tied": {"kind": "sequence", "clipping": "per_layer", "tied": True},
     "two_pass": {"kind": "sequence", "mode": "two_pass", "net": {"checkpointed": True}},
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
@@ -37,6 +37,7 @@ def main(rank: int) -> dict[str, Any]:
     mesh, _ = tensor_steps.meshes()
     return {
         "clipped": {n: tensor_steps.clipped_step(mesh, **case) for n, case in CASES.items()},
+        "poisoned": tensor_steps.poisoned(mesh),
         "trained": tensor_steps.trained(mesh),
         "noise": tensor_steps.noisy(mesh),
         "engine": tensor_steps.engine_run(mesh),
@@ -59,6 +60,13 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[
 @pytest.mark.parametrize("name", CASES)
 def test_coefficients_are_bitwise_equal(name: str, found: list[dict[str, Any]]) -> None:
     assert all(of_rank["clipped"][name]["alike"] for of_rank in found)
+
+
+def test_a_sample_that_is_not_finite_adds_nothing(found: list[dict[str, Any]]) -> None:
+    """What makes it so is in one process's shard."""
+    for of_rank in found:
+        assert of_rank["poisoned"]["coefs"][0] == 0
+        assert of_rank["poisoned"]["error"] <= 1e-12
 
 
 def test_processes_stop_asking_each_other(found: list[dict[str, Any]]) -> None:
@@ -106,6 +114,7 @@ REFUSED = {
     "own heads": "whose gradients differ between these processes",
     "two layouts": "norm.*a sum over some of the positions.*the whole",
     "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
+    "functional": "uses a parameter that is a DTensor",
     "of samples": "cut along axis 0, that of the samples",
     "a sum": "head.weight: found a DTensor that is a sum",
     "empty shards": "embed.weight: found 1 rows or columns cut into 2",

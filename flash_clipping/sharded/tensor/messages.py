@@ -32,8 +32,9 @@ _OTHER_SAMPLES = (
 _OTHER_GRADIENTS = (
     "the model: found parameters that every process of a tensor mesh has as a whole, and whose "
     "gradients differ between these processes: a layer that was not parallelized reads what only "
-    "one process has (its own heads, a part of the sequence), or labels differ. Parallelize that "
-    "layer as well (SequenceParallel), or give it what all have."
+    "one process has (its own heads, a part of the sequence), or labels or dropout differ. "
+    "Parallelize that layer as well (SequenceParallel), give it what all have, or seed the "
+    "processes alike."
 )
 
 
