@@ -86,6 +86,9 @@ class Slots:
             param, number = slot.tensor, slot.number
             if isinstance(param, BareParameter) or param is None:
                 continue
+            mesh = getattr(self.destinations[number], "device_mesh", None)
+            if mesh is not None and getattr(param, "device_mesh", None) == mesh:
+                continue  # a shard; what is gathered of a layer that is cut lies over fewer
             if self._unsharded[number] is not param and param is not self.destinations[number]:
                 self._unsharded[number] = param
                 self._number[id(param)] = number

@@ -114,7 +114,7 @@ REFUSED = {
     "own heads": "whose gradients differ between these processes",
     "two layouts": "norm.*a sum over some of the positions.*the whole",
     "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
-    "functional": "uses a parameter that is a DTensor",
+    "functional": "uses a trainable parameter that another module owns",
     "of samples": "cut along axis 0, that of the samples",
     "a sum": "head.weight: found a DTensor that is a sum",
     "empty shards": "embed.weight: found 1 rows or columns cut into 2",
