@@ -21,7 +21,9 @@ def is_tensor_parallelized(root: nn.Module) -> bool:
     """Whether a parameter is cut over a mesh that ``fully_shard`` has not made it."""
     params = [param for param in root.parameters() if isinstance(param, DTensor)]
     if not isinstance(root, FSDPModule):
-        return bool(params)
+        # Below ``fully_shard`` on parts of a model, which is refused as what it is, none is told.
+        parts = any(isinstance(module, FSDPModule) for module in root.modules())
+        return bool(params) and not parts
     return any(
         param.device_mesh.ndim > 2 or is_tensor_parallel(param.placements) for param in params
     )
