@@ -71,6 +71,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_replica": (["_is_replica"], "same"),
     "is_flattened": (["_fsdp_flattened"], "same"),
     "awaits_gradient": (["_post_accumulate_grad_hooks"], "same"),
+    "is_awaited": (["AsyncCollectiveTensor"], "same"),
     "applied_to": (["torch.distributed._composable"], "same"),
     "functions_of_optimizer": (
         ["_check_processed_flag", "_mark_as_processed"],

@@ -58,6 +58,7 @@ from flash_clipping._compat.opacus import (
 from flash_clipping._compat.parallel import (
     applied_to,
     awaits_gradient,
+    is_awaited,
     is_flattened,
     is_replica,
     runs_in_ddp,
@@ -115,6 +116,7 @@ __all__ = [
     "hooks_of_parameter",
     "is_alias_of",
     "is_autocasting",
+    "is_awaited",
     "is_autograd_compiled",
     "is_compiled",
     "is_compilers_error",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,15 @@ def is_replica(module: nn.Module) -> bool:
 def is_flattened(param: Tensor) -> bool:
     """Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_awaited(x: Any) -> bool:
+    """Whether a collective may still be writing this tensor; its ``wait()`` gives a plain one.
+    Without: no; operators wait by themselves."""
+    # Nobody has such a tensor before the module is there.
+    functions = sys.modules.get("torch.distributed._functional_collectives")
+    kind = find(functions, "AsyncCollectiveTensor")
+    return kind is not None and isinstance(x, kind)
 
 
 def awaits_gradient(param: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flash_clipping._compat import checkpoints_replaced, pytree
+from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import (
@@ -206,6 +207,7 @@ class Rehearsals:
                 checkpoints_replaced(PlainCheckpoint),
                 taint,
                 Reads(taint),
+                collectives_refused(),
             ):
                 # Recording, so that taps note what they read; detached, so nothing comes of it.
                 self.forward(*args, **kwargs)

@@ -159,6 +159,9 @@ class Taint(DispatchMode):
 
 
 def _storage(tensor: Tensor) -> int | None:
+    if hasattr(tensor, "placements"):  # a DTensor: what this process has of it
+        with torch.no_grad():
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
     try:
         return memory_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own

@@ -130,6 +130,11 @@ class Tap(FactorSource):
                 self.parameters.prefixes.append(f"{path}.")
                 self.owners.append(owner)
 
+    def surround(self, rule: Rule) -> None:
+        """Let this rule, which stands around the layer's own, serve the layer."""
+        self.rule = rule
+        self._rule_calls = True
+
     def remove(self) -> None:
         forward = vars(self.layer).get("forward")
         if getattr(forward, "__self__", forward) is self:

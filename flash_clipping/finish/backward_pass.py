@@ -287,7 +287,8 @@ class BackwardPass:
             norms_PB = self.units.without_lost(norms_PB)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
-        coef = self.session.clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
+        norms_PB, found = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
+        coef = self.session.clip(params, norms_PB, found, plan.one_device)
         self.session.note_non_finite(coef)
         self.coef = Coefficients(coef * scale, params, plan)
 
@@ -323,6 +324,12 @@ class BackwardPass:
             return 1.0
         # The mean is over rows, whoever they belong to.
         return float(self.batch_size or 0) if self.units is None else self.units.scale_of_mean()
+
+    def _of_whole_gradients(
+        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
+    ) -> tuple[Tensor, Doubts]:
+        """Norms and doubts of all of the gradients, where this process has parts of them only."""
+        return norms_PB, doubts
 
     def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
         """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""

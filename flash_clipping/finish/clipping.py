@@ -63,14 +63,17 @@ class Doubts:
         """The same parameter by parameter, ``[P, B]``; ``keys`` are their ids."""
         if not self.blocks:
             return norms_PB
+        return upper_bound(norms_PB, self.rows(keys, norms_PB).mul_(self.scale**2))
+
+    def rows(self, keys: Sequence[int], like_PB: Tensor) -> Tensor:
+        """Those of these parameters, ``[P, B]``, with dtype and device of ``like_PB``."""
         found = {
             key: row
             for members, doubt in self.blocks
-            for key, row in zip(members, doubt.to(norms_PB, non_blocking=True), strict=True)
+            for key, row in zip(members, doubt.to(like_PB, non_blocking=True), strict=True)
         }
-        none_B = torch.zeros_like(norms_PB[0])
-        doubt_PB = torch.stack([found.get(key, none_B) for key in keys])
-        return upper_bound(norms_PB, doubt_PB.mul_(self.scale**2))
+        none_B = torch.zeros_like(like_PB[0])
+        return torch.stack([found.get(key, none_B) for key in keys])
 
 
 def clipping_coefficients(

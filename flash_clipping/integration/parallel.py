@@ -21,7 +21,7 @@ from flash_clipping._compat import (
     runs_in_ddp,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.sharded import is_sharded
+from flash_clipping.sharded import is_sharded, processes_of
 
 _INSTEAD = (
     "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or call "
@@ -134,6 +134,17 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
     if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
         return
     running = dist.is_available() and dist.is_initialized()
+    if (processes := processes_of(module)) is not None:
+        if distributed is None and processes.mesh.size() < dist.get_world_size():
+            raise ValueError(
+                f"module ({type(module).__name__}): its layers are cut over "
+                f"{processes.mesh.size()} of {dist.get_world_size()} processes, and nothing would "
+                "reduce the gradients of the others' samples. Call fully_shard over the data "
+                "dimension of the mesh as well, on blocks and on the model. Or pass "
+                "distributed=False to make_private, if every group of processes is to train a "
+                "model of its own."
+            )
+        return
     if distributed:
         raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
     if distributed is None and running and dist.get_world_size() > 1:

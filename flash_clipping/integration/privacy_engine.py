@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -37,7 +37,10 @@ from flash_clipping.integration.unit_sampling import (
 from flash_clipping.integration.unsupported import validate
 from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
-from flash_clipping.sharded import is_sharded
+from flash_clipping.sharded import has_shards, processes_of
+
+if TYPE_CHECKING:
+    from flash_clipping.sharded.processes import Processes
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
@@ -89,8 +92,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     _warned_not_poisson = False
     #: How batches are drawn and noise is made.
     _process = Process()
-    #: Whether ``fully_shard`` was applied to the model.
+    #: Whether the model's parameters are shards.
     _is_sharded = False
+    #: Of a model whose parameters are shards.
+    _processes: Processes | None = None
     #: What make_private was told of rounding noisy sums.
     _noise_grid = False
     #: Whether Opacus' own source of randomness was asked for.
@@ -229,10 +234,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         refuse_alone(kwargs.get("module"), distributed)
-        self._is_sharded = is_sharded(kwargs.get("module"))
+        self._is_sharded = has_shards(kwargs.get("module"))
+        self._processes = processes_of(kwargs.get("module"))
         if self._is_sharded and units is not None:
             raise NotImplementedError(
-                "units: found a model that fully_shard was applied to. Processes would have to "
+                "units: found a model whose parameters are shards. Processes would have to "
                 "draw the rows of one unit together, which is not built. Draw rows, or use one "
                 "process."
             )
@@ -361,8 +367,13 @@ class FlashPrivacyEngine(PrivacyEngine):
         kwargs.update(distributed=distributed, stream=self.stream.another())
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
+        together = self._processes
+        kwargs["distributed"] = distributed or together is not None
         loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
         self._sampler = loader.batch_sampler
+        if together is not None:  # those that share samples draw the same
+            stream = together.shared_stream(kwargs["stream"])
+            self._sampler.share(together.data_rank, together.data_size, stream)
         return loader
 
     def get_epsilon(self, delta: float) -> float:

@@ -34,7 +34,8 @@ def private_optimizer(
     if engine._is_sharded:
         from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
 
-        kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+        if distributed:
+            kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
         return ShardedFlashDPOptimizer(optimizer, **kwargs)
     cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
     return cls(optimizer, **kwargs)

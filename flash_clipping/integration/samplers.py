@@ -228,8 +228,16 @@ class ShardedPoissonSampler(PoissonSampler):
             generator=generator,
             stream=stream,
         )
+        self.total_size = total_size
         self.rank, self.world_size = rank, world_size
         self.shard = rank
+
+    def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
+        """Draw as one of fewer processes, with a stream that all of them share: those of one
+        ``rank`` draw the same batches."""
+        self.num_samples = len(range(rank, self.total_size, world_size))
+        self.rank, self.world_size, self.shard = rank, world_size, rank
+        self.stream = stream
 
     def _draw(self) -> list[int]:
         places = self._places(self.stream.draw(Purpose.SAMPLING))

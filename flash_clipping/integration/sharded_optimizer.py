@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from flash_clipping._compat import assert_async, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
@@ -17,8 +16,10 @@ from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.step_record import StepRecord
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Purpose
-from flash_clipping.sharded.reducer import as_sharded, device_of
-from flash_clipping.sharded.shard_noise import shard_of, shared_stream
+from flash_clipping.sharded.processes import device_of
+from flash_clipping.sharded.reducer import as_sharded
+from flash_clipping.sharded.shard_noise import shard_of
+from flash_clipping.sharded.tensor.local import local_of
 
 _check_unused, _mark_used = functions_of_optimizer()
 
@@ -48,7 +49,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
 
     _serves_shards = True
 
-    _mesh: Any = None
+    _processes: Any = None
 
     def follow(self, module: Any) -> None:
         """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
@@ -59,8 +60,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             )
         before = module.running_step.follower
         super().follow(module)
-        self._mesh = module._sharded.mesh
-        self.stream = shared_stream(self._mesh, self.stream)
+        self._processes = module._sharded.processes
+        self.stream = self._processes.shared_stream(self.stream)
         if before is not None and before is not self:
             self.stream.load_state_dict(before.stream.state_dict())
 
@@ -90,11 +91,16 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         return record
 
     def add_noise(self) -> None:
+        if self._processes is None:
+            raise FlashClippingError(
+                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "optimizer.follow(wrapped_model) first (make_private does)."
+            )
         std, divisor = self._noise_std(), self._divisor()
         for p in self.params:
             _check_unused(p.summed_grad)
         noisy = noisy_means(
-            [p.summed_grad.to_local() for p in self.params],
+            [local_of(p.summed_grad) for p in self.params],
             std,
             divisor,
             draw=self.stream.draw(Purpose.NOISE),
@@ -103,12 +109,10 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             grid=self.noise_grid,
         )
         for p, shard in zip(self.params, noisy, strict=True):
-            p.grad = as_sharded(p, shard.view(p.to_local().shape))
+            p.grad = as_sharded(p, shard.view(local_of(p).shape))
             _mark_used(p.summed_grad)
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
-        """All processes count, and draw the same noise."""
-        count = count.to(device_of(self._mesh))
-        for dim in range(self._mesh.ndim):
-            dist.all_reduce(count, op=dist.ReduceOp.SUM, group=self._mesh.get_group(dim))
+        """All processes count their samples, each of them once, and draw the same noise."""
+        count = self._processes.reduce(count.to(device_of(self._processes.mesh)), samples=True)
         return super()._noisy_count(count, std)

@@ -14,7 +14,7 @@ from flash_clipping.factors import Factor, accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
 from flash_clipping.sharded.ordered_sums import OrderedSums
-from flash_clipping.sharded.reducer import Reducer
+from flash_clipping.sharded.reducer import LocalSums, Reducer
 from flash_clipping.sharded.slots import Slots
 
 
@@ -37,9 +37,8 @@ class ShardedBackwardPass(BackwardPass):
         if self.session.recomputed:
             raise FlashClippingError(
                 f"{', '.join(self.session.recomputed)}: found a module that uses its own "
-                "parameters under activation checkpointing, in a model that fully_shard was "
-                "applied to. Checkpoint the layers inside of it, or use these parameters outside "
-                "of the checkpoint."
+                "parameters under activation checkpointing, in a sharded model. Checkpoint the "
+                "layers inside of it, or use these parameters outside of the checkpoint."
             )
 
     @cached_property
@@ -68,8 +67,8 @@ class ShardedBackwardPass(BackwardPass):
             return False
         if not self.asked_for_all:
             raise FlashClippingError(
-                "backward(inputs=...) asked for gradients of some parameters of a model that "
-                "fully_shard was applied to. All processes reduce the sums of all parameters: call "
+                "backward(inputs=...) asked for gradients of some parameters of a sharded "
+                "model. All processes reduce the sums of all parameters: call "
                 "backward() without inputs, and freeze what is not to be trained."
             )
         return True
@@ -86,7 +85,7 @@ class ShardedBackwardPass(BackwardPass):
         assert self.coef is not None and self.plan is not None
         self.slots.check()
         ordered = OrderedSums(self.groups, self.plan, self.coef)
-        reducer = Reducer()
+        reducer = self._reducer()
         for param in reversed(self.slots.recorded()):
             key = id(param)
             destination = self.slots.to(key)
@@ -97,6 +96,10 @@ class ShardedBackwardPass(BackwardPass):
         reducer.finish()
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
+
+    def _reducer(self) -> Reducer | LocalSums:
+        """What adds sums up over processes that have other samples."""
+        return Reducer()
 
     def forget(self) -> None:
         super().forget()

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
@@ -16,19 +17,21 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.sharded.backward_pass import ShardedBackwardPass
 from flash_clipping.sharded.no_samples import EmptyBatches
+from flash_clipping.sharded.processes import Processes
 from flash_clipping.sharded.slots import Slots
+from flash_clipping.sharded.tensor.layers import TensorParallelLayers
 from flash_clipping.sharded.together import Together
 
 
 class ShardedModel:
-    """A model that ``fully_shard`` was applied to, as a session of its own sees it.
+    """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session.
 
     Args:
         root: the model.
         session: what its taps share; told where parameters, sums and norms go.
 
     Attributes:
-        mesh: the processes, which all have other samples.
+        processes: those that run the model, and which of them have other samples.
         slots: its parameters.
         together: rehearsals with the other processes.
     """
@@ -42,27 +45,37 @@ class ShardedModel:
         trainable: list[Any] = self.slots.trainable()
         if not trainable:
             raise FlashClippingError(
-                f"{type(root).__name__}: found no trainable parameter in a model that fully_shard "
-                "was applied to."
+                f"{type(root).__name__}: found no trainable parameter in a sharded model."
             )
-        self.mesh = trainable[0].device_mesh
-        self.together = Together(root, session, self.slots, self.mesh)
+        self.processes = Processes(self.slots.destinations, isinstance(root, FSDPModule))
+        self.together = Together(root, session, self.slots, self.processes)
         self._empty = EmptyBatches(root, session)
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
         session.backward_pass_class = partial(ShardedBackwardPass, slots=self.slots)
-        session.around_walk = self._unsharded_root
+        #: Of layers that are cut over processes with the same samples.
+        self.layers: TensorParallelLayers | None = None
+        if self.processes.tensor is not None:
+            self.layers = TensorParallelLayers(session, self.slots, self.processes)
+        if isinstance(root, FSDPModule):
+            session.around_walk = self._unsharded_root
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before all others of the wrapped model."""
         before = self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True)
         handles.append(before)
+        if self.layers is not None:
+            handles.append(
+                self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
+            )
 
     def add_last_hooks(self, handles: list[Any], taps: Iterable[Tap]) -> None:
         """Hooks that come after all others."""
         self._handles = handles
         self.together.taps = [tap for tap in taps if type(tap) is Tap]
+        if self.layers is not None:
+            self.layers.surround(self.together.taps, handles)
         handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
@@ -75,7 +88,8 @@ class ShardedModel:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"{found}: found a model that fully_shard was applied to, for which it is not built. "
+            f"{found}: found a sharded model (fully_shard, parallelize_module), for which it is "
+            "not built. "
             "Leave it out, or use one process, or DifferentiallyPrivateDistributedDataParallel."
         )
 

@@ -7,15 +7,18 @@ record of them is dropped, and the caller gets what the model returns, without r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_samples import made_up
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.sharded.tensor.local import local_of
 
 #: How many samples are made up.
 _COUNT = 2
@@ -62,27 +65,41 @@ class EmptyBatches:
 
     def _without_rows(self, x: Tensor) -> Tensor:
         axis = self.session.batch_axis
-        shape = list(x.shape)
-        if x.dim() > axis:
-            if shape[axis] % _COUNT:
-                raise FlashClippingError(
-                    f"the model: called with an empty batch, it was run on {_COUNT} samples, and "
-                    f"returned a tensor of shape {tuple(shape)}. Expected samples along axis "
-                    f"{axis} of all that it returns."
-                )
-            shape[axis] = 0
-        return _WithoutRows.apply(x, shape) if x.requires_grad else x.new_zeros(shape)
+        if x.dim() <= axis:
+            axis = -1
+        elif x.shape[axis] % _COUNT:
+            raise FlashClippingError(
+                f"the model: called with an empty batch, it was run on {_COUNT} samples, and "
+                f"returned a tensor of shape {tuple(x.shape)}. Expected samples along axis "
+                f"{axis} of all that it returns."
+            )
+        return _WithoutRows.apply(x, axis) if x.requires_grad else _zeros(x, axis)
 
 
 class _WithoutRows(torch.autograd.Function):
     """Zeros without rows, whose backward goes on with gradients of 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int]) -> Tensor:
-        ctx.like = x.new_empty(0), x.shape
-        return x.new_zeros(shape)
+    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        ctx.like = x.detach()
+        return _zeros(x, axis)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        like, shape = ctx.like
-        return like.new_zeros(shape), None
+        return _zeros(ctx.like), None
+
+
+def _zeros(like: Any, axis: int = -1) -> Tensor:
+    """Zeros that lie as ``like`` over processes, without rows along ``axis`` unless that is -1."""
+
+    def cut(sizes: Sequence[int]) -> list[int]:
+        return [0 if i == axis else size for i, size in enumerate(sizes)]
+
+    zeros: Tensor = local_of(like).new_zeros(cut(local_of(like).shape))
+    if not isinstance(like, DTensor):
+        return zeros
+    shape = torch.Size(cut(like.shape))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides
+    )

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from flash_clipping.sharded.processes import device_of
+from flash_clipping.sharded.tensor.local import local_of
+
 #: Its older name is deprecated.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -66,13 +69,14 @@ class Reducer:
 
         Args:
             destination: the shard, a ``DTensor`` parameter.
-            total: of the whole parameter's number of elements.
+            total: of as many elements as the parameter has while its module runs.
             dtype: what sums of it are added up in.
         """
         mesh, placements = destination.device_mesh, tuple(destination.placements)
+        shape = _gathered_shape(destination)
         if total is None:
-            total = torch.zeros(destination.shape, dtype=dtype, device=device_of(mesh))
-        total = total.to(dtype).reshape(destination.shape)
+            total = torch.zeros(shape, dtype=dtype, device=device_of(mesh))
+        total = total.to(dtype).reshape(shape)
         kind = mesh, placements, dtype, total.device
         full = self._bytes + total.nbytes > self.bytes_of_bucket
         if self._waiting and (kind != self._kind or full):
@@ -92,8 +96,8 @@ class Reducer:
 
     def _launch(self) -> None:
         mesh, placements, _, _ = self._kind
-        group, dim = mesh.get_group(mesh.ndim - 1), placements[-1].dim
-        ranks = mesh.size(mesh.ndim - 1)
+        over = _scattered(placements)
+        group, dim, ranks = mesh.get_group(over), placements[over].dim, mesh.size(over)
         parts, shapes = [], []
         for _, total in self._waiting:
             rows = total.movedim(dim, 0)
@@ -117,8 +121,9 @@ class Reducer:
         flight = self._flying.popleft()
         flight.work.wait()
         first: Any = flight.destinations[0]
-        mesh, dim = first.device_mesh, first.placements[-1].dim
-        if mesh.ndim > 1:  # replicas of a shard have had other samples
+        mesh, over = first.device_mesh, _scattered(first.placements)
+        dim = first.placements[over].dim
+        if over:  # replicas of a shard have had other samples
             dist.all_reduce(flight.arrives, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
         pieces = flight.arrives.split([shape.numel() for shape in flight.shapes])
         for destination, shape, piece in zip(
@@ -128,11 +133,46 @@ class Reducer:
         self._held -= flight.sent.nbytes
 
 
+class LocalSums:
+    """The same where all processes have the same samples: nothing is to be added up over them."""
+
+    def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
+        """Take the clipped sum of what this process has of a parameter."""
+        own = local_of(destination)
+        if total is None:
+            total = torch.zeros_like(own, dtype=dtype)
+        _add_to_grad(destination, total.to(dtype).reshape(own.shape))
+
+    def finish(self) -> None:
+        """Nothing is on its way."""
+
+
+def _scattered(placements: Any) -> int:
+    """The dimension of the mesh over which ``fully_shard`` cuts: after replicas, if there are."""
+    return 1 if placements[0].is_replicate() else 0
+
+
+def _gathered_shape(destination: Any) -> list[int]:
+    """Of what ``fully_shard`` gathers of a parameter: a part of a layer, in tensor parallelism."""
+    mesh, shape = destination.device_mesh, [*destination.shape]
+    for over in range(_scattered(destination.placements) + 1, mesh.ndim):
+        if (placement := destination.placements[over]).is_shard():
+            size = shape[placement.dim]
+            each = -(-size // mesh.size(over))
+            left = size - each * mesh.get_local_rank(over)
+            shape[placement.dim] = max(0, min(each, left))
+    return shape
+
+
 def _add_shard(destination: Any, piece: Tensor) -> None:
     """Add one shard, with padding at its end, into ``p.grad``."""
-    own, dim = destination.to_local(), destination.placements[-1].dim
+    own, dim = local_of(destination), destination.placements[_scattered(destination.placements)].dim
     # A copy: a view would keep all of the bucket, and versions of its parts are one.
     shard = piece.narrow(dim, 0, own.shape[dim]).to(own.device, copy=True).contiguous()
+    _add_to_grad(destination, shard)
+
+
+def _add_to_grad(destination: Any, shard: Tensor) -> None:
     grad = as_sharded(destination, shard)
     if destination.grad is None:
         destination.grad = grad
@@ -143,7 +183,9 @@ def _add_shard(destination: Any, piece: Tensor) -> None:
 
 
 def as_sharded(like: Any, shard: Tensor) -> Tensor:
-    """A ``DTensor`` that is sharded as ``like``, from this process's shard."""
+    """What is sharded as ``like``, if that is, from this process's shard."""
+    if not isinstance(like, DTensor):
+        return shard
     return DTensor.from_local(
         shard,
         like.device_mesh,
@@ -152,10 +194,3 @@ def as_sharded(like: Any, shard: Tensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
-
-
-def device_of(mesh: Any) -> torch.device:
-    """This process's device of a mesh."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)

@@ -17,24 +17,24 @@ from torch import distributed as dist
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.chacha20 import words
 from flash_clipping.randomness.stream import KEY_BYTES
-from flash_clipping.sharded.reducer import device_of
 
 
-def shared_stream(mesh: Any, own: SecretStream) -> SecretStream:
-    """A stream whose key all processes of a mesh have in common and none of them chooses alone.
+def shared_stream(groups: Sequence[Any], device: torch.device, own: SecretStream) -> SecretStream:
+    """A stream whose key all processes have in common and none of them chooses alone.
 
-    Every process contributes 32 bytes. Those along a dimension of the mesh are hashed together in
-    the order of its coordinates, one dimension after the other.
+    Every process contributes 32 bytes. Those of a group are hashed together in the order of its
+    ranks, one group after the other.
 
     Args:
-        mesh: the processes; each of them has to call this.
+        groups: this process's, which together reach all processes (those of a mesh, one for each
+            dimension). Every process has to call this.
+        device: of this process, for what it sends.
         own: where this process's bytes come from. If it is seeded, so is the result, and all
             processes need the same seed to draw the same in another run.
     """
     part = words(own.draw(Purpose.KEY), 1).view(torch.uint8).flatten()[:KEY_BYTES]
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        mine = part.to(device_of(mesh))
+    for group in groups:
+        mine = part.to(device)
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
         text = b"flash_clipping key of processes" + torch.cat(parts).cpu().numpy().tobytes()
@@ -47,8 +47,8 @@ def shared_stream(mesh: Any, own: SecretStream) -> SecretStream:
 def shard_number(placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]) -> int:
     """Which shard of a parameter a process holds, among all of them.
 
-    Along dimensions of the mesh that do not shard the parameter, coordinates do not count: what is
-    the same tensor gets the same noise.
+    Along dimensions of the mesh that replicate the parameter, coordinates do not count: what is the
+    same tensor gets the same noise.
 
     Args:
         placements: of the parameter, one for each dimension of the mesh.
@@ -57,12 +57,15 @@ def shard_number(placements: Sequence[Any], sizes: Sequence[int], place: Sequenc
     """
     number = 0
     for placement, size, coordinate in zip(placements, sizes, place, strict=True):
-        if placement.is_shard():
+        # Not is_shard(): a _StridedShard, of two meshes at once, says that it is none.
+        if not placement.is_replicate():
             number = number * size + coordinate
     return number
 
 
 def shard_of(param: Any) -> int:
-    """:func:`shard_number` of this process, for a ``DTensor``."""
+    """:func:`shard_number` of this process; 0 for what is no ``DTensor``, which all have."""
+    if not hasattr(param, "placements"):
+        return 0
     mesh = param.device_mesh
     return shard_number(param.placements, mesh.shape, mesh.get_coordinate())

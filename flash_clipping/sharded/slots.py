@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flash_clipping.capture.bare import BareParameter
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.sharded.tensor.local import local_of
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,12 @@ class Slots:
     def look(self, module: nn.Module) -> None:
         """See the unsharded parameters of a module that has gathered them."""
         for slot in self._of_module[module]:
-            param = slot.tensor
-            if isinstance(param, DTensor | BareParameter) or param is None:
+            param, number = slot.tensor, slot.number
+            if isinstance(param, BareParameter) or param is None:
                 continue
-            number = slot.number
+            mesh = getattr(self.destinations[number], "device_mesh", None)
+            if mesh is not None and getattr(param, "device_mesh", None) == mesh:
+                continue  # a shard; what is gathered of a layer that is cut lies over fewer
             if self._unsharded[number] is not param and param is not self.destinations[number]:
                 self._unsharded[number] = param
                 self._number[id(param)] = number
@@ -93,8 +96,11 @@ class Slots:
                     self._watch(self._names[number], self.destinations[number], param)
 
     def is_sharded(self, module: nn.Module) -> bool:
-        """Whether this module's parameters are shards now."""
-        return any(isinstance(slot.tensor, DTensor) for slot in self._of_module[module])
+        """Whether this module's parameters are shards now, which it would have to gather."""
+        return isinstance(module, FSDPModule) and any(
+            isinstance(slot.tensor, DTensor) and slot.tensor is self.destinations[slot.number]
+            for slot in self._of_module[module]
+        )
 
     def recorded(self) -> list[nn.Parameter]:
         """The trainable parameters as layers record them: unsharded, where they were seen."""
@@ -114,9 +120,8 @@ class Slots:
 
     def tensors(self) -> Iterator[Tensor]:
         """The memory of all parameters: the shards' own, and that of the whole."""
-        for param in self.destinations:
-            yield param.to_local() if isinstance(param, DTensor) else param
-        yield from (param for param in self._unsharded if param is not None)
+        yield from map(local_of, self.destinations)
+        yield from (local_of(param) for param in self._unsharded if param is not None)
 
     def note_sums(self) -> None:
         """Remember what was left in ``p.grad`` of all trainable parameters.
@@ -139,8 +144,9 @@ class Slots:
         """
         for slots in self._of_module.values():
             for slot in slots:
-                found = slot.tensor
-                if isinstance(found, DTensor) and found is not self.destinations[slot.number]:
+                found, number = slot.tensor, slot.number
+                known = self.destinations[number], self._unsharded[number]
+                if isinstance(found, DTensor) and all(found is not one for one in known):
                     raise FlashClippingError(
                         f"{self._names[slot.number]}: found another parameter than the one that "
                         "was there when the model was wrapped, which the optimizer knows. Load "
@@ -150,6 +156,6 @@ class Slots:
 
 def _bits_of(grad: Any) -> Tensor:
     """The sum of the bits of a shard, as integers: ``[]``, int64, exact in any order."""
-    shard = grad.to_local()
+    shard = local_of(grad)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
     return shard.contiguous().view(bits).sum(dtype=torch.int64)

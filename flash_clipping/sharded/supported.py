@@ -12,6 +12,7 @@ from flash_clipping.capture.session import ClippingSession
 
 if TYPE_CHECKING:
     from flash_clipping.sharded.model import ShardedModel
+    from flash_clipping.sharded.processes import Processes
 
 _WORKS = (
     "What works: torch.distributed.fsdp.fully_shard on blocks and on the model itself, over a mesh "
@@ -32,13 +33,38 @@ def is_sharded(module: Any) -> bool:
     return "replicate" not in applied_to(plain)
 
 
+def has_shards(module: Any) -> bool:
+    """Whether parameters are shards: ``fully_shard`` or ``parallelize_module`` was applied."""
+    return is_sharded(module) or is_tensor_parallel(module)
+
+
+def is_tensor_parallel(module: Any) -> bool:
+    """Whether layers are cut over processes, as ``parallelize_module`` does."""
+    if not dist.is_available() or not isinstance(module, nn.Module):
+        return False
+    if not any(hasattr(param, "placements") for param in module.parameters()):
+        return False
+    from flash_clipping.sharded.tensor.supported import is_tensor_parallelized
+
+    return is_tensor_parallelized(module)
+
+
+def processes_of(module: Any) -> Processes | None:
+    """The processes of a model whose parameters are shards; ``None`` for any other."""
+    if not has_shards(module):
+        return None
+    from flash_clipping.sharded.processes import Processes
+
+    return Processes([*module.parameters()], is_sharded(module))
+
+
 def sharded_model(root: nn.Module, session: ClippingSession) -> ShardedModel | None:
-    """What a model has besides that ``fully_shard`` was applied to; ``None`` for any other.
+    """What a model has besides whose parameters are shards; ``None`` for any other.
 
     Raises:
         NotImplementedError: ``sample_of``.
     """
-    if not is_sharded(root):
+    if not has_shards(root):
         return None
     from flash_clipping.sharded.model import ShardedModel
 
@@ -50,8 +76,7 @@ def refuse_sharding(root: nn.Module) -> None:
 
     Raises:
         NotImplementedError: ``fully_shard`` was applied to parts only, or left trainable
-            parameters out; or some are sharded in another way (tensor parallelism, a device mesh of
-            other dimensions).
+            parameters out; or they lie over several meshes, or one of other dimensions.
     """
     if not dist.is_available():
         return
@@ -63,6 +88,11 @@ def refuse_sharding(root: nn.Module) -> None:
             f"{parts[0]}: found fully_shard on parts of the model, and not on the model "
             f"({type(root).__name__}) itself. Call fully_shard(model) last. {_WORKS}"
         )
+    tensor_parallel = is_tensor_parallel(root)
+    if tensor_parallel:
+        from flash_clipping.sharded.tensor.supported import refuse_tensor_parallel
+
+        refuse_tensor_parallel(root)
     meshes = []
     for name, param in root.named_parameters():
         if not isinstance(param, DTensor):
@@ -73,22 +103,11 @@ def refuse_sharding(root: nn.Module) -> None:
                     f"clipped sums. Freeze it, or let fully_shard manage it. {_WORKS}"
                 )
             continue
-        if not parts or not _is_data_parallel(param.placements):
-            raise NotImplementedError(
-                f"{name}: found a DTensor with placements {param.placements}, as tensor "
-                "parallelism (parallelize_module) makes them. Processes that share a sample would "
-                f"have to add up its norms, which is not built. {_WORKS}"
-            )
-        meshes.append(param.device_mesh)
+        if not tensor_parallel:
+            meshes.append(param.device_mesh)
     for mesh in meshes:
         if mesh != meshes[0]:
             raise NotImplementedError(
                 f"the model: found parameters on several device meshes ({meshes[0]} and {mesh}). "
                 f"Shard all of it over one. {_WORKS}"
             )
-
-
-def _is_data_parallel(placements: Any) -> bool:
-    if len(placements) == 1:
-        return bool(placements[0].is_shard())
-    return len(placements) == 2 and placements[0].is_replicate() and placements[1].is_shard()

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from flash_clipping.capture.borrowed import UsesOthers
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.sharded.reducer import device_of
+from flash_clipping.sharded.processes import Processes, device_of
 from flash_clipping.sharded.slots import Slots
 
 #: What a process says before a run, from the least to the most urgent.
@@ -33,11 +34,11 @@ class Together:
         root: the model.
         session: what its taps share.
         slots: its slots.
-        mesh: the processes.
+        processes: all that run the model.
     """
 
-    def __init__(self, root: Any, session: ClippingSession, slots: Slots, mesh: Any):
-        self.root, self.session, self.slots, self.mesh = root, session, slots, mesh
+    def __init__(self, root: Any, session: ClippingSession, slots: Slots, processes: Processes):
+        self.root, self.session, self.slots, self.processes = root, session, slots, processes
         self.taps: Sequence[Tap] = ()
         #: How many parameters were watched when all layers were known, in all processes.
         self._settled_with = -1
@@ -70,8 +71,8 @@ class Together:
             if wanted:
                 raise FlashClippingError(
                     "the model: a layer read what no rehearsal has seen, after the processes had "
-                    "agreed that all layers are known. A model that fully_shard was applied to "
-                    "must use its layers in every step as in the first ones."
+                    "agreed that all layers are known. A sharded model must use its layers in "
+                    "every step as in the first ones."
                 )
             return False
         says = _RUNS if wanted else _UNSETTLED if self._is_unsettled() else _SETTLED
@@ -105,6 +106,13 @@ class Together:
             self._most_urgent(_RUNS)
             try:
                 return forward(*args, **kwargs)
+            except UsesOthers:
+                self._failure = FlashClippingError(
+                    "the model: a module uses a trainable parameter that another module owns "
+                    "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
+                    "the layer that owns it, or give both modules the parameter (tied weights)."
+                )
+                raise self._failure from None
             except BaseException as error:
                 self._failure = error
                 raise
@@ -123,9 +131,9 @@ class Together:
             self._failure = None
             raise FlashClippingError(
                 f"the model: a rehearsal ended with {type(failure).__name__}: {failure} Rehearsals "
-                "run the model on its batch, and on one sample less or more. A model that "
-                "fully_shard was applied to must run on any number of samples: a process that "
-                "stops in the midst of a run leaves the others waiting."
+                "run the model on its batch, and on one sample less or more. A sharded "
+                "model must run on any number of samples: a process that stops in the midst of a "
+                "run leaves the others waiting."
             ) from failure
 
     def _is_unsettled(self) -> bool:
@@ -144,7 +152,5 @@ class Together:
         return found
 
     def _tell(self, says: int) -> int:
-        word = torch.tensor([says], device=device_of(self.mesh))
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
-        return int(word)
+        word = torch.tensor([says], device=device_of(self.processes.mesh))
+        return int(self.processes.reduce(word, dist.ReduceOp.MAX))

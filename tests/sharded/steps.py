@@ -208,11 +208,8 @@ def mixed_precision(rank: int, mode: str) -> float:
 
 def refusals(rank: int) -> dict[str, str]:
     """What is not served, and what is said of it."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids, y = local(rank, everyone())
 
     def wrap(model: Any, **options: Any) -> Any:
@@ -221,11 +218,6 @@ def refusals(rank: int) -> dict[str, str]:
     def parts_only() -> None:
         model = make()
         fully_shard(model.blocks[0])
-        wrap(model)
-
-    def tensor_parallel() -> None:
-        model = make()
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh))
         wrap(model)
 
     def ignored() -> None:
@@ -263,7 +255,6 @@ def refusals(rank: int) -> dict[str, str]:
 
     calls = {
         "parts only": parts_only,
-        "tensor parallel": tensor_parallel,
         "ignored": ignored,
         "plain optimizer": lambda: stepped(plain=True),
         "changed": lambda: stepped(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-9)),

@@ -106,7 +106,17 @@ class BareParameter(torch.Tensor):
 
     @staticmethod
     def stand_in(param: nn.Parameter, tap: FactorSource) -> BareParameter:
-        """The parameter itself, as what nothing has been computed from yet."""
+        """The parameter itself, as what nothing has been computed from yet.
+
+        Raises:
+            FlashClippingError: it is a ``DTensor``.
+        """
+        if hasattr(param, "placements"):
+            raise FlashClippingError(
+                f"{tap.path}: its own forward uses a parameter that is a DTensor, as tensor "
+                "parallelism makes them; only layers that are called are served there. Call the "
+                "layer that owns it, or leave that layer out of parallelize_module."
+            )
         leaf = param.detach().requires_grad_()
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.

@@ -1,0 +1,256 @@
+"""What runs in every process of a model whose layers are cut: steps, training, noise, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.ops.noise import reference
+from flash_clipping.sharded.tensor.local import local_of
+from tests.sharded import decoders
+from tests.sharded.decoders import around_loss, batch, cut, loss_of
+from tests.sharded.processes import C, error, expected_sums
+from tests.support.oracle import Truth, per_sample_truth
+
+
+def whole(x: Any) -> Tensor:
+    """All of a tensor, whether it is cut or not."""
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
+def meshes(data: int = 1) -> tuple[Any, Any]:
+    """The tensor mesh of this process, and its data mesh, if there are several parts of a batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    if data == 1:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), None
+    mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))
+    return mesh["tp"], mesh["dp"]
+
+
+def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool = False) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    cut(model, tensor, kind, tied)
+    if data is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+    return model
+
+
+_TRUTHS: dict[str, Truth] = {}
+
+
+def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
+    """Of single samples; of models that are made alike once."""
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    name = f"{model} {trained} {tuple(ids.shape)}"
+    if name not in _TRUTHS:
+        _TRUTHS[name] = per_sample_truth(
+            model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none")
+        )
+    return _TRUTHS[name]
+
+
+def freeze(model: Any, frozen: tuple[str, ...]) -> Any:
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
+    return model
+
+
+def clipped_step(
+    tensor: Any,
+    data: Any = None,
+    cuts: tuple[int, ...] = (0, 4),
+    *,
+    kind: str = "layers",
+    net: dict[str, Any] | None = None,
+    length: int = 6,
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    micro: int = 1,
+    steps: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Norms and sums of some steps, beside those of every sample by itself."""
+    net = net or {}
+    plain: Any = decoders.make(**net | {"checkpointed": False})
+    if tied:
+        plain.head.weight = plain.embed.weight
+    freeze(plain, frozen)
+    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied), frozen)
+    if options.get("clipping") == "per_layer":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
+    flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
+    words = net.get("words", 12)
+    ids, y = batch(cuts[-1], length, words)
+    truth = truth_of(plain, ids, y)
+    clipped = expected_sums(truth, options)
+    place = 0 if data is None else data.get_local_rank()
+    mine = slice(cuts[place], cuts[place + 1])
+    if data is None and mine.start == mine.stop:  # nobody has samples
+        clipped = {name: torch.zeros_like(total) for name, total in clipped.items()}
+    errors = []
+    for _ in range(steps):
+        flash.zero_grad(set_to_none=True)
+        for part in range(micro):
+            some = slice(mine.start + part, mine.stop, micro)
+            with around_loss(kind):
+                loss_of(flash(ids[some]), y[some]).backward()
+        expected = truth.norms[mine.start + micro - 1 : mine.stop : micro]
+        errors.append(error(flash.get_norm_sample(), expected))
+        for name, param in model.named_parameters():
+            assert (param.grad is not None) == param.requires_grad, name
+            if param.grad is not None:
+                errors.append(error(whole(param.grad), clipped[name]))
+    coefs = flash.get_clipping_coef()
+    others = [torch.empty_like(coefs) for _ in range(tensor.size())]
+    dist.all_gather(others, coefs, group=tensor.get_group())
+    return {
+        "error": max(errors),
+        "alike": all(torch.equal(coefs, other) for other in others),
+        "settled": flash._sharded.together._settled_with == flash._guards.count,
+    }
+
+
+def poisoned(tensor: Any) -> dict[str, Any]:
+    """Sums where a word of the first sample is infinite, beside those of the other samples."""
+    plain = decoders.make()
+    model = cut(decoders.make(), tensor)
+    ids, y = batch()
+    ids[ids == 11], ids[0, 2] = 0, 11
+    clipped = truth_of(plain, ids[1:], y[1:]).clipped(C)
+    with torch.no_grad():
+        if tensor.get_local_rank():
+            local_of(model.embed.weight)[-1] = torch.inf
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    loss_of(flash(ids), y).backward()
+    errors = [error(whole(p.grad), clipped[name]) for name, p in model.named_parameters()]
+    return {"error": max(errors), "coefs": flash.get_clipping_coef()}
+
+
+def optimizer_of(model: Any, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:
+    from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
+
+    cls: Any = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
+    plain = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=4, **more)
+    optimizer.follow(flash)
+    return optimizer
+
+
+def trained(tensor: Any, data: Any = None) -> float:
+    """AdamW without noise: this differs from one process with the whole batch by ..."""
+
+    def train(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+        optimizer = optimizer_of(model, flash, 0.0, "AdamW")
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(flash(ids), y).backward()
+            optimizer.step()
+        return {name: whole(p).detach() for name, p in model.named_parameters()}
+
+    ids, y = batch()
+    mine = slice(None) if data is None else slice(*((0, 3), (3, 4))[data.get_local_rank()])
+    found = train(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
+    alone = train(decoders.make(), ids, y)
+    return max(error(found[name], alone[name]) for name in alone)
+
+
+def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
+    """Noise of one step in units of its standard deviation, by parameter; blocks of it drawn."""
+    torch.manual_seed(0)  # all processes alike: that must not matter
+    model = sharded(decoders.make(), tensor, data)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    optimizer = optimizer_of(model, flash, 5.0)
+    drawn: list[int] = []
+    fill = reference.fill
+
+    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
+        drawn.append(len(words_N16))
+        fill(words_N16, *args, **kwargs)
+
+    ids, y = batch()
+    loss_of(flash(ids), y).backward()
+    named = dict(model.named_parameters())
+    sums = {name: local_of(p.grad).clone() for name, p in named.items()}
+    reference.fill = noted
+    optimizer.step()
+    reference.fill = fill
+    noise = {name: (local_of(p.grad) * 4 - sums[name]) / (5 * C) for name, p in named.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, noise)
+    places = [
+        None
+        if not hasattr(p, "placements")
+        else tuple(not placement.is_replicate() for placement in p.placements)
+        for p in named.values()
+    ]
+    return {
+        "noise": noise,
+        "of all": everyone,
+        "cut": dict(zip(named, places, strict=True)),
+        "drawn": sum(drawn),
+        "own": sum(-(-x.numel() // 8) for x in noise.values()),
+    }
+
+
+class Rows(TensorDataset):
+    """The batch three times over, with the number of every sample."""
+
+    def __init__(self) -> None:
+        ids, y = batch()
+        super().__init__(ids.repeat(3, 1), y.repeat(3, 1), torch.arange(12))
+
+
+def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
+    """One epoch by Poisson batches; processes are seeded differently."""
+    torch.manual_seed(dist.get_rank())
+    model = sharded(decoders.make(), tensor, data)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    wrapped, optimizer, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(), batch_size=2),
+        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
+    )
+    drawn, bounds = [], []
+    for ids, y, row in loader:
+        optimizer.zero_grad()
+        loss_of(wrapped(ids), y).backward()
+        optimizer.step()
+        drawn.append(row.tolist())
+        bounds.append(optimizer.max_grad_norm)
+    counted = wrapped._sharded.processes.reduce(torch.ones(()), samples=True)
+    return {
+        "drawn": drawn,
+        "bounds": bounds,
+        "expected": optimizer.expected_batch_size,
+        "history": engine.accountant.history,
+        "counted": int(counted),
+        "end": {name: whole(p).detach() for name, p in model.named_parameters()},
+    }
+
+
+def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
+    """What one process would end with, sample by sample, of these batches."""
+    ids, y, _ = Rows().tensors
+    model = decoders.make()
+    for index in drawn:
+        if index:
+            _TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    return {name: param.detach() for name, param in model.named_parameters()}
