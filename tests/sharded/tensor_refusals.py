@@ -71,7 +71,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         return flash
 
     def unserved() -> None:
-        model = decoders.make()
+        model: Any = decoders.make()
         model.norm = Scale()
         model = cut(model, mesh)
         wrap(parallelize_module(model, mesh, {"norm": SequenceParallel()}))
@@ -99,7 +99,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         step(model)
 
     def positions() -> None:
-        model = decoders.make()
+        model: Any = decoders.make()
         embed, places = model.embed, nn.Embedding(6, WIDTH, dtype=torch.float64)
         model.embed = nn.Module()
         model.embed.words, model.embed.places = embed, places
@@ -115,9 +115,12 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         model = cut(decoders.make(), mesh)
         embed = model.embed
         model.head = nn.Module()
-        model.head.forward = lambda x: F.linear(
-            DTensor.from_local(x, mesh, [Replicate()]), embed.weight
-        ).full_tensor()
+
+        def head(x: Tensor) -> Any:
+            y: Any = F.linear(DTensor.from_local(x, mesh, [Replicate()]), embed.weight)
+            return y.full_tensor()
+
+        model.head.forward = head
         step(model)
 
     def of_samples() -> None:

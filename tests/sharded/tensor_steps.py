@@ -99,6 +99,7 @@ def clipped_step(
     mine = slice(cuts[place], cuts[place + 1])
     if data is None and mine.start == mine.stop:  # nobody has samples
         clipped = {name: torch.zeros_like(total) for name, total in clipped.items()}
+    wrapped: Any = flash
     errors = []
     for _ in range(steps):
         flash.zero_grad(set_to_none=True)
@@ -118,7 +119,7 @@ def clipped_step(
     return {
         "error": max(errors),
         "alike": all(torch.equal(coefs, other) for other in others),
-        "settled": flash._sharded.together._settled_with == flash._guards.count,
+        "settled": wrapped._sharded.together._settled_with == flash._guards.count,
     }
 
 

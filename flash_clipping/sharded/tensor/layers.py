@@ -55,9 +55,8 @@ class TensorParallelLayers:
             if not any(map(self.processes.cut, own)):
                 take = partial(self._take_local, tap)
                 handles.append(tap.layer.register_forward_pre_hook(take, with_kwargs=True))
-            elif type(tap.rule) in SERVED:
-                assert tap.rule is not None
-                tap.surround(Boundary(tap.rule, tap.path, self.session, self.shares))
+            elif (rule := tap.rule) is not None and type(rule) in SERVED:
+                tap.surround(Boundary(rule, tap.path, self.session, self.shares))
             elif any(param is not None and param.requires_grad for param in own):
                 raise NotImplementedError(
                     f"{tap.path}: found a DTensor among its trainable parameters. Tensor "
