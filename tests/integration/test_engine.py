@@ -18,6 +18,9 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.wrapping import MODES
 
+#: Runs are compared that must see the same batches.
+pytestmark = pytest.mark.usefixtures("draws_of_opacus")
+
 
 @pytest.mark.parametrize("poisson_sampling", [True, False])
 @pytest.mark.parametrize("mode", MODES)

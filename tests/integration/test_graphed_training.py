@@ -12,6 +12,9 @@ from flash_clipping import FlashPrivacyEngine, GraphedStep
 from tests.support.graphs import PlayedByHand, assert_same_tensors, batches, small_network, warmed
 from tests.support.models import squared_loss
 
+#: Runs are compared that must see the same batches.
+pytestmark = pytest.mark.usefixtures("draws_of_opacus")
+
 
 def train(graphed: bool, physical: int, noise: float) -> tuple[list[Tensor], int]:
     """Some epochs under the engine, with batches that are cut into smaller ones.
