@@ -3,9 +3,9 @@
 An example describes its model and data in a `Task` and hands it to `run`. Everything that
 depends on the privacy method is in `make_private`; the loop below it is an ordinary PyTorch loop.
 
-Two things a real release must do differently: leave out the seed (batches and noise here come
-from one, so that runs can be repeated), and keep the training loss to itself (it is computed on
-private data and ε does not cover it).
+Two things a real release must do differently: with another method than flash, turn on Opacus'
+`secure_mode` (its noise comes from PyTorch's seeded generator here), and keep the training loss to
+itself (it is computed on private data and ε does not cover it).
 """
 
 from __future__ import annotations
@@ -124,7 +124,12 @@ def argument_parser(description: str, **defaults: Any) -> argparse.ArgumentParse
     add("--epsilon", type=float, help="privacy budget of the whole run (%(default)s)")
     add("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee (%(default)s)")
     add("--max-grad-norm", type=float, default=1.0, help="clipping bound C (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--seed", type=int, default=0, help="of the first parameters (%(default)s)")
+    add(
+        "--repeatable",
+        action="store_true",
+        help="flash: batches and noise from --seed, too; for debugging, as they are no secret then",
+    )
     add("--threads", type=int, help="of PyTorch on the CPU (%(default)s; None: its own choice)")
     add("--max-steps", type=int, help="stop cleanly after this many steps")
     add("--checkpoint", type=Path, help="(runs/NAME-METHOD.pt)")
@@ -141,7 +146,7 @@ def make_private(
     if args.method == "flash":
         from flash_clipping import FlashPrivacyEngine
 
-        engine = FlashPrivacyEngine(seed=args.seed)
+        engine = FlashPrivacyEngine(seed=args.seed if args.repeatable else None)
     else:
         engine = PrivacyEngine()
     if args.method == "nonprivate":
@@ -180,14 +185,19 @@ class StopRequest:
         signal.signal(signal.SIGINT, self._previous)
 
 
-def get_rng_state() -> dict[str, Any]:
-    """Dropout draws from PyTorch's global generators, and so do Opacus' sampler and noise."""
+def get_rng_state(loader: DataLoader) -> dict[str, Any]:
+    """Opacus draws batches and noise from PyTorch's global generators; flash draws from streams, of
+    which a checkpoint tells how far they had come. (The engine keeps that of the noise.)"""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+    stream = getattr(loader.batch_sampler, "stream", None)
+    batches = None if stream is None else stream.state_dict()
+    return {"cpu": torch.get_rng_state(), "cuda": cuda, "batches": batches}
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], loader: DataLoader) -> None:
     torch.set_rng_state(state["cpu"])
+    if state["batches"]:
+        loader.batch_sampler.stream.load_state_dict(state["batches"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
 
@@ -201,10 +211,10 @@ def batches(loader: DataLoader, step: int, total_steps: int, rng: dict | None) -
     while step < total_steps:
         position = step % len(loader)
         if rng is not None and position == 0:
-            set_rng_state(rng)
+            set_rng_state(rng, loader)
         iterator = iter(loader)
         if rng is not None and position > 0:
-            set_rng_state(rng)
+            set_rng_state(rng, loader)
         rng = None
         for batch in islice(iterator, min(len(loader) - position, total_steps - step)):
             yield batch
@@ -216,11 +226,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(
-    args: argparse.Namespace,
-    engine: PrivacyEngine,
-    model: nn.Module,
-    optimizer: Any,
-    loader: DataLoader,
+    args: argparse.Namespace, engine: PrivacyEngine, model: nn.Module, optimizer: Any
 ) -> tuple[Report, dict[str, Any]]:
     """Restores model, optimizer and accountant; returns the report so far and the RNG state."""
     saved = engine.load_checkpoint(
@@ -238,8 +244,6 @@ def load(
     if different:
         # The noise multiplier follows from these, and so does the ε that was promised.
         sys.exit(f"--resume: {args.checkpoint} was made by another run: {'; '.join(different)}")
-    if saved["batches"] is not None:
-        loader.batch_sampler.stream.load_state_dict(saved["batches"])
     return Report(**saved["report"]), saved["rng"]
 
 
@@ -252,7 +256,6 @@ def save(
     report: Report,
 ) -> None:
     """Writes beside the old checkpoint and swaps, so that an interruption cannot leave half."""
-    stream = getattr(loader.batch_sampler, "stream", None)  # of batches, in "flash" mode
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.checkpoint.with_suffix(".partial")
     engine.save_checkpoint(
@@ -262,8 +265,7 @@ def save(
         checkpoint_dict={
             "settings": settings_of(args),
             "report": vars(report),
-            "rng": get_rng_state(),
-            "batches": stream.state_dict() if stream is not None else None,
+            "rng": get_rng_state(loader),
         },
     )
     os.replace(unfinished, args.checkpoint)
@@ -303,7 +305,7 @@ def run(args: argparse.Namespace, task: Task) -> Report:
         )
         report, rng = Report(args.method, total_steps=args.epochs * len(loader)), None
         if args.resume:
-            report, rng = load(args, engine, model, optimizer, loader)
+            report, rng = load(args, engine, model, optimizer)
         train(args, task, engine, model, optimizer, criterion, loader, report, rng, stop, console)
 
     show(args, task, report, console)

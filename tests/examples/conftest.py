@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.opacus_randomness import use_randomness_of_opacus
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Three steps an epoch each.
@@ -34,3 +36,9 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modul
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     return importlib.import_module(name)
+
+
+@pytest.fixture
+def randomness_of_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches and noise are those that Opacus draws after the same ``torch.manual_seed``."""
+    use_randomness_of_opacus(monkeypatch)

@@ -19,10 +19,10 @@ METHODS = ["flash", "ghost", "hooks", "nonprivate"]
 CPU = "--device=cpu"
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "language_model"])
 def test_methods_report_and_agree(example, name, capsys):
-    """Same seed: Opacus' methods have the same batches and noise, and differ by rounding only.
-    Those of flash come from a stream of its own."""
+    """Same seed, so same batches and same noise: private methods differ by rounding only."""
     losses, norms = {}, {}
     for method in METHODS:
         report = example.main([*TINY[name], CPU, "--method", method, "--max-steps=3"])
@@ -41,9 +41,9 @@ def test_methods_report_and_agree(example, name, capsys):
         assert ("median norm" in printed) == (method in ("flash", "ghost"))
         assert "samples/s" in printed and "peak memory" in printed
         assert "Stopped after step 3 of 6" in printed
-    torch.testing.assert_close(losses["ghost"], losses["hooks"], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(losses["flash"][0], losses["ghost"][0], rtol=0.2, atol=0)
-    assert norms["flash"][0][1] == pytest.approx(norms["ghost"][0][1], rel=0.5)
+    for method in ("ghost", "hooks"):
+        torch.testing.assert_close(losses[method], losses["flash"], rtol=1e-4, atol=1e-4)
+    assert norms["ghost"] == [(3, pytest.approx(norms["flash"][0][1], rel=1e-3))]
 
 
 CURRENT = ["--ffn=moe", "--router=product-key", "--residual=mhc", "--lora=4"]
@@ -77,11 +77,12 @@ def test_bf16_autocast(example, name):
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
 @pytest.mark.parametrize(
     ("name", "stop"), [("digits", "between_epochs"), ("language_model", "inside_an_epoch")]
 )
 def test_resumed_run_equals_uninterrupted_run(example, name, stop):
-    command = [*TINY[name], CPU]
+    command = [*TINY[name], CPU, "--repeatable"]
     whole = example.main([*command, "--checkpoint=whole.pt"])
     steps = whole.total_steps // 2 + (1 if stop == "inside_an_epoch" else 0)
     example.main([*command, "--checkpoint=parts.pt", "--max-steps", str(steps)])

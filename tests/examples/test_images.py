@@ -185,6 +185,7 @@ def test_a_short_run(
     updates[-1].load_state_dict(torch.load("weights.pt"))
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 def test_views_that_are_alike_change_nothing(
     six_images: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_five_lines_train_within_the_budget(page):
     assert 0 < names["engine"].get_epsilon(1e-5) <= 3
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 def test_the_step_to_be_graphed_trains_as_without():
     trained = []
     for graphed in (True, False):
@@ -144,6 +145,7 @@ assert model.get_norm_sample().shape == (2,)
     )
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 def test_a_migrated_script_trains_the_same_model():
     trained, spent = [], []
     for marker in ("tested: opacus", "tested: migrated"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
 
-from flash_clipping.integration.samplers import PoissonSampler
+from tests.support.opacus_randomness import use_randomness_of_opacus
 from tests.support.private import Released
 
 
@@ -16,10 +14,6 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Released:
 
 
 @pytest.fixture
-def draws_of_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are those that Opacus' sampler draws from PyTorch's generator, to compare with it."""
-
-    def places(self: PoissonSampler, draw: object) -> Tensor:
-        return (torch.rand(self.num_samples) < self.sample_rate).nonzero().flatten()
-
-    monkeypatch.setattr(PoissonSampler, "_places", places)
+def randomness_of_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches and noise are those that Opacus draws after the same ``torch.manual_seed``."""
+    use_randomness_of_opacus(monkeypatch)

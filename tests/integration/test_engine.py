@@ -18,10 +18,8 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.wrapping import MODES
 
-#: Runs are compared that must see the same batches.
-pytestmark = pytest.mark.usefixtures("draws_of_opacus")
 
-
+@pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize("poisson_sampling", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_twenty_steps_of_adamw_equal_opacus_hooks(mode: str, poisson_sampling: bool) -> None:
@@ -34,6 +32,7 @@ def test_twenty_steps_of_adamw_equal_opacus_hooks(mode: str, poisson_sampling: b
     assert moved > 1e-2  # there was something to compare
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_sgd_equals_opacus_hooks(wrap_model: bool, loss_reduction: str) -> None:
@@ -137,6 +136,7 @@ def test_empty_batch_gets_noise() -> None:
         assert not torch.equal(value, before[name])
 
 
+@pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poisson_sampling", [True, False])
 def test_virtual_steps_equal_one_big_batch(mode: str, poisson_sampling: bool) -> None:

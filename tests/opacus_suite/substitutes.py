@@ -97,11 +97,11 @@ class Engine(FlashPrivacyEngine):
 
 
 @contextlib.contextmanager
-def seeded_noise() -> Iterator[None]:
+def seeded_noise(seed: int = 1) -> Iterator[None]:
     """For tests that seed PyTorch and then expect equal noise: here that needs the engine's own."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", SeededNoiseWarning)
-        patch.setattr(Engine, "SEED", 1)
+        patch.setattr(Engine, "SEED", seed)
         yield
 
 

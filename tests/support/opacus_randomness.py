@@ -1,0 +1,30 @@
+"""Batches and noise as Opacus draws them, so that trainings by both can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_clipping.integration import optimizer, samplers
+
+
+def _places(self: samplers.PoissonSampler, draw: Any) -> Tensor:
+    return (torch.rand(self.num_samples) < self.sample_rate).nonzero().flatten()
+
+
+def _noisy_means(
+    sums: Sequence[Tensor], std: float, divisor: float, *, dtypes: Any, **options: Any
+) -> list[Tensor]:
+    noises = [torch.normal(0.0, std, x.shape) if std else torch.zeros_like(x) for x in sums]
+    noisy = [(x + noise) / divisor for x, noise in zip(sums, noises, strict=True)]
+    return [x.to(dtype) for x, dtype in zip(noisy, dtypes, strict=True)]
+
+
+def use_randomness_of_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on ``torch.manual_seed`` decides what is drawn, in the order of Opacus."""
+    monkeypatch.setattr(samplers.PoissonSampler, "_places", _places)
+    monkeypatch.setattr(optimizer, "noisy_means", _noisy_means)
