@@ -262,7 +262,7 @@ def show(found: Audit, console: Console) -> None:
     table.add_row("guesses", f"{found.guesses}")
     table.add_row("right", f"{found.correct} ({found.correct / found.guesses:.1%})")
     table.add_row(f"ε, lower bound ({found.confidence:.0%} confidence)", f"{found.lower_bound:.2f}")
-    table.add_row(f"ε, accountant (δ = {found.delta:g})", f"{found.epsilon:.2f}")
+    table.add_row(f"ε, accountant (δ = {found.delta:g}; add or remove one)", f"{found.epsilon:.2f}")
     console.print(table)
     if found.violated:
         console.print("[bold red]The run leaked more than the accountant says.")

@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> Run:
     channels = images.test_x.shape[1]
     plain = WideResNet(channels, args.depth, args.width, args.groups, args.stem).to(args.device)
     run = train(args, images, plain)
-    found = f"ε = {run.epsilon[-1][1]:.2f} at δ = {args.delta:g}"
+    found = f"ε = {run.epsilon[-1][1]:.2f} at δ = {args.delta:g} (add or remove one image)"
     print(
         f"{found}; test accuracy {run.accuracy[-1][1]:.1%} of averaged weights, "
         f"{run.last_accuracy:.1%} of the last; {run.seconds:.0f} s"

@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> PrivateTrainer:
     trainer = train(options)
     if options.plot:
         plot(trainer.state.log_history, options.plot)
-    print(f"epsilon = {trainer.epsilon:.2f} at delta = 1e-4")
+    print(f"epsilon = {trainer.epsilon:.2f} at delta = 1e-4 ({trainer.relation})")
     return trainer
 
 

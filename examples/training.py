@@ -38,6 +38,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 METHODS = ("flash", "ghost", "hooks", "nonprivate")
@@ -416,7 +417,7 @@ def judge(
 def spent(args: argparse.Namespace, report: Report) -> str:
     if args.method == "nonprivate":
         return "not private (ε = ∞)"
-    return f"ε = {report.epsilon:.2f} at δ = {args.delta:g}"
+    return f"ε = {report.epsilon:.2f} at δ = {args.delta:g} ({ADD_OR_REMOVE})"
 
 
 def status_of(task: Task, report: Report) -> str:

@@ -27,7 +27,7 @@ SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
 
 #: Which datasets ε compares, in words.
 ADD_OR_REMOVE = "add or remove one sample"
-ZERO_OUT = "zero out one sample (its gradients count nothing; the number of samples is public)"
+ZERO_OUT = "zero out one sample"
 
 #: Privacy losses are rounded to multiples of this, so that ε is an upper bound; ten times faster
 #: than dp-accounting's own 1e-4, for about 1e-4 more.

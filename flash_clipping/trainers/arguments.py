@@ -22,6 +22,9 @@ _OWN = {
     "max_rows_per_unit",
     "sample_of",
     "distributed",
+    "sampling",
+    "max_batch_size",
+    "noise",
 }
 
 

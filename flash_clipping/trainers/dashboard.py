@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_clipping.integration.accounting import relation_of
+
 
 def accounted_steps(engine: Any) -> int:
     """Steps that an engine has accounted for."""
@@ -75,7 +77,7 @@ class ClippingStatistics:
         seconds, self._began = now - self._began, now
         samples, share, median = 0, float("nan"), float("nan")
         if self._norms:
-            counts = ~torch.cat(self._padding)
+            counts = (~torch.cat(self._padding)).nonzero().flatten()
             norms, clipped = torch.cat(self._norms)[counts], torch.cat(self._clipped)[counts]
             samples = len(norms)
         if samples:
@@ -86,7 +88,7 @@ class ClippingStatistics:
 
 
 class PrivacyDashboard:
-    """Prints a line every so many steps::
+    """Prints a line every so many steps; the first says which datasets ε compares::
 
         step 100   ε = 1.83   clipped 62%   median norm 0.741   5,210 samples/s
 
@@ -124,6 +126,7 @@ class PrivacyDashboard:
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._statistics = ClippingStatistics(model)
         self._shown = accounted_steps(engine)
+        self._named = False
 
     def __enter__(self) -> PrivacyDashboard:
         return self
@@ -140,9 +143,13 @@ class PrivacyDashboard:
         self._statistics.note_backward()
 
     def _line(self) -> None:
+        # Said once: which datasets ε compares.
+        named, self._named = self._named, True
+        relation = "" if named else f"   (ε: {relation_of(self._engine.accountant)})"
         self._shown = accounted_steps(self._engine)
         self._show(
             line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read())
+            + relation
         )
 
 

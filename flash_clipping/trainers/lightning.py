@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
+from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
@@ -92,6 +93,11 @@ class PrivateTraining(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Taken by the next ``fit``."""
         self._loaded = dict(state_dict)
+
+    @property
+    def relation(self) -> str:
+        """Which datasets ε compares, in words."""
+        return ADD_OR_REMOVE if self.run is None else self.run.relation
 
     # -- before the first step ------------------------------------------------------------------
 

@@ -111,6 +111,11 @@ class PrivateRun:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]
 
+    @property
+    def relation(self) -> str:
+        """Which datasets ε compares."""
+        return self.engine.relation
+
     def check_budget(self, remaining: int) -> None:
         """Refuse to start training for more steps than the noise was computed for.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
@@ -253,13 +254,18 @@ class PrivateTrainer(Trainer):
         """ε that is spent so far, for ``privacy.target_delta``."""
         return 0.0 if self.run is None else self.run.epsilon()
 
+    @property
+    def relation(self) -> str:
+        """Which datasets ε compares, in words."""
+        return ADD_OR_REMOVE if self.run is None else self.run.relation
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
         if self.run is not None and self.run.steps:
             if "loss" in logs and self._statistics is not None:
                 reading = self._statistics.read()
-                logs["epsilon"] = self.epsilon
+                logs["epsilon"] = self.epsilon  # of self.relation
                 logs["clipped_share"] = reading.clipped_share
                 logs["median_norm"] = reading.median_norm
                 logs["samples_per_second"] = reading.samples_per_second
