@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.adaptive import COUNT_NOISE, AdaptiveBound
+from flash_clipping.integration.noise_stream import stream_of
 from flash_clipping.integration.step_record import (
     Bound,
     StepRecord,
@@ -44,9 +45,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     Args:
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where the sensitivity is the norm of the list.
-        stream: what noise is made of; by default one with a key of its own, which nobody knows.
-        generator: a seed in Opacus' way: a number is drawn from it, now, and the stream is that of
-            this number. For tests only.
+        stream: what noise is made of; by default with a key of its own, which nobody knows.
+        generator: a seed, for tests: the stream is that of a number drawn from it, now.
         secure_mode: changes nothing: noise is that of secure mode. It refuses a seed.
         noise_grid: round noisy sums to a grid that does not depend on data
             (:func:`flash_clipping.ops.noise.grid_of`).
@@ -86,20 +86,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         *,
         max_grad_norm: float | Sequence[float],
         stream: SecretStream | None = None,
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
         noise_grid: bool = False,
         **kwargs: Any,
     ):
-        self.stream = _stream_of(stream, generator, secure_mode)
+        self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
         self.noise_grid = noise_grid
-        super().__init__(
-            optimizer,
-            max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
-            generator=generator,
-            secure_mode=secure_mode,
-            **kwargs,
-        )
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
         check_optimizer(self)
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotImplementedError(
@@ -347,14 +339,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             _check_unused(p.summed_grad)
         sums = [p.summed_grad for p in self.params]
         dtypes = [self._noisy_dtype(p) for p in self.params]
-        noisy = noisy_means(
-            sums,
-            std,
-            divisor,
-            draw=self.stream.draw(Purpose.NOISE),
-            dtypes=dtypes,
-            grid=self.noise_grid,
-        )
+        draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
+        noisy = noisy_means(sums, std, divisor, draw=draw, dtypes=dtypes, grid=grid)
         for p, grad in zip(self.params, noisy, strict=True):
             p.grad = grad.view_as(p)
             _mark_used(p.summed_grad)
@@ -413,25 +399,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         draw = self.stream.draw(Purpose.COUNT)
         (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
         return noisy
-
-
-def _stream_of(
-    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool
-) -> SecretStream:
-    """The stream of an optimizer that was given these."""
-    if generator is None and stream is not None and not (stream.is_seeded and secure_mode):
-        return stream
-    if secure_mode and (generator is not None or stream is not None):
-        raise ValueError(
-            "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "
-            "whoever knows it can subtract. Leave one of them out."
-        )
-    if generator is None:
-        return SecretStream()
-    if stream is not None:
-        raise ValueError("FlashDPOptimizer: found a stream and a generator; expected one of them.")
-    seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
-    return SecretStream(seed=int(seed))
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):

@@ -22,6 +22,7 @@ from flash_clipping.integration.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.integration.keywords import ADAPTIVE, check_keywords
+from flash_clipping.integration.noise_stream import SecretNoiseEngine
 from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
@@ -35,7 +36,6 @@ from flash_clipping.integration.unit_sampling import (
     refuse_units,
 )
 from flash_clipping.integration.unsupported import validate
-from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from flash_clipping.sharded import has_shards, processes_of
 
@@ -45,11 +45,8 @@ if TYPE_CHECKING:
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
 
-#: Of the noise, in a checkpoint.
-_STREAM = "noise_stream_state_dict"
 
-
-class FlashPrivacyEngine(PrivacyEngine):
+class FlashPrivacyEngine(SecretNoiseEngine):
     """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
     Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
@@ -57,9 +54,8 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
-        secure_mode: in mode ``"flash"`` noise is always that of secure mode, from
-            :attr:`stream`: this refuses seeds, and changes nothing else. In other modes as in
-            Opacus: it needs ``torchcsprng``.
+        secure_mode: refuse seeds; noise in mode ``"flash"`` is secure without it too. In other
+            modes as in Opacus: it needs ``torchcsprng``.
         seed: for tests and debugging: makes noise repeat. Whoever knows it can subtract the noise.
 
     Attributes:
@@ -98,29 +94,6 @@ class FlashPrivacyEngine(PrivacyEngine):
     _processes: Processes | None = None
     #: What make_private was told of rounding noisy sums.
     _noise_grid = False
-    #: Whether Opacus' own source of randomness was asked for.
-    _has_opacus_randomness = False
-
-    def __init__(
-        self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
-    ):
-        if secure_mode and seed is not None:
-            raise ValueError(
-                f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
-                "seed can subtract the noise. Leave one of them out."
-            )
-        with warnings.catch_warnings():
-            # That noise is not secure: it is. Modes of Opacus warn where they are used.
-            warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=False)
-        self.secure_mode = secure_mode
-        self.stream = SecretStream(seed=seed)
-
-    def _use_opacus_randomness(self) -> None:
-        """What Opacus' engine says and does of secure mode when it is made; once."""
-        if not self._has_opacus_randomness:
-            self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
-            self._has_opacus_randomness = True
 
     def make_private(
         self,
@@ -180,11 +153,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                 ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
-            noise_grid: round noisy sums to a grid that depends on the noise's standard deviation
-                alone, against attacks on floating-point addition; not in data-parallel training;
-                flash only.
-            **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed:
-                a number is drawn from it, once.
+            noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
+                floating-point addition (``docs/noise.md``); flash only.
+            **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed.
 
         Guarantees:
             Every step draws every sample independently with probability ``1 / len(data_loader)``,
@@ -428,26 +399,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             distributed=kwargs.pop("distributed", False),
             **kwargs,
         )
-
-    def save_checkpoint(
-        self,
-        *,
-        optimizer: Any = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
-        state = getattr(optimizer, "stream", self.stream).state_dict()
-        checkpoint_dict = {**(checkpoint_dict or {}), _STREAM: state}
-        super().save_checkpoint(optimizer=optimizer, checkpoint_dict=checkpoint_dict, **kwargs)
-
-    def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
-        """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
-        checkpoint, behind what it had drawn: nothing is drawn again."""
-        checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
-        if _STREAM in checkpoint:
-            getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_STREAM])
-        return checkpoint
 
     def _prepare_criterion(
         self,

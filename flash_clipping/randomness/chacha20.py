@@ -37,7 +37,7 @@ def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: in
 
 
 #: What is encrypted: the keystream is what becomes of zeros. Kept, for it is wanted at every step.
-_ZEROS = memoryview(bytes(1 << 17))
+_ZEROS = memoryview(bytes(1 << 19))
 
 
 def fill(found: Tensor, draw: Draw, *, tensor: int, shard: int, first: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus import PrivacyEngine
 from torch import Tensor, nn
 
 from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
@@ -203,8 +204,8 @@ def test_checkpoints_of_opacus_are_read(tmp_path: Path) -> None:
     """One without the stream's state, and into a buffer."""
     private = Private()
     buffer = io.BytesIO()
-    super(FlashPrivacyEngine, private.engine).save_checkpoint(
-        path=buffer, module=private.wrapper, optimizer=private.optimizer
+    PrivacyEngine.save_checkpoint(
+        private.engine, path=buffer, module=private.wrapper, optimizer=private.optimizer
     )
     buffer.seek(0)
     private.engine.load_checkpoint(path=buffer, module=private.wrapper, optimizer=private.optimizer)

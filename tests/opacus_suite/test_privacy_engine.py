@@ -66,7 +66,7 @@ class TestTiedWeights(EngineCase, engine_tests.PrivacyEngineTiedWeightsTest): ..
 class OfFewNumbers(EngineCase):
     def test_noise_level(self) -> None:
         """Some hundred numbers: with most seeds their variance is within 15 %."""
-        with seeded_noise(3):
+        with seeded_noise(23):
             super().test_noise_level()  # type: ignore[misc]
 
 

@@ -26,8 +26,9 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter a program takes as long for many blocks as for few."""
+    monkeypatch.setattr(reference, "CHUNK", 1024)
     if is_interpreting():
         kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
         monkeypatch.setattr(kernels, "BLOCKS", 1024)
