@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.interpreter import remember_the_language
+
 HERE = Path(__file__).parent
 
 if not torch.cuda.is_available():
@@ -32,6 +34,18 @@ def _remember_accounts() -> None:
 
 
 _remember_accounts()
+
+
+def _seed_only_what_there_is() -> None:
+    """``torch.manual_seed`` notes the seed, with the whole stack as text, for every kind of device
+    that is not there yet: a millisecond every time under pytest, and a list that grows."""
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+_seed_only_what_there_is()
+remember_the_language()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
