@@ -84,6 +84,8 @@ class _Witness:
         found = x.shape[axis] if rows is None else rows
         fits = found == size or (folded and size > 0 and found % size == 0)
         answer = fits if beside else tainted or read in self.followers
+        with self.taint.looking_away():
+            digest = None if rows is not None or beside else digest_of(x, axis)
         self.notes[read] = Note(
             rows=found,
             tainted=tainted,
@@ -93,7 +95,7 @@ class _Witness:
             answer=answer,
             low=low or is_low(x),
             chosen=self.taint.is_chosen(x),
-            digest=None if rows is not None or beside else digest_of(x, axis),
+            digest=digest,
         )
         return answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import torch
@@ -55,12 +56,24 @@ def _digest_of_rows(rows: Tensor, signs: Tensor) -> Tensor:
     return torch.cat([rows @ signs / rows.shape[1] ** 0.5, size], 1)
 
 
+#: For every bit of a byte that is read: all bytes -> 1 as int8 where it is set, and -1 elsewhere.
+_SIGN_OF_BIT = [bytes(1 if byte >> bit & 1 else 255 for byte in range(256)) for bit in range(3)]
+
+
 def _signs(n: int) -> Tensor:
     """``[n, 3]`` random signs, the same at every call: rows of one sum and size, as a normalization
     leaves them, differ by these. Not drawn by PyTorch, whose random numbers are one number while a
     model is rehearsed."""
-    drawn = torch.frombuffer(bytearray(random.Random(n).randbytes(n)), dtype=torch.uint8)
-    return torch.stack([drawn & 1, drawn >> 1 & 1, drawn >> 2 & 1], 1).to(torch.int8) * 2 - 1
+    return torch.frombuffer(bytearray(_drawn_signs(n)), dtype=torch.int8).view(n, 3)
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn_signs(n: int) -> bytes:
+    """They are kept as bytes: a tensor would be of the modes in which it was made first."""
+    drawn, signs = random.Random(n).randbytes(n), bytearray(3 * n)
+    for bit, sign_of in enumerate(_SIGN_OF_BIT):
+        signs[bit::3] = drawn.translate(sign_of)
+    return bytes(signs)
 
 
 def are_alike(first: Tensor, second: Tensor, different: float) -> bool:

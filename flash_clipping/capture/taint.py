@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,7 @@ class Taint(DispatchMode):
         self._of_floats: dict[int, Any] = {}
         #: Whether Python got to know values of samples: what it then does may follow from them.
         self._read = False
+        self._looks_away = False
         for tensor in sources:
             self._add(tensor)
 
@@ -93,6 +96,16 @@ class Taint(DispatchMode):
     def note_read(self, tensor: Tensor) -> None:
         """Python gets all values of a tensor (``tolist``, ``numpy``)."""
         self._read = self._read or tensor in self
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """While operators run that are none of the model's, on which nothing of it depends: most
+        of a rehearsal's are, and following one takes ten times as long as running it."""
+        before, self._looks_away = self._looks_away, True
+        try:
+            yield
+        finally:
+            self._looks_away = before
 
     def _add(self, tensor: Tensor, chosen: bool = False, of_floats: bool = False) -> None:
         key = _storage(tensor)
@@ -112,8 +125,10 @@ class Taint(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._looks_away:
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = _tensors_in((*args, *kwargs.values()))
         args, kwargs = _without_dropout(func, args, kwargs)
         result = self._run(func, name, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
@@ -121,9 +136,8 @@ class Taint(DispatchMode):
             of_floats = any(self._is_of_floats(x) for x in given)
             if name == "_local_scalar_dense":
                 self._read = self._read or of_floats
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._add(leaf, chosen, of_floats)
+            for leaf in _tensors_in((result,)):
+                self._add(leaf, chosen, of_floats)
         return result
 
     def _chooses(self, func: Any, name: str, given: list[Tensor]) -> bool:
@@ -152,10 +166,26 @@ class Taint(DispatchMode):
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
             return result
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+        for leaf in _tensors_in((result,)):
+            if leaf.is_floating_point() and leaf.numel():
                 leaf.fill_(0.5)
         return result
+
+
+#: What an operator takes and gives besides tensors.
+_PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _tensors_in(things: Iterable[Any]) -> list[Tensor]:
+    """The tensors of an operator's arguments or results, in order; these are seldom nested, and
+    PyTorch's own walk through them takes longer than most operators."""
+    found: list[Tensor] = []
+    for thing in things:
+        if isinstance(thing, Tensor):
+            found.append(thing)
+        elif not isinstance(thing, _PLAIN):
+            found += [x for x in pytree.tree_leaves(thing) if isinstance(x, Tensor)]
+    return found
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -172,10 +202,17 @@ def _without_dropout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with the probability of dropout, where the operator has one, at 0."""
-    for place, name in enumerate(arguments_of(func)):
-        if name == "dropout_p":
-            if name in kwargs:
-                return args, {**kwargs, "dropout_p": 0.0}
-            if place < len(args):
-                return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    place = _place_of_dropout(func)
+    if place is None:
+        return args, kwargs
+    if "dropout_p" in kwargs:
+        return args, {**kwargs, "dropout_p": 0.0}
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
     return args, kwargs
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_of_dropout(func: Any) -> int | None:
+    names = [*arguments_of(func)]
+    return names.index("dropout_p") if "dropout_p" in names else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.row_values import digest_of
+from flash_clipping.capture.taint import Taint, _without_dropout
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -210,3 +213,36 @@ def test_other_kernels_are_no_excuse_in_fp32() -> None:
     flash = GradSampleModuleFlashClipping(OtherKernels())
     with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
         flash(torch.randn(4, 5, 64))
+
+
+# -- what a rehearsal does besides running the model -----------------------------------------------
+
+
+def test_what_is_none_of_the_models_is_not_followed() -> None:
+    """While it looks away; afterwards all is followed again, also after an error."""
+    x = torch.randn(3)
+    taint = Taint([x])
+    with taint:
+        with contextlib.suppress(ValueError), taint.looking_away():
+            own = x * 2
+            raise ValueError
+        models = x * 2
+        chosen = models[models.argsort()]
+    assert models in taint and own not in taint
+    assert taint.is_chosen(chosen) and not taint.is_chosen(models)
+
+
+def test_digests_tell_rows_of_one_sum_and_size_apart() -> None:
+    first, again = (digest_of(torch.eye(64), 0) for _ in range(2))
+    assert first is not None and again is not None and torch.equal(first, again)
+    assert (first[:, -1] == first[0, -1]).all()
+    assert len(first.unique(dim=0)) == 8  # all that three signs can tell
+
+
+def test_dropout_inside_of_attention_is_switched_off() -> None:
+    """Kernels that draw it themselves take its probability, by place or by name."""
+    attend, x = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ones(1)
+    assert _without_dropout(attend, (x, x, x, 0.3, True), {})[0][3:] == (0.0, True)
+    assert _without_dropout(attend, (x, x, x), {"dropout_p": 0.3})[1] == {"dropout_p": 0.0}
+    assert _without_dropout(attend, (x, x, x), {}) == ((x, x, x), {})
+    assert _without_dropout(torch.ops.aten.mul.Tensor, (x, 0.3), {}) == ((x, 0.3), {})

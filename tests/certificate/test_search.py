@@ -81,18 +81,18 @@ def found(name: str, setting: Setting, tries: int) -> None:
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_fp32(name: str, algorithm: str) -> None:
-    found(name, Setting("fp32", algorithm), 14)
+    found(name, Setting("fp32", algorithm), 8)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_fp64(name: str, algorithm: str) -> None:
-    found(name, Setting("fp64", algorithm), 3)
+    found(name, Setting("fp64", algorithm), 2)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_half(name: str, algorithm: str, dtype: str) -> None:
-    found(name, Setting(dtype, algorithm), 3)
+    found(name, Setting(dtype, algorithm), 2)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
@@ -103,9 +103,10 @@ def test_no_attack_succeeds_under_autocast(name: str, algorithm: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU")
 @pytest.mark.parametrize(("name", "algorithm"), KERNELS)
 def test_no_attack_succeeds_in_the_interpreter(name: str, algorithm: str) -> None:
-    for dtype, tries in (("fp32", MORE), ("fp16", MORE)):
+    # Masks and orders are those of fp32, and tests/ops/ has every kernel in both dtypes.
+    for dtype in ("fp32", "fp16") if (name, algorithm) in FEW else ("fp32",):
         setting = Setting(dtype, algorithm, "triton")
-        holds(search(name, setting, tries=tries, lengths=SHORT)[0])
+        holds(search(name, setting, tries=MORE, lengths=SHORT)[0])
 
 
 @pytest.mark.parametrize(
@@ -174,8 +175,10 @@ def test_wide_layers() -> None:
 # -- others in the same batch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "mean by hand"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [("fp32", "sum"), ("fp32", "mean by hand"), ("bf16", "mean"), ("bf16", "mean by hand")],
+)
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
 def test_a_hostile_sample_does_not_disturb_the_others(
     name: str, algorithm: str, dtype: str, reduction: str
@@ -208,7 +211,7 @@ def poisoned(sample: Sample, value: float, place: int) -> Sample:
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
     """Alone it leaves exact zeros; in company the others' sum stays what it is."""
-    for place in range(4):
+    for place in range(3):
         rng = random.Random(place)
         value, mode = NON_FINITE[place % 3], ("one_pass", "two_pass")[place % 2]
         setting = Setting("fp32", algorithm, mode=mode, company=2)
@@ -228,8 +231,10 @@ def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
 # -- many equal samples ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "autocast"])
+@pytest.mark.parametrize(
+    ("precision", "reduction"),
+    [("fp32", "sum"), ("fp32", "mean"), ("bf16", "sum"), ("fp16", "mean"), ("autocast", "sum")],
+)
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
 def test_one_of_many_equal_samples(
     name: str, algorithm: str, precision: str, reduction: str
@@ -284,13 +289,12 @@ def test_ordinary_samples_are_not_shortened(name: str, algorithm: str) -> None:
     """A sample beyond the bound is released at the bound, not below."""
     rng = random.Random(name)
     shortened = []
-    for seed in range(8):
+    for seed in range(4):
         attack = fitting(name, replace(draw(rng), log_bound=0.0, seed=seed), rng)
         attack = replace(attack.neighbour(seed), log_product=3.0)
         own = measure(name, attack, Setting("fp32", algorithm)).own
         shortened.append(own < 1 - 1e-3)
-    # The smallest samples may have a gradient below the bound.
-    assert sum(shortened) <= 1, shortened
+    assert not any(shortened), shortened
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

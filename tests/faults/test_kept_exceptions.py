@@ -38,8 +38,9 @@ def passes_alive() -> list[BackwardPass]:
 def test_fault_that_is_remembered(variant: str) -> None:
     """As an interactive session does in ``sys.last_exc``, with every frame of the failed step."""
     options = VARIANTS[variant]
-    places = spread(*operators_in_a_step(**options), rehearsed=6, own=14, offset=3)
-    assert fail_at_operators(options, places, remember=True) >= 15
+    first, other = operators_in_a_step(**options)
+    places = spread(first, other, rehearsed=3, own=14, offset=3)
+    assert fail_at_operators(options, places, remember=True, rehearsal=first - other) >= 13
 
 
 def raise_in_forward(trainer: Trainer) -> Any:
@@ -118,8 +119,10 @@ def test_step_is_the_same_wherever_its_memory_is(variant: str) -> None:
     options = VARIANTS[variant]
     expected = state_after_one_step(**options)
     draw = random.Random(0)
-    for attempt in range(15):
-        trainer = Trainer(**options)
+    for attempt in range(12):
+        if attempt % 6 == 0:  # a rehearsal decides, too
+            trainer = Trainer(**options)
+        trainer.start_again()
         scattered = [torch.empty(draw.randrange(1, 300)) for _ in range(draw.randrange(30))]
         draw.shuffle(scattered)
         del scattered[::2]

@@ -170,17 +170,21 @@ def drop_sample(model: Staged, batch: tuple[Tensor, ...]) -> tuple[Staged, tuple
     return clean, tuple(x[OTHERS] for x in batch)
 
 
-#: fp32 with every poison; bf16 and fp16 with one of each kind.
+WAYS = [("one_pass", "mean"), ("two_pass", "sum")]
+#: fp32 with every poison; bf16 and fp16 with one of each kind. Both ways to run take their turns,
+#: so that every place and every dtype has both.
 GRID = [
-    pytest.param(where, value, dtype, id=f"{where}-{value}-{str(dtype)[6:]}")
-    for dtype in TOLERANCE
+    pytest.param(
+        where, value, dtype, *WAYS[way], id=f"{where}-{value}-{str(dtype)[6:]}-{WAYS[way][0]}"
+    )
+    for turn, dtype in enumerate(TOLERANCE)
     for k, (where, value) in enumerate(POISONS)
     if dtype == torch.float32 or k in (0, 3, 4)
+    for way in ((0, 1) if where == "middle_gradient" else ((turn + k + k // 2) % 2,))
 ]
 
 
-@RUNS
-@pytest.mark.parametrize(("where", "value", "dtype"), GRID)
+@pytest.mark.parametrize(("where", "value", "dtype", "mode", "reduction"), GRID)
 @pytest.mark.parametrize("name", CASES)
 def test_poisoned_sample_contributes_nothing(
     name: str, where: str, value: float, dtype: torch.dtype, reduction: str, mode: str
