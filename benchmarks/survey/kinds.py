@@ -25,6 +25,8 @@ class Help:
     options: dict[str, Any] = field(default_factory=dict)
     #: Prefixes of parameters that are frozen.
     frozen: tuple[str, ...] = ()
+    #: Whether layers are replaced as ``ModuleValidator.fix`` does.
+    replaces: bool = False
 
 
 @dataclass(frozen=True)

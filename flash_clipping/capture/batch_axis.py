@@ -120,6 +120,7 @@ def _rehearse(
     if any(finding.of_values for finding in findings):
         findings = _without_chance(runs, whole, sources, findings)
         findings = _without_rounding(runs, whole, sources, findings)
+    findings = _refused_now(findings, whole, session)
     if findings:
         raise FlashClippingError(_refusal(findings, session))
     for run in (whole, other):
@@ -303,6 +304,21 @@ def _without_rounding(
         if alike(finding, same, DIFFERENT) and alike(finding, half, DIFFERENT_HALF)
     ]
     return [finding for finding in findings if finding not in rounded]
+
+
+def _refused_now(findings: list[_Finding], whole: Run, session: ClippingSession) -> list[_Finding]:
+    """Without those that need no refusal unless a gradient comes back.
+
+    A parameter that scales what compares samples (similarities of all pairs, which CLIP returns
+    beside the embeddings) has the gradient 0 where the loss does not read that.
+    """
+    later = [
+        finding for finding in findings if finding.of_values and whole.notes[finding.read].meets
+    ]
+    for finding in later:
+        for name in whole.notes[finding.read].meets:
+            session.evidence.mixing[name] = f"{finding.read[0]}: {finding.words}"
+    return [finding for finding in findings if finding not in later]
 
 
 def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:

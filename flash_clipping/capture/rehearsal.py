@@ -42,6 +42,7 @@ class Note:
         answer: what the layer was told: whether it reads samples.
         chosen: values of samples decided which rows it has, or their order.
         digest: a few numbers for every row, and how large these are.
+        meets: names of the bare parameters that meet it in one operation.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class Note:
     low: bool
     chosen: bool
     digest: Tensor | None
+    meets: tuple[str, ...] = ()
 
 
 @dataclass
@@ -77,6 +79,7 @@ class _Witness:
         also: Sequence[Tensor] = (),
         folded: bool = False,
         low: bool = False,
+        meets: Sequence[str] = (),
     ) -> bool:
         tainted = sure or any(tensor in self.taint for tensor in (x, *also))
         size = self.size()
@@ -93,6 +96,7 @@ class _Witness:
             low=low or is_low(x),
             chosen=self.taint.is_chosen(x),
             digest=None if rows is not None or beside else digest_of(x, axis),
+            meets=tuple(meets),
         )
         return answer
 

@@ -277,6 +277,7 @@ class ClippingSession:
         rows: int | None = None,
         also: Sequence[Tensor] = (),
         low: bool = False,
+        meets: Sequence[str] = (),
     ) -> bool:
         """Whether the rows of something that a tapped layer reads are samples.
 
@@ -290,6 +291,7 @@ class ClippingSession:
             rows: how many rows it has, if not the size of its axis.
             also: other tensors that it stands for.
             low: what it holds was chosen by values of a few digits.
+            meets: names of the bare parameters that meet it in one operation.
         """
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
@@ -316,6 +318,7 @@ class ClippingSession:
                 also=also,
                 folded=folded,
                 low=low,
+                meets=meets,
             )
         recomputed = in_backward()
         known = self.evidence.known(read, any_call=recomputed)

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from flash_clipping._compat import plain_functions, pytree, transforms_are_active
 from flash_clipping.capture.bare.arguments import flattened, unflattened
 from flash_clipping.capture.bare.mixed import mixed, run_mixed
+from flash_clipping.capture.bare.mixing import (
+    ComparesSamples,
+    names_of,
+    reason_against,
+    run_refusing,
+)
 from flash_clipping.capture.bare.operation import (
     ADDITION,
     IN_PLACE,
@@ -64,13 +70,21 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
-    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, others, axis)
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, others, axis, bares)
     if any(batched):
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+        reason = reason_against(tap, bares)
+        if reason is not None and not in_place and torch.is_grad_enabled():
+            values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+            plain_args, plain_kwargs = unflattened(values, spec)
+            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
+                return result
+        if reason is not None:
+            raise ComparesSamples(reason)
         return mixed(func, leaves, spec, batched, axis)
     if in_place and not isinstance(leaves[0], BareParameter):
         # Only its result would be known to come from parameters, not the tensor itself.
@@ -203,11 +217,15 @@ def _axis_of(name: str, leaves: list[Any], bare: BareParameter) -> int:
     return bare.tap.session.batch_axis
 
 
-def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
+def _carry_samples(
+    tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[BareParameter]
+) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
     certain = any([_is_certain(tensor) for tensor in tensors])
-    return [_carries_samples(tap, tensor, axis, beside=certain) for tensor in tensors]
+    call = tap.session.current_forward
+    meets = names_of(tap, bares) if call is not None and call.witness is not None else []
+    return [_carries_samples(tap, tensor, axis, certain, meets) for tensor in tensors]
 
 
 def _is_certain(tensor: Tensor) -> bool:
@@ -215,7 +233,9 @@ def _is_certain(tensor: Tensor) -> bool:
     return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
 
-def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool) -> bool:
+def _carries_samples(
+    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str]
+) -> bool:
     """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
     session = tap.session
     if tap.reads_constants or isinstance(tensor, nn.Parameter):
@@ -223,7 +243,9 @@ def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool)
     sure = _is_certain(tensor)
     if tensor.dim() == 0:
         return sure
-    return session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
+    return session.reads_samples(
+        tap.path, tensor, axis, sure=sure, beside=beside and not sure, meets=meets
+    )
 
 
 def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
