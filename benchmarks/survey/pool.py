@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.survey.inputs import SAMPLES
 from benchmarks.survey.kinds import Help, Kind
@@ -83,14 +83,18 @@ def _replaced(model: nn.Module) -> nn.Module:
 
 def _made(kind: Kind) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    model = kind.build()
-    return model, kind.inputs(model)
+    torch.set_default_dtype(kind.dtype)  # some models make tensors beside their parameters
+    model = kind.build().to(kind.dtype)
+    inputs = {
+        name: x.to(kind.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in kind.inputs(model).items()
+    }
+    return model, inputs
 
 
 def _work(kind: Kind, out: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # some models make tensors beside their parameters
     try:
         out.send(find(kind))
     except Exception as error:  # the survey goes on

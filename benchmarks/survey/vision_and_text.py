@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.survey.inputs import (
     SAMPLES,
+    boxes,
     fixed,
     floats,
     ids,
@@ -154,7 +155,7 @@ MODELS: list[Kind] = [
     kind("FlavaModel", image_and_text(), UNSCALED),
     kind(
         "LayoutLMv3ForSequenceClassification",
-        together(image_and_text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4)))),
+        together(image_and_text(), boxes()),
         input_size=32,
         patch_size=8,
         coordinate_size=6,

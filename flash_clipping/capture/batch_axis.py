@@ -31,7 +31,9 @@ from flash_clipping.capture.rehearsal import (
     same_rows,
 )
 from flash_clipping.capture.row_gradients import Reached, rows_reached
+from flash_clipping.capture.row_layouts import merged
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
+from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
@@ -80,14 +82,21 @@ def rehearse(
     found: set[str] = set()
     # What was found before is to be found again, and what was declared is looked at again.
     before = session.found if call is None else set()
+    layouts = session.layouts
     session.folded -= before
     if call is None:
+        session.layouts = {}
         session.evidence.forget(before | session.folded - session.folded_by_rule)
     try:
         _rehearse(runs, call, shapes, found)
         session.found = session.found | found
+        session.layouts = {
+            key: merged(key, layouts.get(key, {}), session.layouts.get(key, {}))
+            for key in layouts.keys() | session.layouts.keys()
+        }
     except BaseException:
         session.folded -= found
+        session.layouts = layouts
         raise
     finally:
         session.folded |= before  # also where a batch has one part of each sample
@@ -100,9 +109,14 @@ def _rehearse(
     session = runs.session
     try:
         whole, other, sources = runs.pair()
-        while folded := find_folded(runs, whole, other, sources):
-            session.folded |= folded
-            found |= folded
+        laid_out: set[str] = set()
+        while parts := find_folded(runs, whole, other, sources):
+            if parts.folded <= session.folded and parts.layouts.keys() <= session.layouts.keys():
+                break  # it did not help
+            session.folded |= parts.folded
+            session.layouts = session.layouts | parts.layouts
+            found |= parts.folded
+            laid_out |= parts.paths
             whole, other, sources = runs.pair()
         for _ in range(ATTEMPTS):  # what is computed from such rows has such rows
             followers = _followers(whole, other) - runs.followers
@@ -112,6 +126,7 @@ def _rehearse(
             whole, other, sources = runs.pair()
     except MODELS_OWN as error:
         session.folded -= found
+        session.layouts = {}
         found.clear()
         if call is not None and isinstance(error, torch.OutOfMemoryError):
             raise
@@ -127,11 +142,10 @@ def _rehearse(
         if run is not None and run.refused is not None:
             raise run.refused
     _conclude(session, whole, other)
-    training = runs.root.training
-    low, high = session.rehearsed_on.get(training, (whole.size, whole.size))
-    session.rehearsed_on[training] = min(low, whole.size), max(high, whole.size)
-    if found or (call is None and session.folded - session.folded_by_rule):
-        _check_reached(runs, whole, sources, found)
+    seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
+    seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
+    if found or laid_out or (call is None and session.folded - session.folded_by_rule):
+        _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
         if other is None:
             session.undecided.setdefault(frozenset(), set()).add(shapes)
@@ -152,7 +166,9 @@ def _rehearse(
             )
 
 
-def _check_reached(runs: Rehearsals, whole: Run, sources: list[Tensor], found: set[str]) -> None:
+def _check_reached(
+    runs: Rehearsals, whole: Run, sources: list[Tensor], found: set[str], laid_out: set[str]
+) -> None:
     """Refuse parts of samples whose gradients are not these samples'.
 
     Those that were found now must be shown to be right; those that were declared, or found before,
@@ -162,13 +178,13 @@ def _check_reached(runs: Rehearsals, whole: Run, sources: list[Tensor], found: s
     read = {path for path, _, _ in whole.notes}
     try:
         paths = session.folded & read - session.folded_by_rule
-        reached = rows_reached(runs, whole.size, sources, paths)
+        reached = rows_reached(runs, whole.size, sources, paths | laid_out)
     except torch.OutOfMemoryError:
-        if found:
+        if found or laid_out:
             raise
         reached = Reached(set(), set())  # of a declaration, which holds without it
-    if refused := (found - reached.own) | reached.strays:
-        session.evidence.forget(found | reached.strays)
+    if refused := ((found | laid_out) - reached.own) | reached.strays:
+        session.evidence.forget(found | laid_out | reached.strays)
         raise FlashClippingError(_refusal_of_strays(refused, whole))
 
 
@@ -177,16 +193,19 @@ def is_rehearsed(
 ) -> bool:
     """Whether what rehearsals have shown of parts of samples holds for this call as well.
 
-    A model may lay rows out otherwise in evaluation, or for more samples: what was found is looked
-    at again there, where there are twice as many as ever, or half.
+    A model may lay rows out otherwise in evaluation, for more samples, or for longer ones: what was
+    found is looked at again there (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
     """
-    if session.folded <= session.folded_by_rule:
+    if session.folded <= session.folded_by_rule and not session.layouts:
         return True
     seen = session.rehearsed_on.get(training)
     if seen is None:
         return False
     size = first_size(args, kwargs, session.batch_axis)
-    return not size or seen[0] < 2 * size and size < 2 * seen[1]
+    exactly = any(
+        layout.outer > 1 for known in session.layouts.values() for layout in known.values()
+    )
+    return not size or seen.covers(size, batched_inputs(args, kwargs), exactly)
 
 
 def may_tell_more(session: ClippingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

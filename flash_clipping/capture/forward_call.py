@@ -48,6 +48,8 @@ class Witness(Protocol):
         folded: bool = False,
         low: bool = False,
         meets: Sequence[str] = (),
+        free: int = 1,
+        use: str = "",
     ) -> bool: ...
 
     def forget(self, path: str) -> None: ...

@@ -43,6 +43,9 @@ class Note:
         chosen: values of samples decided which rows it has, or their order.
         digest: a few numbers for every row, and how large these are.
         meets: names of the bare parameters that meet it in one operation.
+        key: what its layout goes by, if it is not the first axis that the samples lie along.
+        free: how many axes samples may lie along, and in any regular order; 0: only together.
+        along: where samples may lie along other axes, the digests of these.
     """
 
     rows: int
@@ -55,6 +58,9 @@ class Note:
     chosen: bool
     digest: Tensor | None
     meets: tuple[str, ...] = ()
+    key: str = ""
+    free: int = 0
+    along: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,6 +86,8 @@ class _Witness:
         folded: bool = False,
         low: bool = False,
         meets: Sequence[str] = (),
+        free: int = 1,
+        use: str = "",
     ) -> bool:
         tainted = sure or any(tensor in self.taint for tensor in (x, *also))
         size = self.size()
@@ -97,8 +105,25 @@ class _Witness:
             chosen=self.taint.is_chosen(x),
             digest=None if rows is not None or beside else digest_of(x, axis),
             meets=tuple(meets),
+            key=use or read[0],
+            free=0 if axis else free,
+            along=self._along(x, axis, size, free) if rows is None and not beside else {},
         )
         return answer
+
+    @staticmethod
+    def _along(x: Tensor, axis: int, size: int, free: int) -> dict[int, Tensor | None]:
+        """Other axes that samples may lie along. Where the batch's own has as many entries as there
+        are samples, that may be chance where another one has as many."""
+        if axis or not size:
+            return {}
+        least = 1 if x.shape[0] != size else size
+        return {
+            other: digest_of(x, other)
+            for other in range(1, min(free, x.dim()))
+            if not x.shape[other] % size and x.shape[other] >= size
+            if least == 1 or x.shape[other] == size
+        }
 
     def forget(self, path: str) -> None:
         for read in [read for read in self.notes if read[0] == path]:
