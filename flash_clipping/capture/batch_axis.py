@@ -152,6 +152,12 @@ def _rehearse(
         else:
             session.undecided.pop(frozenset(), None)
         return
+    if laid_out:
+        raise FlashClippingError(
+            f"{', '.join(sorted(laid_out))}: reached for the first time, and what was read there was "
+            "taken for samples along its first axis, but they lie otherwise in it. It is known now: "
+            "clear the gradients and run this step again."
+        )
     tried = session.undecided[frozenset(read[0] for read in call.guesses)]
     for read, answer in call.guesses.items():
         known = session.evidence.known(read, any_call=False)

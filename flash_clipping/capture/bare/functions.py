@@ -71,7 +71,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
-    layout, use, count = _laid_out(tap, name, bares, others)
+    equation = next((leaf for leaf in leaves if isinstance(leaf, str)), "")  # einsum's
+    layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
     if layout is not None and not in_place:
         given = [layout.front(others[0], count)]
     else:

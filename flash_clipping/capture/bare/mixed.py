@@ -61,6 +61,8 @@ def mixed(
     )
     if before is not None:
         operation.after = layout_after(operation, plain, use)
+    elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
+        operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     if tap.entered not in (None, circumstances()) and not operation.recomputed:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
     return run_mixed(operation, plain)
@@ -90,7 +92,7 @@ class _MixedFunction(torch.autograd.Function):
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
         moved = output.dim() == 0 or output.shape[0] not in sizes
-        if operation.after is None and moved:
+        if operation.after is None and moved and not operation.is_searched:
             raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
         ctx.operation = operation
         if name_of(operation.func) in IN_PLACE:

@@ -52,6 +52,8 @@ class MixedOperation:
     before: Layout | None = None
     after: Layout | None = None
     count: int = 0
+    #: It runs in a rehearsal that is yet to show where samples lie.
+    is_searched: bool = False
     #: Which layers read the same rows, where that is of use.
     readers: Readers | None = None
 
