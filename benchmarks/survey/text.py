@@ -200,9 +200,7 @@ ENCODERS: list[Kind] = [
         "TapasForSequenceClassification",
         together(text(), fixed(token_type_ids=torch.zeros(SAMPLES, 7, 7, dtype=torch.long))),
     ),
-    kind(
-        "LayoutLMForMaskedLM", together(text(), boxes())
-    ),
+    kind("LayoutLMForMaskedLM", together(text(), boxes())),
     kind(
         "MarkupLMForSequenceClassification",
         text(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.survey.inputs import floats, image, text, together, video
-from benchmarks.survey.kinds import Kind, each, kind
+from benchmarks.survey.kinds import Help, Kind, each, kind
 
 #: Windows of four patches, two stages.
 _WINDOWS: dict[str, Any] = {
@@ -25,6 +25,15 @@ PYRAMID: dict[str, Any] = {
     "num_attention_heads": [1, 2, 2, 4],
     "mlp_ratios": [2, 2, 2, 2],
 }
+#: The first frames' class tokens are taken for those of the samples.
+OF_FRAMES = Help(
+    "freeze `timesformer.embeddings.cls_token`, `position_embeddings` and `time_embeddings` there",
+    frozen=tuple(
+        f"timesformer.embeddings.{name}"
+        for name in ("cls_token", "position_embeddings", "time_embeddings")
+    ),
+)
+
 _VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 
 IMAGES: list[Kind] = [
@@ -33,7 +42,7 @@ IMAGES: list[Kind] = [
         """BeitForImageClassification CLIPForImageClassification
         Data2VecVisionForImageClassification
         DeiTForImageClassification Dinov2ForImageClassification
-        Dinov2WithRegistersForImageClassification DINOv3ViTModel IJepaForImageClassification
+        Dinov2WithRegistersForImageClassification IJepaForImageClassification
         MetaClip2ForImageClassification SiglipForImageClassification ViTForImageClassification
         ViTMSNForImageClassification Aimv2VisionModel MLCDVisionModel PixioModel
         ViTForMaskedImageModeling""",
@@ -55,6 +64,7 @@ IMAGES: list[Kind] = [
     ),
     kind("ConvNextForImageClassification", image(32), **_STAGES),
     kind("ConvNextV2ForImageClassification", image(32), **_STAGES),
+    kind("DINOv3ViTModel", image(32), pos_embed_rescale=None, **_VIT),  # drawn at random
     kind("DINOv3ConvNextModel", image(32), hidden_sizes=[16, 32], depths=[1, 1]),
     kind(
         "CvtForImageClassification",
@@ -192,7 +202,7 @@ IMAGES: list[Kind] = [
         num_self_attention_heads=2,
         num_cross_attention_heads=2,
     ),
-    kind("TimesformerForVideoClassification", video(4), num_frames=4, **_VIT),
+    kind("TimesformerForVideoClassification", video(4), OF_FRAMES, num_frames=4, **_VIT),
     kind("VideoMAEForVideoClassification", video(4), num_frames=4, **_VIT),
     kind(
         "VivitForVideoClassification", video(4), num_frames=4, tubelet_size=[2, 8, 8], image_size=32

@@ -228,6 +228,9 @@ MODELS: list[Kind] = [
             "num_conv_pos_embeddings": 8,
             "num_conv_pos_embedding_groups": 2,
             "apply_spec_augment": False,
+            "layerdrop": 0.0,
+            **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
+            **dict.fromkeys(("feat_proj_dropout", "feat_extract_dropout"), 0.0),
         },
         decoder={
             "model_type": "bert",

@@ -31,7 +31,7 @@ from flash_clipping.capture.rehearsal import (
     same_rows,
 )
 from flash_clipping.capture.row_gradients import Reached, rows_reached
-from flash_clipping.capture.row_layouts import merged
+from flash_clipping.capture.row_layouts import check_one_layout, laid_out_anew, merged
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
 from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.session import ClippingSession
@@ -86,10 +86,14 @@ def rehearse(
     session.folded -= before
     if call is None:
         session.layouts = {}
-        session.evidence.forget(before | session.folded - session.folded_by_rule)
+        session.evidence.forget(before | session.laid_out | session.folded - session.folded_by_rule)
     try:
-        _rehearse(runs, call, shapes, found)
+        keys = _rehearse(runs, call, shapes, found)
+        check_one_layout(session.plain, keys, layouts, session.layouts)
+        # Where samples lie along another axis, or in another order, rows are none.
+        session.plain = session.plain | {key for key in keys if key not in session.layouts}
         session.found = session.found | found
+        late = call is not None and bool(session.layouts.keys() - layouts.keys())
         session.layouts = {
             key: merged(key, layouts.get(key, {}), session.layouts.get(key, {}))
             for key in layouts.keys() | session.layouts.keys()
@@ -97,15 +101,24 @@ def rehearse(
     except BaseException:
         session.folded -= found
         session.layouts = layouts
+        session.evidence.forget(found | session.laid_out)
+        session.rehearsed_on.pop(root.training, None)
         raise
     finally:
         session.folded |= before  # also where a batch has one part of each sample
+    if late and (otherwise := laid_out_anew(layouts, session.layouts)):
+        raise FlashClippingError(
+            f"{', '.join(otherwise)}: reached for the first time, and what was read there was "
+            "taken for samples along its first axis, but they lie otherwise in it. It is known now:"
+            " clear the gradients and run this step again."
+        )
 
 
 def _rehearse(
     runs: Rehearsals, call: ForwardCall | None, shapes: tuple[torch.Size, ...], found: set[str]
-) -> None:
-    """The same; ``found`` gets the layers whose rows turn out to be parts of samples."""
+) -> set[str]:
+    """The same; ``found`` gets the layers whose rows turn out to be parts of samples. Returns what
+    layouts go by, of all that was read."""
     session = runs.session
     try:
         whole, other, sources = runs.pair()
@@ -117,6 +130,7 @@ def _rehearse(
             session.layouts = session.layouts | parts.layouts
             found |= parts.folded
             laid_out |= parts.paths
+            session.laid_out = session.laid_out | parts.paths
             whole, other, sources = runs.pair()
         for _ in range(ATTEMPTS):  # what is computed from such rows has such rows
             followers = _followers(whole, other) - runs.followers
@@ -130,7 +144,7 @@ def _rehearse(
         found.clear()
         if call is not None and isinstance(error, torch.OutOfMemoryError):
             raise
-        return  # the forward itself will raise it, or the model cannot be run twice
+        return set()  # the forward itself will raise it, or the model cannot be run twice
     findings = _findings(whole, other)
     if any(finding.of_values for finding in findings):
         findings = _without_chance(runs, whole, sources, findings)
@@ -151,13 +165,7 @@ def _rehearse(
             session.undecided.setdefault(frozenset(), set()).add(shapes)
         else:
             session.undecided.pop(frozenset(), None)
-        return
-    if laid_out:
-        raise FlashClippingError(
-            f"{', '.join(sorted(laid_out))}: reached for the first time, and what was read there was "
-            "taken for samples along its first axis, but they lie otherwise in it. It is known now: "
-            "clear the gradients and run this step again."
-        )
+        return _keys(whole)
     tried = session.undecided[frozenset(read[0] for read in call.guesses)]
     for read, answer in call.guesses.items():
         known = session.evidence.known(read, any_call=False)
@@ -170,6 +178,11 @@ def _rehearse(
                 f"for {kinds[not answer]}, but is {kinds[answer]}: by its size it could be either. "
                 "It is known now: clear the gradients and run this step again."
             )
+    return _keys(whole)
+
+
+def _keys(whole: Run) -> set[str]:
+    return {note.key for note in whole.notes.values() if note.answer and not note.beside}
 
 
 def _check_reached(
@@ -369,8 +382,8 @@ def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:
         evidence.proven.discard(path)
         evidence.constants.discard(path)
         evidence.reads[path] = calls
-        if other is None or path in uncertain:
-            continue
+        if other is None or path in uncertain or path in session.laid_out:
+            continue  # the latter: who asks for no more than a path would take rows for samples
         if all(answers.values()):
             evidence.proven.add(path)
         elif all(answer is (place > 0) for (_, _, place), answer in answers.items()):

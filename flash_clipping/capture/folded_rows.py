@@ -37,7 +37,7 @@ class Found:
     Attributes:
         folded: paths of layers whose rows are parts of samples that lie together.
         layouts: where samples lie otherwise, by what their layout goes by.
-        paths: of the layers that these are of.
+        paths: of the layers in which they do.
     """
 
     folded: set[str] = field(default_factory=set)
@@ -61,9 +61,7 @@ def find_folded(runs: Rehearsals, whole: Run, other: Run | None, sources: list[T
     if third is None:
         return Found()
     again = _found(whole, third)
-    layouts = {
-        key: seen for key, seen in found.layouts.items() if again.layouts.get(key) == seen
-    }
+    layouts = {key: seen for key, seen in found.layouts.items() if again.layouts.get(key) == seen}
     return Found(found.folded & again.folded, layouts, found.paths & again.paths)
 
 
@@ -102,6 +100,7 @@ def _found(whole: Run, other: Run) -> Found:
             result.folded.add(path)  # its rows lie together, or will
         if is_layer or not together:
             result.layouts[key] = by_key[key]
+        if not together:
             result.paths.add(path)
     return result
 

@@ -70,6 +70,8 @@ class _Witness:
     taint: Taint
     followers: set[Read]
     size: Callable[[], int]
+    #: Reads in which samples were looked for along all axes.
+    searched: set[Read] = field(default_factory=set)
     notes: dict[Read, Note] = field(default_factory=dict)
     offsets: Tensor | None = None
 
@@ -107,22 +109,27 @@ class _Witness:
             meets=tuple(meets),
             key=use or read[0],
             free=0 if axis else free,
-            along=self._along(x, axis, size, free) if rows is None and not beside else {},
+            along={} if rows is not None or beside else self._along(read, x, axis, free, use),
         )
         return answer
 
-    @staticmethod
-    def _along(x: Tensor, axis: int, size: int, free: int) -> dict[int, Tensor | None]:
+    def _along(
+        self, read: Read, x: Tensor, axis: int, free: int, use: str
+    ) -> dict[int, Tensor | None]:
         """Other axes that samples may lie along. Where the batch's own has as many entries as there
-        are samples, that may be chance where another one has as many."""
+        are samples, that may be chance: of layers, which are many, only an axis that has as many
+        is looked at there."""
+        size = self.size()
         if axis or not size:
             return {}
-        least = 1 if x.shape[0] != size else size
+        if x.shape[0] != size:
+            self.searched.add(read)
+        every = read in self.searched or use != ""
         return {
             other: digest_of(x, other)
             for other in range(1, min(free, x.dim()))
-            if not x.shape[other] % size and x.shape[other] >= size
-            if least == 1 or x.shape[other] == size
+            if x.shape[other] and not x.shape[other] % size
+            if every or x.shape[other] == size
         }
 
     def forget(self, path: str) -> None:
@@ -168,6 +175,8 @@ class Rehearsals:
         self.args, self.kwargs = args, kwargs
         #: Reads that derive from nothing and have one row for each sample all the same.
         self.followers: set[Read] = set()
+        #: Reads in which samples were looked for along all axes.
+        self.searched: set[Read] = set()
         #: Another one after every rehearsal that told nothing: what is skipped at random changes.
         self.seed = len(session.undecided)
         #: The units of this batch, where these are parts of rows.
@@ -175,7 +184,7 @@ class Rehearsals:
 
     def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
         """Who notes what layers read in one run."""
-        return _Witness(taint, self.followers, size)
+        return _Witness(taint, self.followers, size, self.searched)
 
     def sources(self, size: int) -> list[Tensor]:
         """The model's inputs that hold one row for each of ``size`` samples."""

@@ -11,6 +11,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -100,12 +101,45 @@ def merged(key: str, before: Seen, now: Seen) -> Seen:
     for parts in before.keys() & now.keys():
         if before[parts] != now[parts]:
             raise FlashClippingError(
-                f"{key}: what it reads has {parts} rows for a batch of 1, and {parts} rows of each "
-                f"sample in others, which lay as {before[parts]} before and lie as {now[parts]} "
-                "now. Keep one order, in training and evaluation and for batches of all sizes, or "
-                "freeze the parameters of this layer."
+                f"{key}: samples lie in another order in what it reads than they did before: "
+                f"found {now[parts]}, expected {before[parts]}, with {parts} rows of each. Keep "
+                "one order, in training and evaluation and for batches of all sizes, or freeze the "
+                "parameters of this layer."
             )
     return before | now
+
+
+def check_one_layout(
+    plain: AbstractSet[str],
+    keys: AbstractSet[str],
+    before: Mapping[str, Seen],
+    now: Mapping[str, Seen],
+) -> None:
+    """Refuse what samples lie in along the first axis now, and along another one at other times.
+
+    Args:
+        plain: where they lay along the first axis before.
+        keys: what was read now.
+        before, now: layouts that were found.
+
+    Raises:
+        FlashClippingError: later calls could be of either kind.
+    """
+    for key in sorted(keys):
+        along = [
+            any(layout.axis for layout in seen.get(key, {}).values()) for seen in (before, now)
+        ]
+        if along[1] and key in plain or along[0] and key not in now:
+            raise FlashClippingError(
+                f"{key}: samples lie along another axis of what it reads than they did before. Keep "
+                "them along one, in training and evaluation and for batches of all sizes, or freeze "
+                "the parameters of this layer."
+            )
+
+
+def laid_out_anew(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[str]:
+    """Where samples were found to lie otherwise than as rows, or parts that lie together."""
+    return sorted(key for key in now.keys() - before.keys() if set(now[key].values()) != {TOGETHER})
 
 
 def layouts_of(shape: Sequence[int], B: int, axes: int) -> list[Layout]:

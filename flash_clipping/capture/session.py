@@ -103,7 +103,11 @@ class ClippingSession:
         #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
         #: not along the first axis (:mod:`flash_clipping.capture.row_layouts`).
         self.layouts: dict[str, Seen] = {}
-        #: The same of what comes of such a use.
+        #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
+        self.laid_out: set[str] = set()
+        #: Where samples were seen to lie along the first axis.
+        self.plain: set[str] = set()
+        #: The same as ``layouts``, of what comes of such a use.
         self.layouts_after: dict[str, Seen] = {}
         #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
         self.keeps_rows = False

@@ -46,7 +46,7 @@ def test_a_loss_of_similarities_is_refused(mode: str) -> None:
     model = Contrasts().double()
     flash = GradSampleModuleFlashClipping(model, mode=mode)
     for _ in range(2):
-        with pytest.raises(FlashClippingError, match=r"'(scale|shift)' takes part in what compares"):
+        with pytest.raises(FlashClippingError, match=r"'(scale|shift)' takes part in"):
             flash(*float64s(4, 3))[1].square().sum().backward()
         assert all(param.grad is None for param in model.parameters())
 

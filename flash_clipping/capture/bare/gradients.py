@@ -61,8 +61,7 @@ def per_sample_grads(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     own_row = [
-        operation.after is None and operation.row_by_row(bare, plain, G)
-        for bare in operation.bares
+        operation.after is None and operation.row_by_row(bare, plain, G) for bare in operation.bares
     ]
     by_row = [operation.by_row(bare, G.dim()) for bare in operation.bares]
     try:

@@ -1,8 +1,8 @@
 """Operations in which samples reach each other: they run, and no gradient may come back.
 
 ``logit_scale * texts @ images.T`` compares all pairs of a batch. Models return that beside what is
-each sample's own. A loss of the latter gives ``logit_scale`` the gradient 0; one of the former has no
-per-sample gradients at all.
+each sample's own. A loss of the latter gives ``logit_scale`` the gradient 0; one of the former has
+no per-sample gradients at all.
 """
 
 from __future__ import annotations
