@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.survey.inputs import floats, image, text, together, video
-from benchmarks.survey.kinds import Help, Kind, each, kind
+from benchmarks.survey.kinds import Kind, each, kind
 
 #: Windows of four patches, two stages.
 _WINDOWS: dict[str, Any] = {
@@ -25,15 +25,6 @@ PYRAMID: dict[str, Any] = {
     "num_attention_heads": [1, 2, 2, 4],
     "mlp_ratios": [2, 2, 2, 2],
 }
-#: The first frames' class tokens are taken for those of the samples.
-OF_FRAMES = Help(
-    "freeze `timesformer.embeddings.cls_token`, `position_embeddings` and `time_embeddings` there",
-    frozen=tuple(
-        f"timesformer.embeddings.{name}"
-        for name in ("cls_token", "position_embeddings", "time_embeddings")
-    ),
-)
-
 _VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 
 IMAGES: list[Kind] = [
@@ -202,7 +193,7 @@ IMAGES: list[Kind] = [
         num_self_attention_heads=2,
         num_cross_attention_heads=2,
     ),
-    kind("TimesformerForVideoClassification", video(4), OF_FRAMES, num_frames=4, **_VIT),
+    kind("TimesformerForVideoClassification", video(4), num_frames=4, **_VIT),
     kind("VideoMAEForVideoClassification", video(4), num_frames=4, **_VIT),
     kind(
         "VivitForVideoClassification", video(4), num_frames=4, tubelet_size=[2, 8, 8], image_size=32

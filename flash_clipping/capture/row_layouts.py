@@ -129,17 +129,18 @@ def check_one_layout(
         along = [
             any(layout.axis for layout in seen.get(key, {}).values()) for seen in (before, now)
         ]
-        if along[1] and key in plain or along[0] and key not in now:
+        if (along[1] and key in plain) or (along[0] and key not in now):
             raise FlashClippingError(
-                f"{key}: samples lie along another axis of what it reads than they did before. Keep "
-                "them along one, in training and evaluation and for batches of all sizes, or freeze "
-                "the parameters of this layer."
+                f"{key}: samples lie along another axis of what it reads than they did before. "
+                "Keep them along one, in training and evaluation and for batches of all sizes, or "
+                "freeze the parameters of this layer."
             )
 
 
 def laid_out_anew(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[str]:
     """Where samples were found to lie otherwise than as rows, or parts that lie together."""
-    return sorted(key for key in now.keys() - before.keys() if set(now[key].values()) != {TOGETHER})
+    found = now.keys() - before.keys()
+    return sorted(key for key in found if set(now[key].values()) != {TOGETHER})
 
 
 def layouts_of(shape: Sequence[int], B: int, axes: int) -> list[Layout]:
