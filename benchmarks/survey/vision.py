@@ -207,6 +207,6 @@ IMAGES: list[Kind] = [
         pred_num_attention_heads=2,
         pred_num_hidden_layers=1,
         num_pooler_layers=1,
-        **{"patch_size": 8},
+        patch_size=8,
     ),
 ]
