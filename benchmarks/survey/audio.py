@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.survey.inputs import SAMPLES, fixed, floats, image, text, together, wave
-from benchmarks.survey.kinds import Kind, each, kind
+from benchmarks.survey.kinds import Help, Kind, each, kind
 
 #: Two convolutions over the wave instead of seven.
 _WAVE: dict[str, Any] = {
@@ -171,6 +171,7 @@ AUDIO: list[Kind] = [
     kind(
         "EncodecModel",
         floats(input_values=(1, 640)),
+        Help("DPLSTM in the place of LSTM (`ModuleValidator.fix(model)`)", replaces=True),
         hidden_size=16,
         num_filters=4,
         upsampling_ratios=[4, 2],

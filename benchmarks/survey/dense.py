@@ -228,9 +228,9 @@ DENSE: list[Kind] = [
     ),
     kind(
         "UperNetForSemanticSegmentation",
-        image(64),
+        image(128),  # features of 4 by 4: pooled ones that are all alike have no gradient
         hidden_size=16,
-        pool_scales=[2, 3],
+        pool_scales=[2, 4],
         auxiliary_in_channels=32,
         auxiliary_channels=8,
         backbone_config={

@@ -34,6 +34,27 @@ def text_to_text(length: int = 7, target: int = 5) -> Inputs:
     }
 
 
+def boxes(length: int = 7) -> Inputs:
+    """Where each token stands on a page: left, top, right, bottom."""
+
+    def made(_: nn.Module) -> dict[str, Any]:
+        corners = torch.randint(0, 20, (SAMPLES, length, 2, 2)).sort(2).values
+        return {"bbox": corners.flatten(2)}
+
+    return made
+
+
+def ended(length: int = 7) -> Inputs:
+    """Token ids whose last one ends the text."""
+
+    def made(model: Any) -> dict[str, Any]:
+        given = ids(model, length)
+        given[:, -1] = model.config.eos_token_id
+        return {"input_ids": given}
+
+    return made
+
+
 def choices(length: int = 7, of: int = 2) -> Inputs:
     """Several texts of each sample."""
     return lambda model: {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from benchmarks.survey.inputs import Inputs
@@ -25,6 +26,8 @@ class Help:
     options: dict[str, Any] = field(default_factory=dict)
     #: Prefixes of parameters that are frozen.
     frozen: tuple[str, ...] = ()
+    #: Whether layers are replaced as ``ModuleValidator.fix`` does.
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Kind:
     inputs: Inputs
     changes: dict[str, Any]
     help: tuple[Help, ...] = ()
+    #: Where the model's own code does not run in float64.
+    dtype: torch.dtype = torch.float64
 
     def build(self) -> nn.Module:
         """The model, with random weights."""
@@ -55,8 +60,15 @@ class Kind:
         return model
 
 
-def kind(cls: str, inputs: Inputs, *help: Help, name: str | None = None, **changes: Any) -> Kind:
-    return Kind(name or cls, cls, inputs, changes, help)
+def kind(
+    cls: str,
+    inputs: Inputs,
+    *help: Help,
+    name: str | None = None,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Kind:
+    return Kind(name or cls, cls, inputs, changes, help, dtype)
 
 
 def each(inputs: Inputs, names: str, **changes: Any) -> list[Kind]:

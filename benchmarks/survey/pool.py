@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import time
 import warnings
@@ -11,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.survey.inputs import SAMPLES
 from benchmarks.survey.kinds import Help, Kind
@@ -50,15 +51,14 @@ def find(kind: Kind) -> Finding:
     mixing = (nn.modules.batchnorm._BatchNorm,)
     model, inputs = _made(kind)
     if any(isinstance(module, mixing) for module in model.modules()):
-        from opacus.validators import ModuleValidator
-
         refused = Outcome(REFUSED, message="BatchNorm mixes samples")
-        return Finding(refused, GROUP_NORM, measure(ModuleValidator.fix(model), inputs, SAMPLES))
+        return Finding(refused, GROUP_NORM, measure(_replaced(model), inputs, SAMPLES))
     outcome = measure(model, inputs, SAMPLES)
     if outcome.verdict != REFUSED:
         return Finding(outcome)
     for help in kind.help:
         model, inputs = _made(kind)
+        model = _replaced(model) if help.replaces else model
         for name, param in model.named_parameters():
             if name.startswith(help.frozen):
                 param.requires_grad_(False)
@@ -68,10 +68,28 @@ def find(kind: Kind) -> Finding:
     return Finding(outcome)
 
 
+def _replaced(model: nn.Module) -> nn.Module:
+    """What ``ModuleValidator.fix`` does, without its copy of the model, which hooks and
+    parametrizations do not allow."""
+    from opacus.validators import ModuleValidator
+
+    fixers = ModuleValidator.FIXERS
+    for path, module in list(model.named_modules()):
+        if path and type(module) in fixers:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, fixers[type(module)](module))
+    return model
+
+
 def _made(kind: Kind) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    model = kind.build()
-    return model, kind.inputs(model)
+    torch.set_default_dtype(kind.dtype)  # some models make tensors beside their parameters
+    model = kind.build().to(kind.dtype)
+    inputs = {
+        name: x.to(kind.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in kind.inputs(model).items()
+    }
+    return model, inputs
 
 
 def _work(kind: Kind, out: Connection) -> None:
@@ -93,6 +111,10 @@ def measure_all(
         processes: how many run at once.
         limit: seconds for each.
     """
+    # Before any process is forked: importing takes each as long as the measurement.
+    importlib.import_module("opacus.validators")
+    importlib.import_module("transformers.modeling_utils")
+    importlib.import_module("transformers.models.auto.modeling_auto")
     context = multiprocessing.get_context("fork")
     waiting = list(kinds.items())
     running: dict[Connection, tuple[str, Any, float]] = {}

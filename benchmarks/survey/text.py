@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.survey.inputs import SAMPLES, choices, fixed, floats, text, text_to_text, together
+from benchmarks.survey.inputs import (
+    SAMPLES,
+    boxes,
+    choices,
+    ended,
+    fixed,
+    floats,
+    text,
+    text_to_text,
+    together,
+)
 from benchmarks.survey.kinds import Kind, each, kind
 
 _LATENT = {
@@ -131,7 +141,7 @@ ENCODERS: list[Kind] = [
     kind("IBertForMaskedLM", text()),
     kind("LongformerForMaskedLM", text(8), attention_window=4),
     kind("LukeForMaskedLM", text(), entity_vocab_size=9, entity_emb_size=16),
-    kind("MraForMaskedLM", text(32), block_per_row=1),
+    kind("MraForMaskedLM", text(32), dtype=torch.float32, block_per_row=1),
     kind("YosoForMaskedLM", text(8), use_expectation=True),
     kind("XmodForMaskedLM", text(), default_language="en_XX"),
     kind("EsmcForMaskedLM", text(), num_key_value_heads=4),
@@ -190,9 +200,7 @@ ENCODERS: list[Kind] = [
         "TapasForSequenceClassification",
         together(text(), fixed(token_type_ids=torch.zeros(SAMPLES, 7, 7, dtype=torch.long))),
     ),
-    kind(
-        "LayoutLMForMaskedLM", together(text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4))))
-    ),
+    kind("LayoutLMForMaskedLM", together(text(), boxes())),
     kind(
         "MarkupLMForSequenceClassification",
         text(),
@@ -214,16 +222,18 @@ TEXT_TO_TEXT: list[Kind] = [
     *each(
         text_to_text(),
         """BartForConditionalGeneration BlenderbotForConditionalGeneration
-        BlenderbotSmallForConditionalGeneration LEDForConditionalGeneration
+        BlenderbotSmallForConditionalGeneration
         LongT5ForConditionalGeneration M2M100ForConditionalGeneration MarianMTModel
         MBartForConditionalGeneration MT5ForConditionalGeneration MvpForConditionalGeneration
         PegasusForConditionalGeneration PegasusXForConditionalGeneration
         PLBartForConditionalGeneration T5ForConditionalGeneration T5GemmaForConditionalGeneration
         UMT5ForConditionalGeneration BigBirdPegasusForConditionalGeneration""",
     ),
+    kind("LEDForConditionalGeneration", text_to_text(8), attention_window=[4, 4]),
     kind(
         "FSMTForConditionalGeneration",
         text_to_text(),
+        dtype=torch.float32,
         src_vocab_size=40,
         tgt_vocab_size=40,
         langs=["en", "de"],
@@ -238,7 +248,7 @@ TEXT_TO_TEXT: list[Kind] = [
     ),
     kind(
         "BartForSequenceClassification",
-        together(text(), fixed()),
+        together(ended(), lambda model: {"decoder_input_ids": ended()(model)["input_ids"]}),
     ),
     kind(
         "T5ForConditionalGeneration",

@@ -33,7 +33,7 @@ IMAGES: list[Kind] = [
         """BeitForImageClassification CLIPForImageClassification
         Data2VecVisionForImageClassification
         DeiTForImageClassification Dinov2ForImageClassification
-        Dinov2WithRegistersForImageClassification DINOv3ViTModel IJepaForImageClassification
+        Dinov2WithRegistersForImageClassification IJepaForImageClassification
         MetaClip2ForImageClassification SiglipForImageClassification ViTForImageClassification
         ViTMSNForImageClassification Aimv2VisionModel MLCDVisionModel PixioModel
         ViTForMaskedImageModeling""",
@@ -55,6 +55,7 @@ IMAGES: list[Kind] = [
     ),
     kind("ConvNextForImageClassification", image(32), **_STAGES),
     kind("ConvNextV2ForImageClassification", image(32), **_STAGES),
+    kind("DINOv3ViTModel", image(32), pos_embed_rescale=None, **_VIT),  # drawn at random
     kind("DINOv3ConvNextModel", image(32), hidden_sizes=[16, 32], depths=[1, 1]),
     kind(
         "CvtForImageClassification",
@@ -206,6 +207,6 @@ IMAGES: list[Kind] = [
         pred_num_attention_heads=2,
         pred_num_hidden_layers=1,
         num_pooler_layers=1,
-        **{"patch_size": 8},
+        patch_size=8,
     ),
 ]

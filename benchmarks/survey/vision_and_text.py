@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.survey.inputs import (
     SAMPLES,
+    boxes,
     fixed,
     floats,
     ids,
@@ -154,7 +155,7 @@ MODELS: list[Kind] = [
     kind("FlavaModel", image_and_text(), UNSCALED),
     kind(
         "LayoutLMv3ForSequenceClassification",
-        together(image_and_text(), fixed(bbox=torch.randint(0, 20, (SAMPLES, 7, 4)))),
+        together(image_and_text(), boxes()),
         input_size=32,
         patch_size=8,
         coordinate_size=6,
@@ -227,6 +228,9 @@ MODELS: list[Kind] = [
             "num_conv_pos_embeddings": 8,
             "num_conv_pos_embedding_groups": 2,
             "apply_spec_augment": False,
+            "layerdrop": 0.0,
+            **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
+            **dict.fromkeys(("feat_proj_dropout", "feat_extract_dropout"), 0.0),
         },
         decoder={
             "model_type": "bert",

@@ -31,7 +31,9 @@ from flash_clipping.capture.rehearsal import (
     same_rows,
 )
 from flash_clipping.capture.row_gradients import Reached, rows_reached
+from flash_clipping.capture.row_layouts import check_one_layout, laid_out_anew, merged
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
+from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
@@ -80,29 +82,55 @@ def rehearse(
     found: set[str] = set()
     # What was found before is to be found again, and what was declared is looked at again.
     before = session.found if call is None else set()
+    layouts = session.layouts
     session.folded -= before
     if call is None:
-        session.evidence.forget(before | session.folded - session.folded_by_rule)
+        session.layouts = {}
+        session.evidence.forget(before | session.laid_out | session.folded - session.folded_by_rule)
     try:
-        _rehearse(runs, call, shapes, found)
+        keys = _rehearse(runs, call, shapes, found)
+        check_one_layout(session.plain, keys, layouts, session.layouts)
+        # Where samples lie along another axis, or in another order, rows are none.
+        session.plain = session.plain | {key for key in keys if key not in session.layouts}
         session.found = session.found | found
+        late = call is not None and bool(session.layouts.keys() - layouts.keys())
+        session.layouts = {
+            key: merged(key, layouts.get(key, {}), session.layouts.get(key, {}))
+            for key in layouts.keys() | session.layouts.keys()
+        }
     except BaseException:
         session.folded -= found
+        session.layouts = layouts
+        session.evidence.forget(found | session.laid_out)
+        session.rehearsed_on.pop(root.training, None)
         raise
     finally:
         session.folded |= before  # also where a batch has one part of each sample
+    if late and (otherwise := laid_out_anew(layouts, session.layouts)):
+        raise FlashClippingError(
+            f"{', '.join(otherwise)}: reached for the first time, and what was read there was "
+            "taken for samples along its first axis, but they lie otherwise in it. It is known now:"
+            " clear the gradients and run this step again."
+        )
 
 
 def _rehearse(
     runs: Rehearsals, call: ForwardCall | None, shapes: tuple[torch.Size, ...], found: set[str]
-) -> None:
-    """The same; ``found`` gets the layers whose rows turn out to be parts of samples."""
+) -> set[str]:
+    """The same; ``found`` gets the layers whose rows turn out to be parts of samples. Returns what
+    layouts go by, of all that was read."""
     session = runs.session
     try:
         whole, other, sources = runs.pair()
-        while folded := find_folded(runs, whole, other, sources):
-            session.folded |= folded
-            found |= folded
+        laid_out: set[str] = set()
+        while parts := find_folded(runs, whole, other, sources):
+            if parts.folded <= session.folded and parts.layouts.keys() <= session.layouts.keys():
+                break  # it did not help
+            session.folded |= parts.folded
+            session.layouts = session.layouts | parts.layouts
+            found |= parts.folded
+            laid_out |= parts.paths
+            session.laid_out = session.laid_out | parts.paths
             whole, other, sources = runs.pair()
         for _ in range(ATTEMPTS):  # what is computed from such rows has such rows
             followers = _followers(whole, other) - runs.followers
@@ -112,31 +140,32 @@ def _rehearse(
             whole, other, sources = runs.pair()
     except MODELS_OWN as error:
         session.folded -= found
+        session.layouts = {}
         found.clear()
         if call is not None and isinstance(error, torch.OutOfMemoryError):
             raise
-        return  # the forward itself will raise it, or the model cannot be run twice
+        return set()  # the forward itself will raise it, or the model cannot be run twice
     findings = _findings(whole, other)
     if any(finding.of_values for finding in findings):
         findings = _without_chance(runs, whole, sources, findings)
         findings = _without_rounding(runs, whole, sources, findings)
+    findings = _refused_now(findings, whole, session)
     if findings:
         raise FlashClippingError(_refusal(findings, session))
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
     _conclude(session, whole, other)
-    training = runs.root.training
-    low, high = session.rehearsed_on.get(training, (whole.size, whole.size))
-    session.rehearsed_on[training] = min(low, whole.size), max(high, whole.size)
-    if found or (call is None and session.folded - session.folded_by_rule):
-        _check_reached(runs, whole, sources, found)
+    seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
+    seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
+    if found or laid_out or (call is None and session.folded - session.folded_by_rule):
+        _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
         if other is None:
             session.undecided.setdefault(frozenset(), set()).add(shapes)
         else:
             session.undecided.pop(frozenset(), None)
-        return
+        return _keys(whole)
     tried = session.undecided[frozenset(read[0] for read in call.guesses)]
     for read, answer in call.guesses.items():
         known = session.evidence.known(read, any_call=False)
@@ -149,9 +178,16 @@ def _rehearse(
                 f"for {kinds[not answer]}, but is {kinds[answer]}: by its size it could be either. "
                 "It is known now: clear the gradients and run this step again."
             )
+    return _keys(whole)
 
 
-def _check_reached(runs: Rehearsals, whole: Run, sources: list[Tensor], found: set[str]) -> None:
+def _keys(whole: Run) -> set[str]:
+    return {note.key for note in whole.notes.values() if note.answer and not note.beside}
+
+
+def _check_reached(
+    runs: Rehearsals, whole: Run, sources: list[Tensor], found: set[str], laid_out: set[str]
+) -> None:
     """Refuse parts of samples whose gradients are not these samples'.
 
     Those that were found now must be shown to be right; those that were declared, or found before,
@@ -161,13 +197,13 @@ def _check_reached(runs: Rehearsals, whole: Run, sources: list[Tensor], found: s
     read = {path for path, _, _ in whole.notes}
     try:
         paths = session.folded & read - session.folded_by_rule
-        reached = rows_reached(runs, whole.size, sources, paths)
+        reached = rows_reached(runs, whole.size, sources, paths | laid_out)
     except torch.OutOfMemoryError:
-        if found:
+        if found or laid_out:
             raise
         reached = Reached(set(), set())  # of a declaration, which holds without it
-    if refused := (found - reached.own) | reached.strays:
-        session.evidence.forget(found | reached.strays)
+    if refused := ((found | laid_out) - reached.own) | reached.strays:
+        session.evidence.forget(found | laid_out | reached.strays)
         raise FlashClippingError(_refusal_of_strays(refused, whole))
 
 
@@ -176,16 +212,19 @@ def is_rehearsed(
 ) -> bool:
     """Whether what rehearsals have shown of parts of samples holds for this call as well.
 
-    A model may lay rows out otherwise in evaluation, or for more samples: what was found is looked
-    at again there, where there are twice as many as ever, or half.
+    A model may lay rows out otherwise in evaluation, for more samples, or for longer ones: what was
+    found is looked at again there (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
     """
-    if session.folded <= session.folded_by_rule:
+    if session.folded <= session.folded_by_rule and not session.layouts:
         return True
     seen = session.rehearsed_on.get(training)
     if seen is None:
         return False
     size = first_size(args, kwargs, session.batch_axis)
-    return not size or seen[0] < 2 * size and size < 2 * seen[1]
+    exactly = any(
+        layout.outer > 1 for known in session.layouts.values() for layout in known.values()
+    )
+    return not size or seen.covers(size, batched_inputs(args, kwargs), exactly)
 
 
 def may_tell_more(session: ClippingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -305,6 +344,21 @@ def _without_rounding(
     return [finding for finding in findings if finding not in rounded]
 
 
+def _refused_now(findings: list[_Finding], whole: Run, session: ClippingSession) -> list[_Finding]:
+    """Without those that need no refusal unless a gradient comes back.
+
+    A parameter that scales what compares samples (similarities of all pairs, which CLIP returns
+    beside the embeddings) has the gradient 0 where the loss does not read that.
+    """
+    later = [
+        finding for finding in findings if finding.of_values and whole.notes[finding.read].meets
+    ]
+    for finding in later:
+        for name in whole.notes[finding.read].meets:
+            session.evidence.mixing[name] = f"{finding.read[0]}: {finding.words}"
+    return [finding for finding in findings if finding not in later]
+
+
 def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:
     """Leave what the runs have shown."""
     evidence = session.evidence
@@ -328,8 +382,8 @@ def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:
         evidence.proven.discard(path)
         evidence.constants.discard(path)
         evidence.reads[path] = calls
-        if other is None or path in uncertain:
-            continue
+        if other is None or path in uncertain or path in session.laid_out:
+            continue  # the latter: who asks for no more than a path would take rows for samples
         if all(answers.values()):
             evidence.proven.add(path)
         elif all(answer is (place > 0) for (_, _, place), answer in answers.items()):

@@ -11,6 +11,7 @@ by the guard of the parameter. The first rehearsal tells whether there is any su
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -106,8 +107,25 @@ def find_borrowed(
     return {user: list(found) for user, found in uses.found.items()}
 
 
+class _Fetches(dict[str, Any]):
+    """A module's parameters, by name, that tell when one is fetched."""
+
+    def __init__(self, params: Mapping[str, Any], note: Callable[[Any], None]):
+        super().__init__(params)
+        self.note = note
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        self.note(param)
+        return param
+
+
 class _Uses(TorchFunctionMode):
-    """Notes which running modules use parameters of others, or ``stops`` at the first one."""
+    """Notes which running modules use parameters of others, or ``stops`` at the first one.
+
+    A module that fetches a parameter may hand it to modules below it. It is the one that uses it:
+    only there can a stand-in be fetched in its place.
+    """
 
     def __init__(
         self, root: nn.Module, serves: Callable[[nn.Module], bool], *, stops: bool = False
@@ -119,6 +137,8 @@ class _Uses(TorchFunctionMode):
         self.found: dict[nn.Module, dict[nn.Module, None]] = {}
         #: Who has a parameter; one that is tied, several.
         self.owners: dict[int, list[nn.Module]] = {}
+        #: Which modules ran when it was fetched, the last one last.
+        self.fetched: dict[int, list[nn.Module]] = {}
         for module in root.modules():
             for param in module._parameters.values():
                 if param is not None and param.requires_grad:
@@ -126,7 +146,14 @@ class _Uses(TorchFunctionMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Know which module runs."""
+        """Know which module runs, and which one ran when a parameter was fetched."""
+        thread = threading.get_ident()
+
+        def fetch(param: Any) -> None:
+            if id(param) in self.owners and threading.get_ident() == thread:
+                fetched = self.fetched.setdefault(id(param), [])
+                fetched[:] = [module for module in fetched if module is not self.running[-1]]
+                fetched.append(self.running[-1])
 
         def enter(module: nn.Module) -> None:
             if module in self.modules:
@@ -136,8 +163,15 @@ class _Uses(TorchFunctionMode):
             if self.running[-1] is module and len(self.running) > 1:
                 self.running.pop()
 
-        with around_modules(enter, leave):
-            yield
+        before = {module: module._parameters for module in self.modules}
+        try:
+            for module, params in before.items():
+                module._parameters = _Fetches(params, fetch)
+            with around_modules(enter, leave):
+                yield
+        finally:
+            for module, params in before.items():
+                module._parameters = params
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -148,11 +182,13 @@ class _Uses(TorchFunctionMode):
             if name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED):
                 for leaf in pytree.tree_leaves((args, kwargs)):
                     if isinstance(leaf, Tensor) and id(leaf) in self.owners:
-                        self._note(self.owners[id(leaf)])
+                        self._note(leaf)
         return func(*args, **kwargs)
 
-    def _note(self, owning: list[nn.Module]) -> None:
-        user = self.running[-1]
+    def _note(self, param: Tensor) -> None:
+        owning = self.owners[id(param)]
+        fetched = self.fetched.get(id(param), ())
+        user = next((m for m in reversed(fetched) if m in self.running), self.running[-1])
         own = owners(user)
         if any(module in own for module in owning) or self.serves(user):
             return

@@ -6,41 +6,69 @@ end to end (``Factor.fold``). That is concluded only where values show it:
 
 * rows are as many for each sample in batches of other sizes and orders, and the same samples' rows
   have the same values there;
-* they have not in any other regular order of the same rows (all first parts, then all second ones).
+* they have not in any other regular order of the same rows (all first parts, then all second ones),
+  nor along another axis.
   Rows that are all alike, as behind a gate that is still 0, show nothing;
 * no value of a sample decided which rows there are, or their order (a router, a sort): it would
   decide otherwise in the next batch (:meth:`~flash_clipping.capture.taint.Taint.is_chosen`).
+
+Where they show another order, or another axis, that is the layer's layout
+(:mod:`flash_clipping.capture.row_layouts`).
 
 Shape suffixes: ``B`` samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.rehearsal import Note, Rehearsals, Run, same_rows
+from flash_clipping.capture.rehearsal import Note, Rehearsals, Run
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, Seen
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, are_alike
 
 
-def find_folded(runs: Rehearsals, whole: Run, other: Run | None, sources: list[Tensor]) -> set[str]:
-    """Paths of layers all of whose rows are parts of samples, or samples, as two runs show it, and
-    another one on a part of the batch in its own order."""
+@dataclass
+class Found:
+    """What rehearsals have shown of rows that are not the samples.
+
+    Attributes:
+        folded: paths of layers whose rows are parts of samples that lie together.
+        layouts: where samples lie otherwise, by what their layout goes by.
+        paths: of the layers in which they do.
+    """
+
+    folded: set[str] = field(default_factory=set)
+    layouts: dict[str, Seen] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.folded or self.layouts)
+
+
+def find_folded(runs: Rehearsals, whole: Run, other: Run | None, sources: list[Tensor]) -> Found:
+    """Layers whose rows are no samples, and where these lie in what they read, as two runs show it,
+    and another one on a part of the batch in its own order."""
     if other is None or other.size == whole.size or runs.units is not None:
-        return set()
-    found = _folded(whole, other)
+        return Found()
+    found = _found(whole, other)
     if not found:
         return found
     order = [*range(1, whole.size)] if whole.size > 1 else [0] * 3
     third = runs.run_variant(runs.variant(whole, order, sources))
-    return set() if third is None else found & _folded(whole, third)
+    if third is None:
+        return Found()
+    again = _found(whole, third)
+    layouts = {key: seen for key, seen in found.layouts.items() if again.layouts.get(key) == seen}
+    return Found(found.folded & again.folded, layouts, found.paths & again.paths)
 
 
-def _folded(whole: Run, other: Run) -> set[str]:
-    found: set[str] = set()
-    refused: set[str] = set()
+def _found(whole: Run, other: Run) -> Found:
+    by_key: dict[str, Seen] = {}
+    paths: dict[str, str] = {}
+    refused: set[str] = set()  # keys
     for read, a in whole.notes.items():
         b = other.notes.get(read)
         if a.folded or a.beside or not a.answer or not a.tainted:
@@ -49,29 +77,62 @@ def _folded(whole: Run, other: Run) -> set[str]:
             continue  # the run may have ended before
         if a.rows == whole.size and b.rows == other.size:
             continue  # rows of samples, which are looked at where all reads are
-        (found if _is_folded(a, whole, b, other) else refused).add(read[0])
-    return found - refused
+        found = _layout(a, whole, b, other)
+        paths[a.key] = read[0]
+        if found is None:
+            refused.add(a.key)
+            continue
+        parts, layout = found
+        if by_key.setdefault(a.key, {}).setdefault(parts, layout) != layout:
+            refused.add(a.key)
+    result = Found()
+    refused_paths = {paths[key] for key in refused}
+    axes: dict[str, set[int]] = {}
+    for key, seen in by_key.items():
+        axes.setdefault(paths[key], set()).update(layout.axis for layout in seen.values())
+    for key in by_key.keys() - refused:
+        path = paths[key]
+        if path in refused_paths or len(axes[path]) > 1:
+            continue
+        is_layer = key == path
+        together = set(by_key[key].values()) == {TOGETHER}
+        if together or (is_layer and axes[path] == {0}):
+            result.folded.add(path)  # its rows lie together, or will
+        if is_layer or not together:
+            result.layouts[key] = by_key[key]
+        if not together:
+            result.paths.add(path)
+    return result
 
 
-def _is_folded(a: Note, whole: Run, b: Note, other: Run) -> bool:
-    parts, rest = divmod(a.rows, max(whole.size, 1))
-    if rest or parts < 2 or b.rows != parts * other.size or a.chosen or b.chosen or not b.tainted:
-        return False
-    if a.digest is None or b.digest is None or not same_rows(a, b, other):
-        return False
+def _layout(a: Note, whole: Run, b: Note, other: Run) -> tuple[int, Layout] | None:
+    """The one layout in which samples lie in both runs, and how many entries each has along its
+    axis; ``None`` where values show none, or several."""
+    if a.chosen or b.chosen or not b.tainted or other.order is None:
+        return None
     different = DIFFERENT_LOW if a.low or b.low else DIFFERENT
     order = torch.tensor(other.order)
-    return not any(
-        are_alike(a.digest[rows], b.digest, different)
-        for rows in _other_orders(parts, whole.size, order)
-    )
+    alike = []
+    for axis, first in {0: a.digest, **a.along}.items():
+        second = b.digest if axis == 0 else b.along.get(axis)
+        if first is None or second is None or not whole.size:
+            continue
+        parts, rest = divmod(len(first), whole.size)
+        if rest or len(second) != parts * other.size or (axis == 0 and parts < 2):
+            continue
+        for outer in range(1, parts + 1):
+            if parts % outer == 0:
+                rows = _rows(parts, outer, whole.size, order)
+                if are_alike(first[rows], second, different):
+                    alike.append((parts, Layout(axis, outer)))
+    if len(alike) != 1 or not (a.free or alike[0][1] == TOGETHER):
+        return None
+    return alike[0]
 
 
-def _other_orders(parts: int, size: int, order: Tensor) -> Iterator[Tensor]:
-    """Which rows of the first run the second would have, if a sample's rows did not lie together:
-    ``inner`` of them do, behind all samples' ``inner`` rows before."""
-    for inner in range(1, parts):
-        if parts % inner == 0:
-            outer_rows = torch.arange(parts // inner)[:, None, None] * (size * inner)
-            rows = outer_rows + order[:, None] * inner + torch.arange(inner)
-            yield rows.flatten()
+def _rows(parts: int, outer: int, size: int, order: Tensor) -> Tensor:
+    """Which rows of the first run the second has: ``inner`` of a sample lie together, behind all
+    samples' ``inner`` rows before."""
+    inner = parts // outer
+    outer_rows = torch.arange(outer)[:, None, None] * (size * inner)
+    return (outer_rows + order[:, None] * inner + torch.arange(inner)).flatten()

@@ -48,6 +48,9 @@ class Witness(Protocol):
         also: Sequence[Tensor] = (),
         folded: bool = False,
         low: bool = False,
+        meets: Sequence[str] = (),
+        free: int = 1,
+        use: str = "",
     ) -> bool: ...
 
     def forget(self, path: str) -> None: ...
@@ -61,12 +64,15 @@ class Evidence:
         constants: layers that read what is the same for all samples, and whose outputs meet samples
             only.
         reads: for the others, read by read, in every call of the layer.
+        mixing: parameters, by name, that meet values in which samples reach each other, and why
+            no gradient may come back from there.
     """
 
     def __init__(self) -> None:
         self.proven: set[str] = set()
         self.constants: set[str] = set()
         self.reads: dict[str, list[list[bool]]] = {}
+        self.mixing: dict[str, str] = {}
 
     def forget(self, paths: Iterable[str]) -> None:
         """What was shown of these layers is void."""

@@ -43,6 +43,16 @@ def samples_in(
         )
         return args if samples else None
     inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+    of_rule = type(rule).batch_axis is not Rule.batch_axis  # the rule's own axis
+    if of_rule and axis and call.batch_size:
+        # Expanded along that axis: each sample meets a place of its own there.
+        args = tuple(
+            to_samples(x, call.batch_size, path, axis)
+            if isinstance(x, BareParameter) and x.dim() > axis and x.shape[axis] == call.batch_size
+            else x
+            for x in args
+        )
+        inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
     kinds: dict[int, bool] = {}
     for x in inputs:
         if id(x) in kinds:
@@ -56,7 +66,12 @@ def samples_in(
             # Indices beside values of 16 bits (a token's experts) may come out otherwise for
             # another batch size, as these values do.
             low = not x.is_floating_point() and any(map(is_low, inputs))
-            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure, low=low)
+            free = x.dim() if not x.is_floating_point() else x.dim() - 1
+            if not rule.works_by_position(layer) or len(inputs) > 1:
+                free = 1
+            kinds[id(x)] = session.reads_samples(
+                path, x, axis, sure=sure, low=low, free=0 if of_rule else free
+            )
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):

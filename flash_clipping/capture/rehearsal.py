@@ -43,6 +43,10 @@ class Note:
         answer: what the layer was told: whether it reads samples.
         chosen: values of samples decided which rows it has, or their order.
         digest: a few numbers for every row, and how large these are.
+        meets: names of the bare parameters that meet it in one operation.
+        key: what its layout goes by, if it is not the first axis that the samples lie along.
+        free: how many axes samples may lie along, and in any regular order; 0: only together.
+        along: where samples may lie along other axes, the digests of these.
     """
 
     rows: int
@@ -54,6 +58,10 @@ class Note:
     low: bool
     chosen: bool
     digest: Tensor | None
+    meets: tuple[str, ...] = ()
+    key: str = ""
+    free: int = 0
+    along: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,6 +71,8 @@ class _Witness:
     taint: Taint
     followers: set[Read]
     size: Callable[[], int]
+    #: Reads in which samples were looked for along all axes.
+    searched: set[Read] = field(default_factory=set)
     notes: dict[Read, Note] = field(default_factory=dict)
     offsets: Tensor | None = None
 
@@ -78,14 +88,20 @@ class _Witness:
         also: Sequence[Tensor] = (),
         folded: bool = False,
         low: bool = False,
+        meets: Sequence[str] = (),
+        free: int = 1,
+        use: str = "",
     ) -> bool:
         tainted = sure or any(tensor in self.taint for tensor in (x, *also))
         size = self.size()
         found = x.shape[axis] if rows is None else rows
         fits = found == size or (folded and size > 0 and found % size == 0)
         answer = fits if beside else tainted or read in self.followers
-        with self.taint.looking_away():
-            digest = None if rows is not None or beside else digest_of(x, axis)
+        digest, along = None, {}
+        if rows is None and not beside:
+            with self.taint.looking_away():
+                digest = digest_of(x, axis)
+                along = self._along(read, x, axis, free, use)
         self.notes[read] = Note(
             rows=found,
             tainted=tainted,
@@ -96,8 +112,31 @@ class _Witness:
             low=low or is_low(x),
             chosen=self.taint.is_chosen(x),
             digest=digest,
+            meets=tuple(meets),
+            key=use or read[0],
+            free=0 if axis else free,
+            along=along,
         )
         return answer
+
+    def _along(
+        self, read: Read, x: Tensor, axis: int, free: int, use: str
+    ) -> dict[int, Tensor | None]:
+        """Other axes that samples may lie along. Where the batch's own has as many entries as there
+        are samples, that may be chance: of layers, which are many, only an axis that has as many
+        is looked at there."""
+        size = self.size()
+        if axis or not size:
+            return {}
+        if x.shape[0] != size:
+            self.searched.add(read)
+        every = read in self.searched or use != ""
+        return {
+            other: digest_of(x, other)
+            for other in range(1, min(free, x.dim()))
+            if x.shape[other] and not x.shape[other] % size
+            if every or x.shape[other] == size
+        }
 
     def forget(self, path: str) -> None:
         for read in [read for read in self.notes if read[0] == path]:
@@ -142,6 +181,8 @@ class Rehearsals:
         self.args, self.kwargs = args, kwargs
         #: Reads that derive from nothing and have one row for each sample all the same.
         self.followers: set[Read] = set()
+        #: Reads in which samples were looked for along all axes.
+        self.searched: set[Read] = set()
         #: Another one after every rehearsal that told nothing: what is skipped at random changes.
         self.seed = len(session.undecided)
         #: The units of this batch, where these are parts of rows.
@@ -149,7 +190,7 @@ class Rehearsals:
 
     def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
         """Who notes what layers read in one run."""
-        return _Witness(taint, self.followers, size)
+        return _Witness(taint, self.followers, size, self.searched)
 
     def sources(self, size: int) -> list[Tensor]:
         """The model's inputs that hold one row for each of ``size`` samples."""

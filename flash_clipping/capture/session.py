@@ -25,7 +25,9 @@ from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
 from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
+from flash_clipping.capture.row_layouts import Seen
 from flash_clipping.capture.running_forward import RunningForward
+from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -103,15 +105,24 @@ class ClippingSession:
         #: Those of them that rehearsals have found, and those whose rules see to it themselves.
         self.found: set[str] = set()
         self.folded_by_rule: set[str] = set()
+        #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
+        #: not along the first axis (:mod:`flash_clipping.capture.row_layouts`).
+        self.layouts: dict[str, Seen] = {}
+        #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
+        self.laid_out: set[str] = set()
+        #: Where samples were seen to lie along the first axis.
+        self.plain: set[str] = set()
+        #: The same as ``layouts``, of what comes of such a use.
+        self.layouts_after: dict[str, Seen] = {}
         #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
         self.keeps_rows = False
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
         self.evidence = Evidence()
         #: How many parameters were watched at the last rehearsal; new ones ask for another.
         self.rehearsed = 0
-        #: Sizes of the least and the largest batch on which it was shown which rows are parts of
-        #: samples, in training and in evaluation.
-        self.rehearsed_on: dict[bool, tuple[int, int]] = {}
+        #: On which batches it was shown which rows are parts of samples, in training and in
+        #: evaluation.
+        self.rehearsed_on: dict[bool, SeenShapes] = {}
         #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
         self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
         #: How many samples the loader drew for the next forward, where that is known.
@@ -282,6 +293,9 @@ class ClippingSession:
         rows: int | None = None,
         also: Sequence[Tensor] = (),
         low: bool = False,
+        meets: Sequence[str] = (),
+        free: int = 1,
+        use: str = "",
     ) -> bool:
         """Whether the rows of something that a tapped layer reads are samples.
 
@@ -295,6 +309,9 @@ class ClippingSession:
             rows: how many rows it has, if not the size of its axis.
             also: other tensors that it stands for.
             low: what it holds was chosen by values of a few digits.
+            meets: names of the bare parameters that meet it in one operation.
+            free: how many of its axes, from the first on, samples may lie along.
+            use: what the layout of what these parameters meet goes by, if not by the path.
         """
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
@@ -321,6 +338,9 @@ class ClippingSession:
                 also=also,
                 folded=folded,
                 low=low,
+                meets=meets,
+                free=free,
+                use=use,
             )
         recomputed = in_backward()
         known = self.evidence.known(read, any_call=recomputed)

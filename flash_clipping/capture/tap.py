@@ -45,6 +45,7 @@ from flash_clipping.capture.positions import (
     by_position,
     refuse_layer,
 )
+from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
 from flash_clipping.errors import FlashClippingError
@@ -352,8 +353,10 @@ class Tap(FactorSource):
         recomputed: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        laid_out: bool = False,
     ) -> Any:
-        """The layer under autograd, as one function."""
+        """The layer under autograd, as one function. ``laid_out``: samples lie along the first axis
+        now."""
         if kwargs or len(args) > 1:
             args = self.arguments.positional(rule, args, kwargs)
         if transforms_are_active():
@@ -365,6 +368,9 @@ class Tap(FactorSource):
         session, params = self.session, trainable[1]
         if session.positions is not None:
             return self._apply_by_position(rule, trainable, call, recomputed, args)
+        if session.layouts and self.path in session.layouts and not laid_out:
+            # Only layers whose samples could lie along any axis get there.
+            return self._apply_laid_out(rule, trainable, call, recomputed, args)
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -416,6 +422,38 @@ class Tap(FactorSource):
         if isinstance(output, Tensor):
             return output.transpose(0, axis)
         return tuple(part.transpose(0, axis) for part in output)
+
+    def _apply_laid_out(
+        self,
+        rule: Rule,
+        trainable: Trainable,
+        call: ForwardCall | None,
+        recomputed: bool,
+        args: tuple[Any, ...],
+    ) -> Any:
+        """The same where samples lie along another axis, or their rows apart."""
+        x, session = args[0], self.session
+        B = session.samples() if call is None else call.batch_size
+        layout = TOGETHER
+        if isinstance(x, Tensor) and not isinstance(x, BareParameter) and B:
+            layout = layout_of(self.path, x, B, session.layouts[self.path])
+        if layout == TOGETHER:
+            return self._apply(rule, trainable, call, recomputed, args, {}, laid_out=True)
+        assert B
+        if len(args) > 1 or declared_rows() is not None:
+            raise UnsupportedLayer(
+                "samples do not lie along the first axis of what it reads, and it is called with "
+                "more than one argument, or inside flash_clipping.samples(...)."
+            )
+        rows = layout.front(x, B)
+        whole = rows.shape[:3]  # of rows of the first axis: [B, outer, inner]
+        if by_row := layout.axis == 0:
+            rows = rows.flatten(0, 2)
+        output = self._apply(rule, trainable, call, recomputed, (rows,), {}, laid_out=True)
+        if not isinstance(output, Tensor):
+            raise UnsupportedLayer("it returns several tensors, with samples along another axis.")
+        # As the layer itself would leave it: models view what they get.
+        return layout.back(output.unflatten(0, whole) if by_row else output).contiguous()
 
     def _apply_by_position(
         self,

@@ -17,6 +17,7 @@ Only such operations are looked at again in backward, never the module's forward
 """
 
 from flash_clipping.capture.bare.functions import to_samples
+from flash_clipping.capture.bare.mixing import ComparesSamples
 from flash_clipping.capture.bare.stand_in import (
     BareParameter,
     UnsupportedUse,
@@ -26,6 +27,7 @@ from flash_clipping.capture.bare.stand_in import (
 
 __all__ = [
     "BareParameter",
+    "ComparesSamples",
     "UnsupportedUse",
     "bare_parameters",
     "refuse_bypassed",

@@ -99,7 +99,7 @@ def factored_gradients(
     """
     name = name_of(operation.func)
     backward = _BACKWARDS.get(name)
-    if backward is None or operation.axis or None in operation.origins:
+    if backward is None or operation.axis or operation.after or None in operation.origins:
         return None
     if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
         return None

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from flash_clipping._compat import plain_functions, pytree, transforms_are_active
 from flash_clipping.capture.bare.arguments import flattened, unflattened
 from flash_clipping.capture.bare.mixed import mixed, run_mixed
+from flash_clipping.capture.bare.mixing import (
+    ComparesSamples,
+    names_of,
+    reason_against,
+    run_refusing,
+)
 from flash_clipping.capture.bare.operation import (
     ADDITION,
     IN_PLACE,
@@ -22,6 +28,7 @@ from flash_clipping.capture.bare.origin import origin_of
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, UnsupportedUse, is_plain
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError
 
 #: Functions that only look at the other tensor's shape, dtype or device.
@@ -64,14 +71,28 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
-    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, others, axis)
+    equation = next((leaf for leaf in leaves if isinstance(leaf, str)), "")  # einsum's
+    layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
+    if layout is not None and not in_place:
+        given = [layout.front(others[0], count)]
+    else:
+        layout, given = None, others
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
     if any(batched):
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-        return mixed(func, leaves, spec, batched, axis)
+        reason = reason_against(tap, bares)
+        if reason is not None and not in_place and torch.is_grad_enabled():
+            values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+            plain_args, plain_kwargs = unflattened(values, spec)
+            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
+                return result
+        if reason is not None:
+            raise ComparesSamples(reason)
+        return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], BareParameter):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -203,11 +224,36 @@ def _axis_of(name: str, leaves: list[Any], bare: BareParameter) -> int:
     return bare.tap.session.batch_axis
 
 
-def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
+def _laid_out(
+    tap: FactorSource, name: str, bares: list[BareParameter], tensors: list[Tensor]
+) -> tuple[Layout | None, str, int]:
+    """Where samples lie in the one tensor that meets bare parameters, if not along its first axis;
+    what that goes by, in rehearsals and where any layout is known; and how many samples there
+    are."""
+    session = tap.session
+    call = session.current_forward
+    if len(tensors) != 1 or session.batch_axis or session.positions is not None:
+        return None, "", 0
+    if not session.layouts and (call is None or call.witness is None):
+        return None, "", 0
+    use = f"{', '.join(names_of(tap, bares))} in {name}"
+    count = (session.samples() if call is None else call.batch_size) or 0
+    seen = session.layouts.get(use)
+    if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
+        return None, use, count
+    layout = layout_of(f"{tap.path}: {use}", tensors[0], count, seen)
+    return (None if layout == TOGETHER else layout), use, count
+
+
+def _carry_samples(
+    tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[BareParameter], use: str
+) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
     certain = any([_is_certain(tensor) for tensor in tensors])
-    return [_carries_samples(tap, tensor, axis, beside=certain) for tensor in tensors]
+    call = tap.session.current_forward
+    meets = names_of(tap, bares) if call is not None and call.witness is not None else []
+    return [_carries_samples(tap, tensor, axis, certain, meets, use) for tensor in tensors]
 
 
 def _is_certain(tensor: Tensor) -> bool:
@@ -215,7 +261,9 @@ def _is_certain(tensor: Tensor) -> bool:
     return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
 
-def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool) -> bool:
+def _carries_samples(
+    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str], use: str
+) -> bool:
     """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
     session = tap.session
     if tap.reads_constants or isinstance(tensor, nn.Parameter):
@@ -223,11 +271,28 @@ def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool)
     sure = _is_certain(tensor)
     if tensor.dim() == 0:
         return sure
-    return session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside and not sure)
+    return session.reads_samples(
+        tap.path,
+        tensor,
+        axis,
+        sure=sure,
+        beside=beside and not sure,
+        meets=meets,
+        free=tensor.dim() if use else 0,
+        use=use,
+    )
 
 
-def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
-    """A bare parameter that was expanded over the batch and is handed to a layer."""
+def to_samples(x: BareParameter, batch_size: int, path: str, axis: int = 0) -> Tensor:
+    """A bare parameter that was expanded over the batch and is handed to a layer; ``axis``: along
+    which."""
+    if axis:
+        shape = [1] * x.dim()
+        shape[axis] = batch_size
+        like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+        leaves, spec = flattened((like, x), {})
+        with plain_functions():
+            return _mixed_rows(leaves, spec, Layout(axis))
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
@@ -243,7 +308,7 @@ def to_samples(x: BareParameter, batch_size: int, path: str) -> Tensor:
         return _mixed_rows(leaves, spec)
 
 
-def _mixed_rows(leaves: list[Any], spec: Any) -> Tensor:
+def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> Tensor:
     like, row = leaves
     operation = MixedOperation(
         func=torch.add,
@@ -254,5 +319,8 @@ def _mixed_rows(leaves: list[Any], spec: Any) -> Tensor:
         autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
         recomputed=in_backward(),
         origins=[None],
+        before=layout,
+        after=layout,
+        count=0 if layout is None else like.shape[layout.axis],
     )
     return run_mixed(operation, [like])

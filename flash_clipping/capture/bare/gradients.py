@@ -60,9 +60,13 @@ def per_sample_grads(
     operation: MixedOperation, plain: list[Tensor], G: Tensor
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
-    own_row = [operation.row_by_row(bare, plain, G) for bare in operation.bares]
+    own_row = [
+        operation.after is None and operation.row_by_row(bare, plain, G) for bare in operation.bares
+    ]
     by_row = [operation.by_row(bare, G.dim()) for bare in operation.bares]
     try:
+        if operation.after is not None:
+            raise NotImplementedError("formulas below are for samples along the first axis")
         operand_grads = _operand_grads(operation, plain, G, own_row)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         # An operation that vmap does not have, or that does not take one row of an operand alone.
@@ -163,9 +167,8 @@ def _operand_grads_in_turn(
         with torch.enable_grad():
             output = operation.call([x.detach() for x in plain], operands)
         found = []
-        for b in range(G.shape[0]):
-            G_b = torch.zeros_like(G)
-            G_b[b] = G[b]
+        for b in range(G.shape[0] if operation.after is None else operation.count):
+            G_b = operation.only(G, b)
             found.append(torch.autograd.grad(output, operands, G_b, retain_graph=True))
         return (
             [torch.stack(grads) for grads in zip(*found, strict=True)]

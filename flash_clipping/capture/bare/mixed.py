@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import apply_of
 from flash_clipping.capture.bare.factored import factored_gradients
 from flash_clipping.capture.bare.gradients import input_grads, per_sample_grads, table_factor
+from flash_clipping.capture.bare.laid_out import layout_after
 from flash_clipping.capture.bare.operation import IN_PLACE, READS_ROWS, MixedOperation, name_of
 from flash_clipping.capture.bare.stand_in import (
     BareParameter,
@@ -21,13 +22,21 @@ from flash_clipping.capture.bare.stand_in import (
     recomputable,
 )
 from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, merge
 from flash_clipping.rules.registry import own
 
 
 def mixed(
-    func: Callable[..., Any], leaves: list[Any], spec: Any, batched: list[bool], axis: int
+    func: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    batched: list[bool],
+    axis: int,
+    before: Layout | None = None,
+    count: int = 0,
+    use: str = "",
 ) -> Tensor:
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
     tap = bares[0].tap
@@ -47,7 +56,13 @@ def mixed(
         recomputed=in_backward(),
         origins=[bare.kept_origin if bare.value.requires_grad else None for bare in bares],
         axis=axis,
+        before=before,
+        count=count,
     )
+    if before is not None:
+        operation.after = layout_after(operation, plain, use)
+    elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
+        operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     if tap.entered not in (None, circumstances()) and not operation.recomputed:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
     return run_mixed(operation, plain)
@@ -70,11 +85,14 @@ class _MixedFunction(torch.autograd.Function):
                 "It mixes samples, so no clipping can bound what one adds. Keep the batch as the "
                 "first axis (x.mean(-1), not x.mean()), or detach that number."
             )
+        if operation.after is not None and operation.after.parts(output, operation.count) is None:
+            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
         if operation.axis and output.shape != tensors[0].shape:
             raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} adds axes to the batch")
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
-        if output.dim() == 0 or output.shape[0] not in sizes:
+        moved = output.dim() == 0 or output.shape[0] not in sizes
+        if operation.after is None and moved and not operation.is_searched:
             raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
         ctx.operation = operation
         if name_of(operation.func) in IN_PLACE:
@@ -133,7 +151,8 @@ def _gradients(
     if found is not None:
         return found
     grads = input_grads(operation, plain, needs, G)
-    if (rows := table_factor(operation, plain, G)) is not None:
+    rows = None if operation.after is not None else table_factor(operation, plain, G)
+    if rows is not None:
         return grads, [rows]
     return grads, (
         (param, Dense(grads_B)) for param, grads_B in per_sample_grads(operation, plain, G)

@@ -13,6 +13,7 @@ from flash_clipping.capture.bare.arguments import unflattened
 from flash_clipping.capture.bare.origin import Origin
 from flash_clipping.capture.bare.stand_in import BareParameter, TableRows
 from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.finish.session import Readers
 
 ADDITION = {"add", "add_"}
@@ -46,6 +47,13 @@ class MixedOperation:
     origins: list[Origin | None]
     #: Axis of what carries samples, and of the output, that holds them.
     axis: int = 0
+    #: Where samples lie in what carries them, and in the output, if not along the first axis; and
+    #: how many there are.
+    before: Layout | None = None
+    after: Layout | None = None
+    count: int = 0
+    #: It runs in a rehearsal that is yet to show where samples lie.
+    is_searched: bool = False
     #: Which layers read the same rows, where that is of use.
     readers: Readers | None = None
 
@@ -69,6 +77,14 @@ class MixedOperation:
         with torch.autocast(device_type, dtype=dtype, enabled=enabled):
             result: Tensor = self.func(*args, **kwargs)
         return result
+
+    def only(self, G: Tensor, b: int) -> Tensor:
+        """The output gradient of one sample, with 0 in the places of the others."""
+        if self.after is not None:
+            return self.after.only(G, b, self.count)
+        G_b = torch.zeros_like(G)
+        G_b[b] = G[b]
+        return G_b
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -1,0 +1,253 @@
+"""Samples along other axes and in other orders: exact where rehearsals have shown it.
+
+Shape suffixes: B samples, T positions, d features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.row_layouts import Layout, layout_of, layouts_of
+from tests.support.autograd import check_by_autograd, float64s, squares
+
+
+class Around(nn.Module):
+    """``inner`` between two layers that have the batch first."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Linear(3, 4), inner, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(x))))
+
+
+class TimeFirst(nn.Module):
+    """``[T, B, d]``, as fairseq's models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.gain, self.weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 2, 2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h.transpose(0, 1)
+        h = self.ffn(self.norm(h)) * self.gain
+        h = torch.einsum("tbd,dhe->tbhe", h, self.weight).flatten(2)
+        return h.transpose(0, 1).contiguous()
+
+
+class Scores(nn.Module):
+    """The operation moves samples to the front; heads lie behind them: XLNet, SpeechT5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.places = nn.Parameter(torch.randn(4, 4)), nn.Embedding(40, 2)
+
+    def forward(self, h: Tensor) -> Tensor:
+        B, T = h.shape[:2]
+        scores = torch.einsum("tbd,de->bte", h.transpose(0, 1), self.weight)
+        by_head = h.unflatten(2, (2, 2)).transpose(1, 2).flatten(0, 1).transpose(0, 1)  # [T, BH, e]
+        places = self.places(torch.arange(T)[:, None] + torch.arange(T))  # [T, T, e]
+        biases = (by_head @ places.mT).transpose(0, 1).unflatten(0, (B, 2))  # [B, H, T, T]
+        return scores + biases.sum((1, 3))[..., None]
+
+
+class Blocks(nn.Module):
+    """One matrix for each head in front of all positions of all samples: RecurrentGemma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 2, 2)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = h.reshape(-1, 2, 2).transpose(0, 1)
+        out = torch.baddbmm(self.bias[:, None], rows, self.weight)
+        return out.transpose(0, 1).reshape(h.shape)
+
+
+class Convolves(nn.Module):
+    """Windows of all samples behind each other, and a layer that is not for single positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = h.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1).mT
+        return self.conv(rows).mT.unflatten(0, (2, len(h))).transpose(0, 1).flatten(1, 2)
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "time first": TimeFirst,
+    "scores": Scores,
+    "blocks": Blocks,
+    "convolves": Convolves,
+}
+
+
+@pytest.mark.parametrize(("samples", "mode"), [(1, "one_pass"), (4, "one_pass"), (3, "two_pass")])
+@pytest.mark.parametrize("kind", INNER)
+def test_other_axes(kind: str, samples: int, mode: str) -> None:
+    """With four samples of four positions: all shapes are right along either axis."""
+    torch.manual_seed(0)
+    check_by_autograd(Around(INNER[kind]()).double(), float64s(samples, 4, 3), squares, mode=mode)
+
+
+def norms_like_the_truth(model: nn.Module, flash: Any, batch: tuple[Tensor, ...]) -> None:
+    model.zero_grad(set_to_none=True)
+    squares(flash, batch).backward()
+    found = flash.get_norm_sample()
+    flash.disable_hooks()
+    truth = []
+    for b in range(len(batch[0])):
+        model.zero_grad(set_to_none=True)
+        squares(flash, (batch[0][b : b + 1],)).backward()
+        truth.append(math.hypot(*(float(p.grad.norm()) for p in model.parameters())))
+    flash.enable_hooks()
+    model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(found, found.new_tensor(truth), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_other_batches_after_the_first(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Around(INNER[kind]()).double()
+    flash = GradSampleModuleFlashClipping(model)
+    for samples, positions in ((3, 4), (2, 4), (4, 4), (1, 6), (5, 2), (3, 6)):
+        norms_like_the_truth(model, flash, float64s(samples, positions, 3))
+
+
+class LongTexts(nn.Module):
+    """Windows of four positions in front of the samples. The first text has one window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = nn.Linear(4, 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        windows = -(-h.shape[1] // 4)
+        w_WBTd = h.unflatten(1, (windows, -1)).transpose(0, 1)
+        out = self.ffn(w_WBTd.reshape(-1, 4)).view(w_WBTd.shape)
+        return out.transpose(0, 1).flatten(1, 2)
+
+
+def test_a_text_with_more_windows_than_the_first() -> None:
+    """With one window its rows are parts of samples that lie together; with two they lie apart.
+    What was found of shorter texts was taken for longer ones, silently."""
+    torch.manual_seed(0)
+    model = Around(LongTexts()).double()
+    flash = GradSampleModuleFlashClipping(model)
+    for positions in (4, 8, 6, 2, 8, 4):
+        norms_like_the_truth(model, flash, float64s(3, positions, 3))
+
+
+class Turns(nn.Module):
+    """In another order under a condition that does not hold in the first step."""
+
+    def __init__(self, condition: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        self.ffn, self.condition = nn.Linear(4, 4), condition
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.condition(self, h):
+            return self.ffn(h)
+        return self.ffn(h.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("when", ["evaluation", "more samples", "longer"])
+def test_another_axis_later(when: str, turned: bool) -> None:
+    """Parts of other sizes would do along either axis: in the end it is values that tell."""
+    torch.manual_seed(0)
+    conditions: dict[str, Callable[[nn.Module, Tensor], object]] = {
+        "evaluation": lambda self, h: not self.training,
+        "more samples": lambda _, h: len(h) > 5,
+        "longer": lambda _, h: h.shape[1] > 5,
+    }
+    model = Around(Turns(lambda m, h: bool(conditions[when](m, h)) != turned)).double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 4, 3)).backward()
+    model.zero_grad(set_to_none=True)
+    flash.train(when != "evaluation")
+    x = float64s(6, 12, 3) if when == "more samples" else float64s(3, 6, 3)
+    for _ in range(2):
+        with pytest.raises(FlashClippingError, match="ffn"):
+            squares(flash, x).backward()
+        assert all(param.grad is None for param in model.parameters())
+
+
+class Reaches(nn.Module):
+    """Samples lie along the second axis by their values, but one reads its neighbour's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.ffn, self.how = nn.Linear(4, 4), how
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = h.transpose(0, 1)
+        if self.how == "turned":
+            return self.ffn(rows).roll(1, 1).transpose(0, 1)
+        if self.how == "chosen":
+            places = h[:, 0, 0].argsort()
+            out = self.ffn(rows[:, places])
+            return torch.empty_like(out).index_copy(1, places, out).transpose(0, 1)
+        return self.ffn(0 * rows + rows.mean(1, keepdim=True)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("how", ["turned", "chosen", "mean"])
+def test_samples_that_reach_each_other(how: str) -> None:
+    torch.manual_seed(0)
+    model = Around(Reaches(how)).double()
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError, match=r"inner|head"):
+        squares(flash, float64s(3, 5, 3)).backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_an_empty_batch() -> None:
+    torch.manual_seed(0)
+    model = Around(TimeFirst()).double()
+    flash = GradSampleModuleFlashClipping(model)
+    norms_like_the_truth(model, flash, float64s(3, 5, 3))
+    flash(torch.zeros(0, 5, 3).double()).sum().backward()
+    assert flash.get_norm_sample().shape == (0,)
+    norms_like_the_truth(model, flash, float64s(3, 5, 3))
+
+
+def test_layouts() -> None:
+    x = torch.arange(24).view(2, 12)
+    layout = Layout(1, 2)
+    assert layout.parts(x, 3) == 4 and layout.parts(x, 5) is None and layout.parts(x, 0) is None
+    front = layout.front(x, 3)
+    assert front[1].flatten().tolist() == [2, 3, 8, 9, 14, 15, 20, 21]
+    assert torch.equal(layout.back(front), x)
+    assert layout.only(x, 1, 3).count_nonzero() == 8
+    assert layouts_of((6, 4), 3, 2) == [Layout(0, 1), Layout(0, 2)]
+    assert layout_of("layer", torch.zeros(5, 9), 3, {4: Layout(1)}) == Layout(1)
+    for seen in ({4: layout}, {4: Layout(1), 2: Layout(0)}):
+        with pytest.raises(FlashClippingError, match="layer: found a tensor of shape"):
+            layout_of("layer", torch.zeros(5, 18), 3, seen)
+
+
+def test_what_is_as_long_as_seen_is_not_rehearsed_again() -> None:
+    torch.manual_seed(0)
+    calls = []
+    model = Around(TimeFirst()).double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 4, 3)).backward()
+    model.embed.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    for positions in (4, 8, 6, 5, 9):
+        model.zero_grad(set_to_none=True)
+        squares(flash, float64s(3, positions, 3)).backward()
+        counts.append(len(calls))
+        calls.clear()
+    assert [n > 1 for n in counts] == [False, True, False, False, True]
