@@ -162,6 +162,8 @@ def test_a_later_optimizer_of_the_model_draws_nothing_again(seed: int | None) ->
         )
     drawn.append(private.optimizer.stream.draw(Purpose.NOISE))
     assert len({*drawn}) == 3
+    for one, two in zip(drawn, drawn[1:], strict=False):
+        assert one.key != two.key or one.number < two.number
 
 
 @seeded
