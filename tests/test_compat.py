@@ -72,6 +72,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_flattened": (["_fsdp_flattened"], "same"),
     "awaits_gradient": (["_post_accumulate_grad_hooks"], "same"),
     "applied_to": (["torch.distributed._composable"], "same"),
+    "parts_of_schedule": (["_loss_fn"], "same"),
     "functions_of_optimizer": (
         ["_check_processed_flag", "_mark_as_processed", "_generate_noise"],
         "same",

@@ -60,6 +60,7 @@ from flash_clipping._compat.parallel import (
     awaits_gradient,
     is_flattened,
     is_replica,
+    parts_of_schedule,
     runs_in_ddp,
 )
 from flash_clipping._compat.tensors import (
@@ -127,6 +128,7 @@ __all__ = [
     "memory_id",
     "never_compiled",
     "padding_of",
+    "parts_of_schedule",
     "pin_memory",
     "plain_functions",
     "pytree",

@@ -194,7 +194,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
         when its loop was left, or goes on without.
         """
-        caller = sys._getframe(1)
+        self._signal(do_skip, sys._getframe(1))
+
+    def _signal(self, do_skip: bool, caller: FrameType) -> None:
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             self._loop = None  # by hand
             super().signal_skip_step(do_skip)
@@ -370,10 +372,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; to ``None`` unless told otherwise, as PyTorch's optimizers do.
-
-        Sums of skipped steps stay, as in Opacus.
-        """
+        """Clear gradients, to ``None`` unless told otherwise; sums of skipped steps stay."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.discard_step()

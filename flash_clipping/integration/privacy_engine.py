@@ -26,10 +26,11 @@ from flash_clipping.integration.grad_sample_module import (
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
+from flash_clipping.integration.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
+from flash_clipping.integration.samplers import PoissonSampler
 from flash_clipping.integration.sampling import (
     NotPoissonWarning,
     PoissonLoader,
-    PoissonSampler,
     is_accounted_for,
     refuse_loader,
 )
@@ -40,6 +41,7 @@ from flash_clipping.integration.unit_sampling import (
     plain_dataset,
     refuse_units,
 )
+from flash_clipping.pipeline.noise import StageGenerators
 from flash_clipping.sharded import is_sharded
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
@@ -75,6 +77,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     _warned_not_poisson = False
     #: Whether ``fully_shard`` was applied to the model.
     _is_sharded = False
+    #: The processes of the pipeline that the module is a stage of.
+    _pipeline: Any = None
 
     def make_private(
         self,
@@ -90,6 +94,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         sample_of: str | Offsets | None = None,
         units: Sequence[int] | Tensor | None = None,
         max_rows_per_unit: int | None = None,
+        pipeline: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -121,6 +126,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
                 time.
+            pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
+                stages' processes make this call, with the same dataset. They draw the same batches
+                (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
             **kwargs: as in Opacus; ``rand_on_empty`` must be false.
 
         Guarantees:
@@ -157,8 +165,12 @@ class FlashPrivacyEngine(PrivacyEngine):
         self._check_keywords(kwargs, clipping)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
-        refuse_alone(kwargs.get("module"), distributed)
         self._is_sharded = is_sharded(kwargs.get("module"))
+        asked = {"mode": mode, "clipping": clipping, "units": units, "sample_of": sample_of}
+        asked |= {"distributed": distributed, "secure_mode": self.secure_mode, **kwargs}
+        self._pipeline = pipeline_group(pipeline, asked)
+        if self._pipeline is None:
+            refuse_alone(kwargs.get("module"), distributed)
         if self._is_sharded and units is not None:
             raise NotImplementedError(
                 "units: found a model that fully_shard was applied to. Processes would have to "
@@ -227,7 +239,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """Raise ``TypeError`` for an argument that nobody would read."""
         known = {*inspect.signature(PrivacyEngine.make_private).parameters, *self._of_epsilon}
         known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-        known |= {"sample_of", "units", "max_rows_per_unit"}
+        known |= {"sample_of", "units", "max_rows_per_unit", "pipeline"}
         if clipping == "adaptive":
             known |= {*_ADAPTIVE}
         if unknown := [name for name in given if name not in known]:
@@ -297,8 +309,12 @@ class FlashPrivacyEngine(PrivacyEngine):
             return UnitLoader(
                 data_loader, self._units, self.secure_rng, distributed=distributed, **kwargs
             )
+        generator = self.secure_rng
+        if self._pipeline is not None:
+            kwargs.pop("noise_generator", None)
+            generator = StageGenerators(self._pipeline).of_all("batches")
         loader = PoissonLoader.from_data_loader(
-            data_loader, generator=self.secure_rng, distributed=distributed, **kwargs
+            data_loader, generator=generator, distributed=distributed, **kwargs
         )
         if self.secure_mode and distributed:
             loader.batch_sampler.random = None  # every process has a secure generator of its own
@@ -388,6 +404,9 @@ class FlashPrivacyEngine(PrivacyEngine):
 
             cls = ShardedFlashDPOptimizer
             kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+        elif self._pipeline is not None:
+            cls = PipelineFlashDPOptimizer
+            kwargs["group"] = self._pipeline
         elif distributed:
             cls = DistributedFlashDPOptimizer
         return cls(

@@ -1,18 +1,11 @@
-"""The engine's loader: Poisson batches, in one process or several, and what it cannot replace.
-
-The accountants assume that every step draws every sample independently with probability ``q``, the
-*sample rate* that they are told. The samplers here do exactly that.
-"""
+"""The engine's loader: Poisson batches, in one process or several, and what it cannot replace."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -35,162 +28,18 @@ from torch.utils.data import (
 )
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
-
-#: Steps between two numbers that ``torch.rand`` draws in fp32, in [0, 1).
-_GRID = 1 << 24
+from flash_clipping.integration.samplers import (
+    Announcer,
+    PoissonSampler,
+    ShardedPoissonSampler,
+    agree,
+)
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
 class NotPoissonWarning(UserWarning):
     """Steps are accounted as if their batches were drawn by Poisson sampling, and they are not."""
-
-
-class Announcer:
-    """Tells the wrapped model how many samples the loader drew for its next forward.
-
-    It does not where batches are fetched ahead of their forward, or left out: then nothing is known
-    about the next forward, and the model is told that (``None``).
-    """
-
-    def __init__(self) -> None:
-        self._module: weakref.ref[Any] | None = None
-        self._waiting = False
-        self._ahead = False
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker has no model
-        return self.__dict__ | {"_module": None}
-
-    def follow(self, module: Any) -> None:
-        """Announce to this wrapped model, or hooks, from now on."""
-        self._module = weakref.ref(module)
-        # In front of what may refuse the forward: the batch after a refusal is announced as well.
-        handle = module._module.register_forward_pre_hook(self._note_forward, prepend=True)
-        module.autograd_grad_sample_hooks.append(handle)
-
-    def _note_forward(self, module: Any, args: Any) -> None:
-        self._waiting = False
-
-    def new_epoch(self) -> None:
-        """The loader starts anew."""
-        self._waiting = self._ahead = False
-
-    def end_epoch(self) -> None:
-        """The loader has given its last batch, or nobody asks it for more."""
-        self.new_epoch()
-        self._tell(None)
-
-    def __call__(self, samples: int | None) -> None:
-        self._ahead = self._ahead or self._waiting
-        self._waiting = True
-        self._tell(None if self._ahead else samples)
-
-    def _tell(self, samples: int | None) -> None:
-        module = self._module() if self._module is not None else None
-        expect = getattr(module, "expect_samples", None)
-        if expect is not None:
-            expect(samples)
-
-
-class PoissonSampler(UniformWithReplacementSampler):
-    """Batches of indices: every step draws every sample independently, with the same probability.
-
-    Args:
-        num_samples: in the dataset.
-        sample_rate: the probability; exact, as far as the generator is.
-        steps: batches in an epoch.
-        generator: what to draw with; PyTorch's default if ``None``.
-
-    Attributes:
-        drawn: batches that were ever drawn.
-    """
-
-    def __init__(self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None):
-        self.num_samples = num_samples
-        self.sample_rate = sample_rate
-        self.steps = steps
-        self.generator = generator
-        self.drawn = 0
-        #: Sizes of the batches of the running epoch that its loader has not given yet.
-        self.sizes: deque[int] = deque()
-        self.announce = Announcer()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.announce.new_epoch()
-        sizes: deque[int] = deque()
-        self.sizes = sizes
-        try:
-            for _ in range(self.steps):
-                indices = self._draw()
-                self.drawn += 1
-                sizes.append(len(indices))
-                yield indices
-        finally:  # a loop that was left early, too
-            self.announce.end_epoch()
-
-    def _draw(self) -> list[int]:
-        # torch.rand(...) < rate draws by the next multiple of 2^-24: more than was accounted for.
-        whole, rest = divmod(self.sample_rate * _GRID, 1)
-        uniform = torch.rand(self.num_samples, generator=self.generator)
-        mask = uniform < whole / _GRID
-        edge = uniform == whole / _GRID
-        if bool(edge.any()):
-            again = torch.rand(
-                int(edge.sum()), generator=self.generator, dtype=torch.float64, device=edge.device
-            )
-            mask[edge] = again < rest
-        return mask.nonzero().flatten().tolist()
-
-
-class ShardedPoissonSampler(PoissonSampler):
-    """One process's part of batches that all processes draw together.
-
-    Every sample is one process's, which draws it in every step with the given probability. All
-    processes take as many steps, with local batches that may be empty. What they draw is
-    independent, however their generators are seeded.
-
-    Args:
-        total_size: samples in the dataset, the same for all processes.
-        sample_rate: the probability.
-        steps: batches in an epoch, the same for all processes.
-        rank: this process.
-        world_size: how many there are.
-        generator: where the seed comes from, together with ``rank``; entropy of the operating
-            system if ``None``.
-
-    Attributes:
-        random: what to draw with; ``None``: ``generator`` itself, where it is a secure one.
-    """
-
-    def __init__(
-        self,
-        *,
-        total_size: int,
-        sample_rate: float,
-        steps: int,
-        rank: int,
-        world_size: int,
-        generator: Any = None,
-    ):
-        super().__init__(
-            num_samples=len(range(rank, total_size, world_size)),
-            sample_rate=sample_rate,
-            steps=steps,
-            generator=generator,
-        )
-        self.rank, self.world_size = rank, world_size
-        seed: list[int] | None = None
-        if generator is not None:
-            seed = [int(torch.randint(1 << 62, (1,), generator=generator)), rank]
-        self.random: np.random.Generator | None = np.random.default_rng(seed)
-
-    def _draw(self) -> list[int]:
-        if self.random is None:
-            places = np.asarray(super()._draw(), dtype=np.int64)
-        else:
-            places = np.flatnonzero(self.random.random(self.num_samples) < self.sample_rate)
-        indices: list[int] = (places * self.world_size + self.rank).tolist()
-        return indices
 
 
 class PoissonLoader(DPDataLoader):
@@ -240,7 +89,7 @@ class PoissonLoader(DPDataLoader):
         steps = round(1 / sample_rate)
         sampler: PoissonSampler
         if distributed:
-            _refuse_different(size, steps)
+            key = agree(size, steps, generator)
             sampler = ShardedPoissonSampler(
                 total_size=size,
                 sample_rate=sample_rate,
@@ -248,6 +97,7 @@ class PoissonLoader(DPDataLoader):
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 generator=generator,
+                key=key,
             )
         else:
             sampler = PoissonSampler(
@@ -322,18 +172,6 @@ def _announced(batches: Any, sampler: Any, sizes: deque[int] | None) -> Iterator
             yield batch
     finally:  # a loop that was left early, too
         sampler.announce.end_epoch()
-
-
-def _refuse_different(size: int, steps: int) -> None:
-    """Refuse loaders of several processes that do not draw from the same data."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (size, steps))
-    if len(set(found)) > 1:
-        listed = "; ".join(f"rank {r}: {n} samples, {s} batches" for r, (n, s) in enumerate(found))
-        raise ValueError(
-            f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset "
-            "and the same batch size in every process: each then draws its own share of it."
-        )
 
 
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.integration.sampling import Announcer, PoissonSampler
+from flash_clipping.integration.samplers import Announcer, PoissonSampler
 
 
 class UnitsOfRows:

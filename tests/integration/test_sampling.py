@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
-from flash_clipping.integration.sampling import PoissonSampler, ShardedPoissonSampler
+from flash_clipping.integration.samplers import PoissonSampler, ShardedPoissonSampler
 
 N, BATCH = 60, 6
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import cases, processes, steps
+from tests.sharded import cases, pipelines, processes, steps
 from tests.sharded.processes import C, truth_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -36,13 +36,14 @@ def main(rank: int) -> dict[str, Any]:
         "adaptive": steps.engine_run({}, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS),
         "checkpoint": steps.checkpointed(rank, str(folder[0])),
         "refused": steps.refusals(rank),
+        "pipeline": pipelines.main(rank),
         "lost": steps.lost(rank),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.run(tmp_path_factory, "sharded_by_two", 2, main)
+def found(by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return by_two
 
 
 @pytest.mark.parametrize("name", cases.CASES)
