@@ -76,7 +76,7 @@ def refuse_around(module: nn.Module) -> None:
             positions of a sample in several processes.
     """
     # What context_parallel puts in the place of a builtin function, in all of its forms.
-    if _CONTEXT_PARALLEL in (F.scaled_dot_product_attention.__module__ or ""):
+    if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
             f"the model ({type(module).__name__}): found torch.distributed's context_parallel "
             "around a private model. The positions of a sample lie in several processes, and each "

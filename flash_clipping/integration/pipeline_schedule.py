@@ -192,11 +192,12 @@ class PrivateSchedule:
     def _count(self, args: Any, kwargs: Any, target: Any) -> int:
         """Samples in the batch."""
         axis, drawn = self._session.batch_axis, self._session.drawn
-        counts = {
+        found = (
             samples_in((args, kwargs), axis, "arguments"),
             samples_in(target, 0, "a target"),
             drawn,
-        } - {None}
+        )
+        counts = {count for count in found if count is not None}
         if not counts:
             raise FlashClippingError(
                 "PrivateSchedule.step: found neither arguments nor a target, and no loader of "
@@ -208,7 +209,7 @@ class PrivateSchedule:
                 f"PrivateSchedule.step: found {sorted(counts)} samples in arguments, target and "
                 "what the loader drew. Expected one row for each sample in all of them."
             )
-        return int(counts.pop() or 0)
+        return counts.pop()
 
     # -- norms over all stages ------------------------------------------------------------------
 

@@ -166,9 +166,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
         self._is_sharded = is_sharded(kwargs.get("module"))
-        asked = {"mode": mode, "clipping": clipping, "units": units, "sample_of": sample_of}
-        asked |= {"distributed": distributed, "secure_mode": self.secure_mode, **kwargs}
-        self._pipeline = pipeline_group(pipeline, asked)
+        asked: dict[str, Any] = {"mode": mode, "clipping": clipping, "distributed": distributed}
+        asked |= {"units": units, "sample_of": sample_of, "secure_mode": self.secure_mode}
+        self._pipeline = pipeline_group(pipeline, asked | kwargs)
         if self._pipeline is None:
             refuse_alone(kwargs.get("module"), distributed)
         if self._is_sharded and units is not None:

@@ -113,7 +113,7 @@ def clipped_step(
     if poisoned is not None:
         ids = torch.where(ids == 10, 9, ids)
         keep[poisoned] = False
-        rest = Truth_of(plain, ids[keep], y[keep])
+        rest = truth_now(plain, ids[keep], y[keep])
         ids[poisoned] = 10
         with torch.no_grad():
             model.embed.weight[10] = float("inf")
@@ -164,7 +164,28 @@ def first_of(whole: Truth, samples: int) -> Any:
     return SimpleNamespace(norms=whole.norms[:samples], grads=grads, clipped=lambda _: sums)
 
 
-def Truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
+def cancelling(rank: int) -> tuple[Tensor, Tensor]:
+    """In fp32, of samples whose positions cancel: the bounds that they are clipped by, found by
+    two stages and by one process."""
+
+    def both() -> list[nn.Linear]:
+        torch.manual_seed(0)
+        return [nn.Linear(4, 4, bias=False) for _ in range(2)]
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(100 * (out[:, 0] - out[:, 1]), y)
+
+    x = torch.randn(4, 1, 4, generator=torch.Generator().manual_seed(0)).expand(4, 2, 4).clone()
+    y = torch.arange(4)
+    alone = GradSampleModuleFlashClipping(nn.Sequential(*both()), max_grad_norm=C)
+    loss(alone(x), y).backward()
+    flash = GradSampleModuleFlashClipping(nn.Sequential(both()[rank]), max_grad_norm=C)
+    PrivateSchedule(schedule_of(flash, loss=loss), microbatch_size=2).step(x, target=y)
+    assert flash.upper_bounds is not None and alone.upper_bounds is not None
+    return flash.upper_bounds, alone.upper_bounds
+
+
+def truth_now(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
     from tests.sharded.processes import _truth_of
 
     return _truth_of(model, ids, y)
@@ -344,6 +365,7 @@ def main(rank: int) -> dict[str, Any]:
     if dist.get_world_size() == 2:
         adaptive = {"clipping": "adaptive", "noise_multiplier": 0.1, **BOUNDS}
         found |= {
+            "cancelling": cancelling(rank),
             "noise": noisy(rank),
             "engine": engine_run(rank),
             "adaptive": engine_run(rank, **adaptive),

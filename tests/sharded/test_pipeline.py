@@ -44,6 +44,13 @@ def test_so_are_those_of_four_stages(four: list[dict[str, Any]]) -> None:
         check(four, name)
 
 
+def test_what_rounding_may_hide_is_added_up_over_stages(two: list[dict[str, Any]]) -> None:
+    for of_rank in two:
+        found, alone = of_rank["cancelling"]
+        assert (alone > 0).all()
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=0)
+
+
 def test_stages_have_noise_of_their_own(two: list[dict[str, Any]]) -> None:
     draws = [step for of_rank in two for step in of_rank["noise"]]
     both = torch.cat(draws)
