@@ -64,7 +64,8 @@ class PrivateState:
         if len(accountant):
             raise ValueError(
                 "PrivateState: found an accountant that has accounted for steps already. It would "
-                "forget them. Load into a new engine, before the first step."
+                "forget them. Load into a new engine, before the first step; this model holds the "
+                "checkpoint's weights by now."
             )
         set_state_dict(
             self.model,

@@ -173,8 +173,9 @@ def checkpointed(rank: int, folder: str) -> dict[str, Any]:
         "loaded": loaded,
         "extra": state.extra,
         "history": state.engine.accountant.history,
+        "end": {n: p.full_tensor().detach().clone() for n, p in second.named_parameters()},
+        # The last: what it refuses has been read into the weights by then.
         "again": message(lambda: dcp.load({"run": state}, checkpoint_id=folder)),
-        "end": {n: p.full_tensor().detach() for n, p in second.named_parameters()},
         "folder": folder,
     }
 

@@ -84,10 +84,10 @@ def test_noise_is_drawn_once_for_every_element_by_shard(found: list[dict[str, An
     assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
 
 
-@pytest.mark.parametrize("name", ["engine", "in parts"])
-def test_poisson_batches_are_of_the_whole_dataset(name: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("how", ["engine", "in parts"])
+def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[dict[str, Any]]) -> None:
     """Step by step against single samples; ranks are seeded alike."""
-    drawn = [of_rank[name]["drawn"] for of_rank in found]
+    drawn = [of_rank[how]["drawn"] for of_rank in found]
     assert len(drawn[0]) == len(drawn[1]) == 12
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
@@ -101,7 +101,7 @@ def test_poisson_batches_are_of_the_whole_dataset(name: str, found: list[dict[st
             for name, param in model.named_parameters():
                 param.data -= 0.5 * clipped[name] / 2
     for of_rank in found:
-        run = of_rank[name]
+        run = of_rank[how]
         assert run["expected"] == 2
         assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
         for name, param in model.named_parameters():
