@@ -9,6 +9,10 @@ The last has the layers of current language models: experts with LoRA on a froze
 product-key router, and hyper-connections in place of one residual stream. All of it is private.
 In examples/, `flash-clipping check language_model:subject` compares it with one sample at a time.
 
+In shards, and with --resume in another number of processes, if you like:
+
+    torchrun --nproc-per-node 2 examples/language_model.py --shard fsdp2
+
 The text is `pydoc_data.topics`, which CPython ships (about 470 kB). The unit of privacy is one
 chunk of `--chunk-length` bytes. B chunks, T positions, d features, H heads, k features of a head,
 f hidden features of the feed-forward layer, V byte values.
@@ -22,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
+import sharding
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -253,8 +258,11 @@ def main(argv: Sequence[str] | None = None) -> Report:
     add("--lora", type=int, default=0, metavar="R", help="freeze experts, train LoRA of rank R")
     add("--experts", type=int, default=16, help="(%(default)s)")
     add("--choices", type=int, default=4, help="experts of a byte (%(default)s)")
+    add("--shard", choices=("none", "fsdp2"), default="none", help="over torchrun's processes")
     args = parser.parse_args(argv)
     layout = layout_of(parser, args)
+    if args.shard != "none":
+        sharding.start(args.device)
     torch.manual_seed(args.seed)
     train, held_out = data(args.chunk_length, args.max_chunks, args.device)
 
@@ -266,14 +274,16 @@ def main(argv: Sequence[str] | None = None) -> Report:
             total += chunk_loss(model(x_BT), y_BT).sum()
         return total.item() / len(held_out) / math.log(2)
 
+    model = Decoder(layout, layers=args.layers)
     task = Task(
         name="language_model",
-        model=Decoder(layout, layers=args.layers),
+        model=model,
         criterion=ChunkLoss(),
         train=train,
         evaluate=bits_per_byte,
         metric="held-out bits per byte",
         metric_format="{:.3f} bits",
+        blocks=list(model.blocks),
     )
     return run(args, task)
 

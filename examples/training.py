@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import sharding
 import torch
+from interrupts import StopRequest
 from opacus import PrivacyEngine
 from plots import Curves, draw
 from rich.console import Console
@@ -77,6 +78,7 @@ class Task:
     evaluate: Callable[[nn.Module], float]
     metric: str  # what `evaluate` returns, in words
     metric_format: str  # and in print, e.g. "{:.1%}"
+    blocks: Sequence[nn.Module] = ()  # that --shard gathers one at a time
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Report:
     @property
     def loss(self) -> float:
         """Mean over the last ten steps: a single Poisson batch is noisy."""
-        recent = self.losses[-10:]
+        recent = [loss for loss in self.losses[-10:] if loss == loss]  # NaN: of no samples
         return sum(recent) / len(recent) if recent else float("nan")
 
     @property
@@ -167,24 +169,6 @@ def make_private(
     return engine, model, optimizer, criterion[0] if criterion else task.criterion, loader
 
 
-class StopRequest:
-    """Turns the first Ctrl-C into a request to stop after the step; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> StopRequest:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, self._previous)
-
-
 def get_rng_state(loader: DataLoader) -> dict[str, Any]:
     """Opacus draws batches and noise from PyTorch's global generators; flash draws from streams, of
     which a checkpoint tells how far they had come. (The engine keeps that of the noise.)"""
@@ -227,14 +211,20 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def load(
     args: argparse.Namespace, engine: PrivacyEngine, model: nn.Module, optimizer: Any
-) -> tuple[Report, dict[str, Any]]:
-    """Restores model, optimizer and accountant; returns the report so far and the RNG state."""
-    saved = engine.load_checkpoint(
-        path=args.checkpoint,
-        module=model,
-        optimizer=optimizer,
-        torch_load_kwargs={"map_location": "cpu"},
-    )
+) -> tuple[Report, dict[str, Any] | None]:
+    """Restores model, optimizer and accountant; returns the report so far and the RNG state.
+
+    Shards draw noise from new keys, and batches too.
+    """
+    if sharding.is_running():
+        saved = sharding.load(args.checkpoint, engine, model, optimizer)
+    else:
+        saved = engine.load_checkpoint(
+            path=args.checkpoint,
+            module=model,
+            optimizer=optimizer,
+            torch_load_kwargs={"map_location": "cpu"},
+        )
     now = settings_of(args)
     different = [
         f"--{key.replace('_', '-')} was {value}, is {now[key]}"
@@ -244,7 +234,7 @@ def load(
     if different:
         # The noise multiplier follows from these, and so does the ε that was promised.
         sys.exit(f"--resume: {args.checkpoint} was made by another run: {'; '.join(different)}")
-    return Report(**saved["report"]), saved["rng"]
+    return Report(**saved["report"]), saved.get("rng")
 
 
 def save(
@@ -257,16 +247,16 @@ def save(
 ) -> None:
     """Writes beside the old checkpoint and swaps, so that an interruption cannot leave half."""
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    saved = {"settings": settings_of(args), "report": vars(report)}
+    if sharding.is_running():
+        sharding.save(args.checkpoint, engine, model, optimizer, saved)
+        return
     unfinished = args.checkpoint.with_suffix(".partial")
     engine.save_checkpoint(
         path=unfinished,
         module=model,
         optimizer=optimizer,
-        checkpoint_dict={
-            "settings": settings_of(args),
-            "report": vars(report),
-            "rng": get_rng_state(loader),
-        },
+        checkpoint_dict=saved | {"rng": get_rng_state(loader)},
     )
     os.replace(unfinished, args.checkpoint)
 
@@ -291,14 +281,18 @@ def run(args: argparse.Namespace, task: Task) -> Report:
         sys.exit(f"--resume: there is no checkpoint at {args.checkpoint}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    console = Console()
+    console = Console(quiet=not sharding.is_first())
     # Said in the docstring above; expected of a first layer; a first bound that Opacus refines.
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")
 
-    with StopRequest() as stop:
+    # All processes must stop at the same step, and torchrun interrupts them one by one.
+    request = StopRequest()
+    with nullcontext(request) if sharding.is_running() else request as stop:
         task.model.to(args.device)
+        if sharding.is_running():
+            sharding.shard(task.model, task.blocks)
         optimizer = torch.optim.Adam(task.model.parameters(), lr=args.lr)
         engine, model, optimizer, criterion, loader = make_private(
             args, task, optimizer, task.train.loader(args.batch_size)
@@ -309,7 +303,8 @@ def run(args: argparse.Namespace, task: Task) -> Report:
         train(args, task, engine, model, optimizer, criterion, loader, report, rng, stop, console)
 
     show(args, task, report, console)
-    plot(args, task, report)
+    if sharding.is_first():
+        plot(args, task, report)
     console.print(f"plot: {args.plot}   checkpoint: {args.checkpoint}")
     return report
 

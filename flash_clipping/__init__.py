@@ -13,6 +13,7 @@ from flash_clipping.integration.grad_sample_module import (
 )
 from flash_clipping.integration.graphed_step import GraphedStep
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.pipeline_schedule import PrivateSchedule
 from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
 from flash_clipping.integration.sampling import NotPoissonWarning
 from flash_clipping.integration.token_losses import per_sample_loss
@@ -39,6 +40,7 @@ __all__ = [
     "NotPoissonWarning",
     "Offsets",
     "Outer",
+    "PrivateSchedule",
     "Rule",
     "SecretStream",
     "SeededNoiseWarning",

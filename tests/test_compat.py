@@ -73,6 +73,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "awaits_gradient": (["_post_accumulate_grad_hooks"], "same"),
     "is_awaited": (["AsyncCollectiveTensor"], "same"),
     "applied_to": (["torch.distributed._composable"], "same"),
+    "parts_of_schedule": (["_loss_fn"], "same"),
     "functions_of_optimizer": (
         ["_check_processed_flag", "_mark_as_processed"],
         "same",

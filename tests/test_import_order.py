@@ -17,6 +17,7 @@ FLOORS = [
     {"flash_clipping", "flash_clipping.__main__", "flash_clipping.diagnostics"},
     {"flash_clipping.trainers"},
     {"flash_clipping.integration"},
+    {"flash_clipping.pipeline"},
     {"flash_clipping.sharded"},
     {"flash_clipping.capture"},
     {"flash_clipping.rules", "flash_clipping.finish"},

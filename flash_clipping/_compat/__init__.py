@@ -61,6 +61,7 @@ from flash_clipping._compat.parallel import (
     is_awaited,
     is_flattened,
     is_replica,
+    parts_of_schedule,
     runs_in_ddp,
 )
 from flash_clipping._compat.tensors import (
@@ -129,6 +130,7 @@ __all__ = [
     "memory_id",
     "never_compiled",
     "padding_of",
+    "parts_of_schedule",
     "pin_memory",
     "plain_functions",
     "pytree",

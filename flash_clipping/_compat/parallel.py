@@ -53,3 +53,16 @@ def applied_to(module: nn.Module) -> Sequence[str]:
     module's class is changed."""
     registry = find(load("torch.distributed._composable"), "_get_registry")
     return () if registry is None else tuple(registry(module) or ())
+
+
+def parts_of_schedule(schedule: object) -> tuple[Any, Any, int]:
+    """The one stage of a schedule of torch.distributed.pipelining, its loss function, and how many
+    micro-batches it has. Without: an error where a schedule is made private."""
+    path = "torch.distributed.pipelining.schedules.PipelineScheduleSingle"
+    found = []
+    for name in ("_stage", "_loss_fn", "_n_microbatches"):
+        if not hasattr(schedule, name):
+            refuse(f"{path}.{name}")
+        found.append(getattr(schedule, name))
+    stage, loss_fn, count = found
+    return stage, loss_fn, count

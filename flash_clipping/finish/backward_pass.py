@@ -288,9 +288,15 @@ class BackwardPass:
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
         norms_PB, found = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
-        coef = self.session.clip(params, norms_PB, found, plan.one_device)
+        coef = self._clip(params, norms_PB, found, plan.one_device)
         self.session.note_non_finite(coef)
         self.coef = Coefficients(coef * scale, params, plan)
+
+    def _clip(
+        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
+    ) -> Tensor:
+        """Coefficients by these norms."""
+        return self.session.clip(params, norms_PB, doubts, one_device)
 
     def _check_uses(self, first_only: bool) -> None:
         """Look at the batch size of every use of a parameter; of a layout that has been met before

@@ -53,11 +53,15 @@ class Doubts:
 
     def bound_total(self, total_B: Tensor) -> Tensor:
         """Norms over all parameters -> what is at least the norm of what is released, ``[B]``."""
+        return upper_bound(total_B, self.total(total_B)) if self.blocks else total_B
+
+    def total(self, like_B: Tensor) -> Tensor:
+        """What rounding may hide of squared norms over all parameters, ``[B]`` as ``like_B``."""
         if not self.blocks:
-            return total_B
-        rows = [doubt.to(total_B, non_blocking=True) for _, doubt in self.blocks]
+            return torch.zeros_like(like_B)
+        rows = [doubt.to(like_B, non_blocking=True) for _, doubt in self.blocks]
         doubt_B = (rows[0] if len(rows) == 1 else torch.cat(rows)).sum(0)
-        return upper_bound(total_B, doubt_B.mul_(self.scale**2))
+        return doubt_B.mul_(self.scale**2)
 
     def bound_each(self, keys: Sequence[int], norms_PB: Tensor) -> Tensor:
         """The same parameter by parameter, ``[P, B]``; ``keys`` are their ids."""

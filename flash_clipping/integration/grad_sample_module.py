@@ -125,6 +125,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What the samples of the last backward were clipped by: at least the norms of what is
         #: released of them, ``[B]``, or ``[P, B]`` when per layer.
         self.upper_bounds: Tensor | None = None
+        #: Of a stage in a pipeline: norms over all stages, ``[B]``.
+        self.norms_over_stages: Tensor | None = None
         #: Modules that hold parameters, in the model's order.
         self._owners = [module for module in m.modules() if module._parameters]
         self._session = ClippingSession(
@@ -371,7 +373,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: no backward pass has been recorded yet.
         """
-        norm_B = total_norm(norms.published(self.trainable_parameters))
+        norm_B = self.norms_over_stages
+        if norm_B is None:
+            norm_B = total_norm(norms.published(self.trainable_parameters))
         self.per_sample_gradient_norms = norm_B
         return norm_B
 

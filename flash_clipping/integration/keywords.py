@@ -19,7 +19,7 @@ def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -
     known = {*inspect.signature(PrivacyEngine.make_private).parameters, *of_epsilon}
     known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
     known |= {"sample_of", "units", "max_rows_per_unit", "noise_grid"}
-    known |= {"sampling", "max_batch_size", "noise"}
+    known |= {"sampling", "max_batch_size", "noise", "pipeline"}
     if clipping == "adaptive":
         known |= {*ADAPTIVE}
     if unknown := [name for name in given if name not in known]:

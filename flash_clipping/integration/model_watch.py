@@ -20,7 +20,7 @@ from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
 from flash_clipping.integration.buffers import BufferWatch
 from flash_clipping.integration.installed_taps import InstalledTaps
-from flash_clipping.integration.parallel import refuse_around, refuse_since
+from flash_clipping.integration.parallel import refuse_around, refuse_in_pipeline, refuse_since
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.structure import Structure
 
@@ -58,6 +58,8 @@ class ModelWatch:
         self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
+        #: Whether a pipeline's norms are those of all its stages.
+        self.in_private_schedule = False
         guards.watch_new()
 
     def before_forward(self, module: nn.Module) -> None:
@@ -71,6 +73,8 @@ class ModelWatch:
             NotImplementedError: an embedding was given a ``max_norm``.
         """
         refuse_around(module)
+        if not self.in_private_schedule:
+            refuse_in_pipeline(module)
         refuse_max_norm(self._embeddings)
         if self._buffers is not None:
             self._buffers.before_forward()

@@ -216,7 +216,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
         when its loop was left, or goes on without.
         """
-        caller = sys._getframe(1)
+        self._signal(do_skip, sys._getframe(1))
+
+    def _signal(self, do_skip: bool, caller: FrameType) -> None:
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             self._loop = None  # by hand
             super().signal_skip_step(do_skip)
@@ -340,10 +342,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         sums = [p.summed_grad for p in self.params]
         dtypes = [self._noisy_dtype(p) for p in self.params]
         draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
-        noisy = noisy_means(sums, std, divisor, draw=draw, dtypes=dtypes, grid=grid)
+        shards = self._shards()
+        noisy = noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
         for p, grad in zip(self.params, noisy, strict=True):
             p.grad = grad.view_as(p)
             _mark_used(p.summed_grad)
+
+    def _shards(self) -> list[int] | None:
+        """Which part of the noise of each parameter's number is this process's; ``None``: all."""
+        return None
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         """Of noisy gradients: the parameter's, as optimizers want them."""
@@ -362,10 +369,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; to ``None`` unless told otherwise, as PyTorch's optimizers do.
-
-        Sums of skipped steps stay, as in Opacus.
-        """
+        """Clear gradients, to ``None`` unless told otherwise; sums of skipped steps stay."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.discard_step()

@@ -6,11 +6,15 @@ autograd never sees: what comes out is exactly 0, or one process's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container
+from types import FrameType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flash_clipping._compat import (
@@ -22,6 +26,9 @@ from flash_clipping._compat import (
 )
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.sharded import is_sharded, processes_of
+
+#: Where context_parallel stands, in PyTorch.
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 _INSTEAD = (
     "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or call "
@@ -65,8 +72,18 @@ def refuse_around(module: nn.Module) -> None:
     """Refuse a forward of a private model that runs inside another's.
 
     Raises:
-        FlashClippingError: it is a replica, or runs inside DistributedDataParallel.
+        FlashClippingError: it is a replica, or runs inside DistributedDataParallel, or with the
+            positions of a sample in several processes.
     """
+    # What context_parallel puts in the place of a builtin function, in all of its forms.
+    if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+        raise FlashClippingError(
+            f"the model ({type(module).__name__}): found torch.distributed's context_parallel "
+            "around a private model. The positions of a sample lie in several processes, and each "
+            "would clip its own part of the sample's gradient: of R parts, a sample could move the "
+            "sum by R times max_grad_norm. Give every sample to one process: fully_shard, with "
+            "activation checkpointing or mode='two_pass' for long sequences."
+        )
     if runs_in_ddp():
         found = "DistributedDataParallel"
     elif is_replica(module):
@@ -78,6 +95,27 @@ def refuse_around(module: nn.Module) -> None:
         "model. It reduces what autograd accumulates, and a private model's gradients are clipped "
         f"sums, which autograd does not see: they would be 0 or not reduced. {_INSTEAD}"
     )
+
+
+def refuse_in_pipeline(module: nn.Module) -> None:
+    """Refuse a forward of a private model that a stage of a pipeline runs by itself.
+
+    Raises:
+        FlashClippingError: every stage would clip by its own norms.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules or is_dynamo_compiling():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+            raise FlashClippingError(
+                f"the model ({type(module).__name__}): found a stage of "
+                "torch.distributed.pipelining that runs a private model. Every stage would clip by "
+                "the norms of its own parameters: of S stages, a sample could move the released "
+                "sums by sqrt(S) times max_grad_norm. Run the schedule by "
+                "flash_clipping.PrivateSchedule(schedule, microbatch_size=...), on all stages."
+            )
+        frame = frame.f_back
 
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:

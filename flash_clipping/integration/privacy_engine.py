@@ -26,6 +26,7 @@ from flash_clipping.integration.noise_stream import SecretNoiseEngine
 from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.integration.options import Mode
 from flash_clipping.integration.parallel import refuse_alone
+from flash_clipping.integration.pipeline_optimizer import pipeline_group
 from flash_clipping.integration.private_optimizer import private_optimizer
 from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
 from flash_clipping.integration.sampling_watch import watch_sampling
@@ -36,6 +37,7 @@ from flash_clipping.integration.unit_sampling import (
     refuse_units,
 )
 from flash_clipping.integration.unsupported import validate
+from flash_clipping.pipeline.noise import shared_by_stages
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from flash_clipping.sharded import has_shards, processes_of
 
@@ -94,6 +96,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     _processes: Processes | None = None
     #: What make_private was told of rounding noisy sums.
     _noise_grid = False
+    #: The processes of the pipeline that the module is a stage of.
+    _pipeline: Any = None
 
     def make_private(
         self,
@@ -113,6 +117,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         max_batch_size: int | None = None,
         noise: NoiseMechanism | None = None,
         noise_grid: bool = False,
+        pipeline: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
@@ -155,6 +160,9 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
                 floating-point addition (``docs/noise.md``); flash only.
+            pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
+                stages' processes make this call, with the same dataset. They draw the same batches
+                (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
             **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed.
 
         Guarantees:
@@ -204,8 +212,14 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         check_keywords(kwargs, clipping, self._of_epsilon)
         if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
-        refuse_alone(kwargs.get("module"), distributed)
         self._is_sharded = has_shards(kwargs.get("module"))
+        asked: dict[str, Any] = {"mode": mode, "clipping": clipping, "distributed": distributed}
+        asked |= {"units": units, "sample_of": sample_of, "sampling": sampling, "noise": noise}
+        self._pipeline = pipeline_group(
+            pipeline, asked | {"max_batch_size": max_batch_size} | kwargs
+        )
+        if self._pipeline is None:
+            refuse_alone(kwargs.get("module"), distributed)
         self._processes = processes_of(kwargs.get("module"))
         if self._is_sharded and units is not None:
             raise NotImplementedError(
@@ -339,6 +353,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         if self._units is not None:
             return UnitLoader(data_loader, self._units, **kwargs)
         together = self._processes
+        if self._pipeline is not None:
+            kwargs["stream"] = shared_by_stages(self._pipeline, kwargs["stream"])
         kwargs["distributed"] = distributed or together is not None
         loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
         self._sampler = loader.batch_sampler

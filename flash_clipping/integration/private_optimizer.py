@@ -9,6 +9,7 @@ from torch import distributed as dist
 from flash_clipping.integration.accounting import PldAccountant
 from flash_clipping.integration.correlated_noise import CorrelatedFlashDPOptimizer
 from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.integration.pipeline_optimizer import PipelineFlashDPOptimizer
 from flash_clipping.randomness.mechanisms import IndependentNoise
 
 
@@ -37,5 +38,7 @@ def private_optimizer(
         if distributed:
             kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
         return ShardedFlashDPOptimizer(optimizer, **kwargs)
+    if engine._pipeline is not None:
+        return PipelineFlashDPOptimizer(optimizer, group=engine._pipeline, **kwargs)
     cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
     return cls(optimizer, **kwargs)

@@ -7,12 +7,14 @@ draw: it is hidden who took part in a step, and on that the accountants' amplifi
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
@@ -198,8 +200,11 @@ class ShardedPoissonSampler(PoissonSampler):
 
     Every sample is one process's, which draws it in every step with the given probability. All
     processes take as many steps, with local batches that may be empty. What they draw is
-    independent, seeded or not: every process has a key of its own, or its own part of the seed's
-    words.
+    independent, seeded or not: every process has a key of its own, or its own part of the words of
+    one that they share (:meth:`share`).
+
+    Where they share one, the sampler gives ``BatchMemoryManager`` as many parts of a batch in every
+    process as the largest batch needs; some may be empty.
 
     Args:
         total_size: samples in the dataset, the same for all processes.
@@ -208,6 +213,10 @@ class ShardedPoissonSampler(PoissonSampler):
         rank: this process.
         world_size: how many there are.
         generator, stream: as in :class:`PoissonSampler`.
+
+    Attributes:
+        gives_parts: whether it gives parts, all of them in one step of all processes.
+        is_last_part: whether the batch ends with the part that was given last.
     """
 
     def __init__(
@@ -231,15 +240,49 @@ class ShardedPoissonSampler(PoissonSampler):
         self.total_size = total_size
         self.rank, self.world_size = rank, world_size
         self.shard = rank
+        self.gives_parts, self.is_last_part = False, True
+        self._is_shared = False
+        self._last: Draw | None = None
 
     def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
-        """Draw as one of fewer processes, with a stream that all of them share: those of one
-        ``rank`` draw the same batches."""
-        self.num_samples = len(range(rank, self.total_size, world_size))
+        """Draw as one of these processes, with a stream that all of them share.
+
+        Those of one ``rank`` draw the same batches, and each knows how many samples others have.
+        """
+        self.num_samples = self._samples_of(rank, world_size)
         self.rank, self.world_size, self.shard = rank, world_size, rank
-        self.stream = stream
+        self.stream, self._is_shared = stream, True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        splitter = sys._getframe(1).f_locals.get("self")  # who asks for the first batch
+        limit = None
+        if isinstance(splitter, BatchSplittingSampler) and self._is_shared:
+            # Optimizers of other models step alone, and split as they like.
+            serves = getattr(splitter.optimizer, "_serves_shards", False)
+            limit = splitter.max_batch_size if serves else None
+        self.gives_parts, self.is_last_part = limit is not None, True
+        for indices in super().__iter__():
+            parts = 1 if limit is None else max(1, -(-self._largest() // limit))
+            for number in range(parts):
+                self.is_last_part = number == parts - 1
+                yield indices[number::parts]
+
+    def _samples_of(self, rank: int, world_size: int) -> int:
+        return len(range(rank, self.total_size, world_size))
+
+    def _largest(self) -> int:
+        """Samples of the process that has most of the batch that was drawn last."""
+        assert self._last is not None
+        counts = [
+            coin_tosses(
+                self._last, self._samples_of(rank, self.world_size), self.sample_rate, shard=rank
+            ).sum()
+            for rank in range(self.world_size)
+        ]
+        return int(max(counts))
 
     def _draw(self) -> list[int]:
-        places = self._places(self.stream.draw(Purpose.SAMPLING))
+        self._last = self.stream.draw(Purpose.SAMPLING)
+        places = self._places(self._last)
         indices: list[int] = (places * self.world_size + self.rank).tolist()
         return indices

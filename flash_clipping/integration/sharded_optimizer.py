@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_clipping._compat import assert_async, functions_of_optimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
+from flash_clipping.integration.samplers import ShardedPoissonSampler
 from flash_clipping.integration.step_record import StepRecord
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Purpose
@@ -44,7 +45,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             the streams of all processes together.
 
     Raises:
-        FlashClippingError: in ``signal_skip_step``, from ``BatchMemoryManager``.
+        FlashClippingError: in ``signal_skip_step``, from a ``BatchMemoryManager`` of another loader
+            than ``make_private`` returned.
     """
 
     _serves_shards = True
@@ -66,14 +68,23 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             self.stream.load_state_dict(before.stream.state_dict())
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """As in Opacus, by hand: every process skips the same steps."""
-        if sys._getframe(1).f_code.co_flags & inspect.CO_GENERATOR:
-            raise FlashClippingError(
-                "BatchMemoryManager: found a model that fully_shard was applied to. Processes draw "
-                "batches of different sizes, would split them into different numbers of parts, and "
-                "wait for each other for ever. Use smaller batches, or more processes."
-            )
-        super().signal_skip_step(do_skip)
+        """As in Opacus: every process skips the same steps.
+
+        ``BatchMemoryManager`` is given parts by the loader's sampler, as many in every process,
+        which also knows which of them is the last.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_flags & inspect.CO_GENERATOR:
+            sampler = getattr(caller.f_locals.get("self"), "sampler", None)
+            if not isinstance(sampler, ShardedPoissonSampler) or not sampler.gives_parts:
+                raise FlashClippingError(
+                    "BatchMemoryManager: found a model that fully_shard was applied to, and a "
+                    f"loader with {type(sampler).__name__}. Processes would split their batches "
+                    "into different numbers of parts, and wait for each other for ever. Give it "
+                    "the loader that make_private returned, with poisson_sampling=True."
+                )
+            do_skip = not sampler.is_last_part
+        self._signal(do_skip, caller)
 
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)

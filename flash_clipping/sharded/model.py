@@ -115,7 +115,12 @@ class ShardedModel:
         """Refuse gradients that autograd brings to an unsharded parameter."""
 
         def refuse(grad: Tensor | None) -> None:
-            if grad is not None and self.session.enabled:
+            if grad is None:
+                # A tap's word that it has the gradient. A re-entrant checkpoint reaches it by a
+                # backward of its own, of which the outer one knows nothing.
+                if (backward_pass := self.session.backward_pass) is not None:
+                    backward_pass.asked.add(id(unsharded))
+            elif self.session.enabled:
                 raise FlashClippingError(
                     f"{name}: this parameter received a gradient from outside the module that owns "
                     "it; it would be reduced without being clipped. Use it in its own module's "

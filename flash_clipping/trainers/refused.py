@@ -8,7 +8,7 @@ from torch.utils.data import RandomSampler
 
 _SEVERAL = (
     "PrivateTrainer trains on one device in one process. Set CUDA_VISIBLE_DEVICES to one GPU, or "
-    "use FlashPrivacyEngine with DifferentiallyPrivateDistributedDataParallel"
+    "use FlashPrivacyEngine with DifferentiallyPrivateDistributedDataParallel, or after fully_shard"
 )
 
 

@@ -39,6 +39,12 @@ CASES: dict[str, dict[str, Any]] = {
     "per layer": {"cuts": EVEN, "clipping": "per_layer", "net": {"kind": Adapted}},
     "automatic": {"cuts": EMPTY, "clipping": "automatic"},
     "checkpointed": {"cuts": UNEVEN, "net": {"kind": Adapted, "checkpointed": True}},
+    "re-entrant": {"cuts": UNEVEN, "net": {"kind": Adapted, "checkpointed": "re-entrant"}},
+    "two_pass, re-entrant": {
+        "cuts": EMPTY,
+        "mode": "two_pass",
+        "net": {"checkpointed": "re-entrant"},
+    },
     "two_pass": {"cuts": UNEVEN, "mode": "two_pass"},
     "two_pass, empty": {"cuts": EMPTY, "mode": "two_pass"},
     "two_pass, tied": {"cuts": EVEN, "mode": "two_pass", "net": {"tied": True, "bare": True}},

@@ -59,7 +59,7 @@ class Net(nn.Module):
         kind: Callable[[int], nn.Module] = FeedForward,
         bare: bool = False,
         tied: bool = False,
-        checkpointed: bool = False,
+        checkpointed: bool | str = False,
     ):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
@@ -78,7 +78,7 @@ class Net(nn.Module):
             x = x * self.scale
         for block in self.blocks:
             if self.checkpointed:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=self.checkpointed == "re-entrant")
             else:
                 x = block(x)
         return self.head(self.norm(x)).mean(1)

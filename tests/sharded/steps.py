@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +18,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.integration.private_state import PrivateState
 from flash_clipping.ops.noise import reference
 from tests.sharded.processes import SAMPLES, C, batch, error, local, make, message, sharded
 
@@ -111,8 +113,8 @@ class Rows(TensorDataset):
         super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
 
 
-def engine_run(shards: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """One epoch by Poisson batches, all processes seeded alike."""
+def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) -> dict[str, Any]:
+    """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
     torch.manual_seed(0)
     model = sharded(make(), **shards)
     engine = FlashPrivacyEngine(accountant="rdp")
@@ -123,15 +125,29 @@ def engine_run(shards: dict[str, Any], **options: Any) -> dict[str, Any]:
         data_loader=DataLoader(Rows(copies=3), batch_size=2),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
+    if part is not None:
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
+        )
+        loader = manager.__enter__()
     drawn, bounds = [], []
+    sizes: list[list[int]] = [[]]  # of parts, step by step
+    rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
         criterion(wrapped(ids), y).backward()
         optimizer.step()
-        drawn.append(row.tolist())
+        rows += row.tolist()
+        sizes[-1].append(len(row))
+        if optimizer._is_last_step_skipped:
+            continue
+        drawn.append(rows)
+        rows = []
+        sizes.append([])
         bounds.append(optimizer.max_grad_norm)
     return {
         "drawn": drawn,
+        "sizes": sizes[:-1],
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
@@ -140,47 +156,59 @@ def engine_run(shards: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:
-    """Saved by ``torch.distributed.checkpoint`` after a step, and taken up by another model."""
+    """Saved after two steps, and taken up by another model; the end of both."""
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    def start(seed: int) -> tuple[Any, Any, Any]:
-        torch.manual_seed(seed)
-        model = sharded(make())
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1 + seed)
-        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-        return model, flash, optimizer_of(model, flash, 0.0, "AdamW")
+    def start(seed: int) -> tuple[Any, Any, PrivateState]:
+        model, step, state = resumable(lambda model: sharded(model), seed)
+        return model, lambda: step(*local(rank, everyone())), state
 
-    def step(flash: Any, optimizer: Any) -> None:
-        ids, y = local(rank, everyone())
-        optimizer.zero_grad()
-        F.cross_entropy(flash(ids), y).backward()
-        optimizer.step()
-
-    first, flash, optimizer = start(0)
-    step(flash, optimizer)
-    model_state, optimizer_state = get_state_dict(first, optimizer.original_optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    step(flash, optimizer)
-
-    second, flash, optimizer = start(1)
-    model_state, optimizer_state = get_state_dict(second, optimizer.original_optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        second,
-        optimizer.original_optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    step(flash, optimizer)
+    first, step, state = start(0)
+    step()
+    step()
+    state.extra = {"epoch": 3}
+    dcp.save({"run": state}, checkpoint_id=folder)
+    step()
+    second, step, state = start(1)
+    dcp.load({"run": state}, checkpoint_id=folder)
+    loaded = [*state.engine.accountant.history]
+    step()
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     return {
         "files": len([*Path(folder).glob("*.distcp")]),
         "equal": all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs),
+        "loaded": loaded,
+        "extra": state.extra,
+        "history": state.engine.accountant.history,
+        "end": {n: p.full_tensor().detach().clone() for n, p in second.named_parameters()},
+        # The last: what it refuses has been read into the weights by then.
+        "again": message(lambda: dcp.load({"run": state}, checkpoint_id=folder)),
+        "folder": folder,
     }
+
+
+def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
+    """A model with other weights for each seed, a step of it, and what is saved of it."""
+    model = prepare(make())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + seed)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    flash, optimizer, _, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(), batch_size=4),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+    )
+
+    def step(ids: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(flash(ids), y).backward()
+        optimizer.step()
+
+    return model, step, PrivateState(engine, flash, optimizer)
 
 
 def mixed_precision(rank: int, mode: str) -> float:
@@ -249,9 +277,15 @@ def refusals(rank: int) -> dict[str, str]:
         F.cross_entropy(wrap(sharded(model))(ids), y).backward()
 
     def split() -> None:
+        # By a loader whose other processes' batches nobody knows.
         model = sharded(make())
         optimizer = optimizer_of(model, wrap(model), 1.0)
-        next(optimizer.signal_skip_step(True) for _ in range(1))
+        manager = BatchMemoryManager(
+            data_loader=DataLoader(Rows(), batch_size=4),
+            max_physical_batch_size=2,
+            optimizer=optimizer,
+        )
+        next(iter(manager.__enter__()))
 
     calls = {
         "parts only": parts_only,
@@ -265,13 +299,3 @@ def refusals(rank: int) -> dict[str, str]:
         "past a tap": past_a_tap,
     }
     return {name: message(call) for name, call in calls.items()}
-
-
-def lost(rank: int) -> str:
-    """The last of all: process 0 fails in forward and ends. What happens to the others?"""
-    model = make()
-    if rank == 0:
-        model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    flash = GradSampleModuleFlashClipping(sharded(model), max_grad_norm=C)
-    ids, y = local(rank, everyone())
-    return message(lambda: F.cross_entropy(flash(ids), y).backward())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import processes, steps
+from tests.sharded import pipelines, steps
 from tests.sharded.processes import clipped_step
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -34,12 +34,13 @@ def main(rank: int) -> dict[str, Any]:
         "engine": steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
+        "pipeline": pipelines.main(rank),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.run(tmp_path_factory, "sharded_by_four", 4, main)
+def found(by_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return by_four
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import cases, processes, steps
+from tests.sharded import cases, failures, pipelines, processes, steps, uses
 from tests.sharded.processes import C, truth_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -33,16 +33,19 @@ def main(rank: int) -> dict[str, Any]:
         "mixed": [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
         "noise": steps.noisy(rank, {}),
         "engine": steps.engine_run({}),
+        "in parts": steps.engine_run({}, part=1),
         "adaptive": steps.engine_run({}, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS),
         "checkpoint": steps.checkpointed(rank, str(folder[0])),
         "refused": steps.refusals(rank),
-        "lost": steps.lost(rank),
+        "pipeline": pipelines.main(rank),
+        "uses": uses.main(rank),
+        "failures": failures.main(rank, str(folder[0])),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.run(tmp_path_factory, "sharded_by_two", 2, main)
+def found(by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return by_two
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -88,9 +91,10 @@ def test_all_processes_have_one_key_and_each_model_another(found: list[dict[str,
     assert (first["draws"], second["draws"]) == (2, 0)
 
 
-def test_poisson_batches_are_of_the_whole_dataset(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("how", ["engine", "in parts"])
+def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[dict[str, Any]]) -> None:
     """Step by step against single samples; ranks are seeded alike."""
-    drawn = [of_rank["engine"]["drawn"] for of_rank in found]
+    drawn = [of_rank[how]["drawn"] for of_rank in found]
     assert len(drawn[0]) == len(drawn[1]) == 12
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
@@ -104,11 +108,21 @@ def test_poisson_batches_are_of_the_whole_dataset(found: list[dict[str, Any]]) -
             for name, param in model.named_parameters():
                 param.data -= 0.5 * clipped[name] / 2
     for of_rank in found:
-        run = of_rank["engine"]
+        run = of_rank[how]
         assert run["expected"] == 2
         assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
         for name, param in model.named_parameters():
             torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_batches_have_as_many_parts_in_all_processes(found: list[dict[str, Any]]) -> None:
+    """Of ``BatchMemoryManager``; processes with fewer samples take part with empty ones."""
+    first, second = (of_rank["in parts"]["sizes"] for of_rank in found)
+    assert [len(parts) for parts in first] == [len(parts) for parts in second]
+    assert max(len(parts) for parts in first) > 1
+    for mine, others in zip(first, second, strict=True):
+        assert max(mine + others) <= 1
+        assert len(mine) == max(1, sum(mine), sum(others))  # no more than are needed
 
 
 def test_an_adaptive_bound_is_one_for_all(found: list[dict[str, Any]]) -> None:
@@ -118,7 +132,24 @@ def test_an_adaptive_bound_is_one_for_all(found: list[dict[str, Any]]) -> None:
 
 def test_a_distributed_checkpoint_goes_on_as_before(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        assert of_rank["checkpoint"] == {"files": 2, "equal": True}
+        saved = of_rank["checkpoint"]
+        assert saved["files"] == 2 and saved["equal"] and saved["extra"] == {"epoch": 3}
+        assert saved["loaded"] == [(0.0, 0.5, 2)]  # no step more
+        assert saved["history"] == [(0.0, 0.5, 3)]
+        assert "would forget" in saved["again"]
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(found: list[dict[str, Any]]) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    saved = found[0]["checkpoint"]
+    model, step, state = steps.resumable(lambda model: model, seed=2)
+    dcp.load({"run": state}, checkpoint_id=saved["folder"], no_dist=True)
+    assert state.engine.accountant.history == [(0.0, 0.5, 2)]
+    step(*processes.batch())
+    assert state.engine.accountant.history == [(0.0, 0.5, 3)]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(saved["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
 
 
 REFUSED = {
@@ -127,7 +158,7 @@ REFUSED = {
     "plain optimizer": "FlashDPOptimizer: found DTensors",
     "changed": "is not the clipped sum that",
     "some": "without inputs",
-    "split": "BatchMemoryManager",
+    "split": "BatchMemoryManager: found.*a loader with BatchSampler",
     "compile": "compile",
     "units": "sample_of",
     "past a tap": "gradient from outside|outside the module that owns",
@@ -141,6 +172,11 @@ def test_what_is_not_served_is_refused_by_name(name: str, found: list[dict[str, 
             raise AssertionError(of_rank["refused"][name])
 
 
-def test_a_process_that_ends_leaves_none_waiting(found: list[dict[str, Any]]) -> None:
-    assert "ZeroDivisionError" in found[0]["lost"]
-    assert "not refused" not in found[1]["lost"]
+@pytest.mark.parametrize("name", failures.CASES)
+def test_a_process_that_fails_leaves_none_waiting(name: str, found: list[dict[str, Any]]) -> None:
+    """Within the time-out of the processes' group, though the one that failed stays."""
+    failing = failures.CASES[name][1]
+    own = found[failing]["failures"][name]["said"]
+    assert "ZeroDivisionError" in own or "Failed to run stage backward" in own
+    other = found[1 - failing]["failures"][name]
+    assert "Error" in other["said"] and other["seconds"] < 30

@@ -1,0 +1,72 @@
+"""One model in shards over the processes of `torchrun`: what the examples need for it.
+
+    torchrun --nproc-per-node 2 examples/language_model.py --shard fsdp2
+
+Every process runs the whole script. The first one prints; all of them save and load together, and
+a run may go on with another number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+
+def start(device: str) -> None:
+    """Joins the other processes; `torchrun` has told where they are."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("--shard: start it with torchrun --nproc-per-node N examples/NAME.py ...")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def is_running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints."""
+    return not is_running() or dist.get_rank() == 0
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Leaves this process its part of every parameter; before the optimizer is made."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def save(folder: Path, engine: Any, model: nn.Module, optimizer: Any, extra: Any) -> None:
+    """Writes beside the old checkpoint, which it then replaces."""
+    from torch.distributed import checkpoint
+
+    from flash_clipping.integration.private_state import PrivateState
+
+    unfinished = folder.with_suffix(".partial")
+    state = {"run": PrivateState(engine, model, optimizer, extra)}
+    checkpoint.save(state, checkpoint_id=unfinished)
+    if is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+    dist.barrier()
+
+
+def load(folder: Path, engine: Any, model: nn.Module, optimizer: Any) -> Any:
+    """Restores model, optimizer and accountant; returns what else was saved."""
+    from torch.distributed import checkpoint
+
+    from flash_clipping.integration.private_state import PrivateState
+
+    state = PrivateState(engine, model, optimizer)
+    checkpoint.load({"run": state}, checkpoint_id=folder)
+    return state.extra

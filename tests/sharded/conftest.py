@@ -1,0 +1,21 @@
+"""The processes of this folder's tests, which are started once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sharded import processes, test_four_processes, test_two_processes
+
+
+@pytest.fixture(scope="session")
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes has found."""
+    return processes.run(tmp_path_factory, "sharded_by_two", 2, test_two_processes.main)
+
+
+@pytest.fixture(scope="session")
+def by_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same of four."""
+    return processes.run(tmp_path_factory, "sharded_by_four", 4, test_four_processes.main)
