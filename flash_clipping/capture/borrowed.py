@@ -171,6 +171,10 @@ class _Uses(TorchFunctionMode):
                 yield
         finally:
             for module, params in before.items():
+                # fully_shard puts whole parameters in the place of shards, which may stay there.
+                content = dict(module._parameters)
+                params.clear()
+                params.update(content)
                 module._parameters = params
 
     def __torch_function__(
