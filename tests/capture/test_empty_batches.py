@@ -313,7 +313,7 @@ def test_virtual_steps_and_an_empty_logical_batch() -> None:
             criterion(module(x), y).backward()
             optimizer.step()
             empty += not len(x)
-    assert empty >= 2
+    assert empty >= 1
     assert engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
 
 

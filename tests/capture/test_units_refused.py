@@ -99,16 +99,10 @@ class Flat(nn.Module):
         return flat.unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1)
 
 
-def test_rows_are_still_rehearsed() -> None:
-    """What is no row of the batch is refused as it is without units."""
-    flash = GradSampleModuleFlashClipping(Flat("positions first"), sample_of="user")
-    with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*35 rows for a batch of 7"):
-        flash(torch.randn(7, 5, 4), user=torch.tensor(MIXED))
-
-
-def test_parts_of_rows_are_found() -> None:
+@pytest.mark.parametrize("order", ["rows first", "positions first"])
+def test_parts_of_rows_are_found(order: str) -> None:
     """In a first batch, and at later steps with other rows and units."""
-    model = Flat().double()
+    model = Flat(order).double()
     flash = GradSampleModuleFlashClipping(
         copy.deepcopy(model), sample_of="user", loss_reduction="sum"
     )
