@@ -129,9 +129,8 @@ def test_folded_windows_must_lie_together() -> None:
     x = torch.randn(5, 6, 4)
     assert check(Windows(), x, dtype=torch.float64).passed
     assert check(Windows(), x, folded_modules=["window"], dtype=torch.float64).passed
-    # In another order: right for no sample, declared or not.
-    report = check(Windows(together=False), x)
-    assert not report.passed and "window (Linear)" in report.failures[0]
+    # In another order: found where nothing is said of it, and refused where it is said wrongly.
+    assert check(Windows(together=False), x, dtype=torch.float64).passed
     report = check(Windows(together=False), x, folded_modules=["window"])
     assert statuses(report)["window.weight"] == "refused"
     assert "other values for the same samples" in report.failures[0]
@@ -165,11 +164,15 @@ def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh((x - x.mean(0)) * self.gain + 0.1)
 
-    model = nn.Sequential(nn.Linear(4, 6), OwnBatchNorm(), nn.Linear(6, 2))
-    report = check(model, torch.randn(5, 4))
+    last = nn.Sequential(nn.Linear(4, 6), OwnBatchNorm())
+    report = check(last, torch.randn(5, 4))
     assert not report.passed
     text = " ".join(report.failures)
-    assert "1 (OwnBatchNorm)" in text and "depend on other samples" in text
+    assert "1 (OwnBatchNorm)" in text and "statistics of the batch" in text
+    report = check(last.append(nn.Linear(6, 2)), torch.randn(5, 4))
+    assert not report.passed
+    assert "2 (Linear)" in report.failures[0]
+    assert "other values for the same samples" in report.failures[0]
 
 
 def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
