@@ -31,6 +31,7 @@ from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.integration.accounting import Process
 from flash_clipping.integration.fixed_shapes import FixedShapeSampler
 from flash_clipping.integration.ordered_sampling import CyclicPoissonSampler, FixedOrderSampler
+from flash_clipping.integration.row_order import OrderedCollate
 from flash_clipping.integration.samplers import (
     Announcer,
     PoissonSampler,
@@ -127,6 +128,8 @@ class PoissonLoader(DPDataLoader):
         collate = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
             collate = collate.wrapped_collator_fn
+        if isinstance(sampler, FixedShapeSampler):
+            collate = OrderedCollate(collate, "max_batch_size")
         DataLoader.__init__(
             self,
             dataset,

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.integration.row_order import OrderedCollate
 from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import subset
@@ -140,7 +141,7 @@ class _UnitCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
         self.wrapped_collator_fn = collate
-        self._collate = CollateWithEmpty(collate, dataset)
+        self._collate = CollateWithEmpty(OrderedCollate(collate, "units"), dataset)
 
     def __call__(self, fetched: tuple[list[int], Any]) -> tuple[Tensor, Any]:
         places, rows = fetched

@@ -8,9 +8,10 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.integration.row_order import OrderedCollate
 from flash_clipping.integration.unit_sampling import UnitsOfRows
 from tests.support.packed import Reader
 from tests.support.private import TwoLayers
@@ -219,3 +220,39 @@ def test_private_again() -> None:
         step(*again[:3], x, rows)
         assert len(again[0].get_norm_sample()) == len({int(row) % 9 for row in rows})
     assert isinstance(again[0], GradSampleModuleFlashClipping)
+
+
+def in_order_of_values(rows: list[Any]) -> Any:
+    return default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
+
+
+def noisy(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("collate", [in_order_of_values, noisy])
+@pytest.mark.parametrize("what", ["units", "max_batch_size"])
+def test_collate_functions_that_do_not_keep_order(what: str, collate: Any) -> None:
+    """The engine says by their places whose rows they are, and which of them count."""
+    pld = pytest.importorskip("dp_accounting") and "pld"
+    options = {} if what == "units" else {"units": None, "max_batch_size": 12}
+    engine = FlashPrivacyEngine(accountant="rdp" if what == "units" else pld)
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
+    *_, loader = private(engine, loader=loader, **options)
+    with pytest.raises(FlashClippingError, match=rf"collate_fn: {what} goes by the order"):
+        list(loader)
+
+
+def test_order_is_looked_at_until_rows_differ() -> None:
+    calls = []
+
+    def collate(rows: list[Tensor]) -> dict[str, Any]:
+        calls.append(len(rows))
+        return {"x": torch.stack(rows), "names": ["a"] * len(rows), "all": torch.ones(3)}
+
+    ordered = OrderedCollate(collate, "units")
+    for rows in ([0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 2.0]):
+        batch = ordered([torch.tensor([value]) for value in rows])
+        assert batch["x"].flatten().tolist() == rows
+    assert calls == [1, 2, 2, 2, 2, 2]
