@@ -12,7 +12,7 @@ refused, all layers in one error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ def rehearse(
         session.layouts = layouts
         session.evidence.forget(found | session.laid_out)
         session.rehearsed_on.pop(root.training, None)
+        session.rehearsed = -1  # the next forward rehearses again
         raise
     finally:
         session.folded |= before  # also where a batch has one part of each sample
@@ -120,6 +121,9 @@ def _rehearse(
     """The same; ``found`` gets the layers whose rows turn out to be parts of samples. Returns what
     layouts go by, of all that was read."""
     session = runs.session
+    if session.saw_one_sample_only():
+        shown = session.evidence  # of layers that are proven nothing is noted
+        shown.forget({*shown.proven, *shown.constants, *shown.reads})
     try:
         whole, other, sources = runs.pair()
         laid_out: set[str] = set()
@@ -157,7 +161,8 @@ def _rehearse(
             raise run.refused
     _conclude(session, whole, other)
     seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
-    seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
+    inputs = batched_inputs(runs.args, runs.kwargs)
+    seen.note(1 if _are_alike(inputs, session.batch_axis) else whole.size, inputs)
     if found or laid_out or (call is None and session.folded - session.folded_by_rule):
         _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
@@ -179,6 +184,13 @@ def _rehearse(
                 "It is known now: clear the gradients and run this step again."
             )
     return _keys(whole)
+
+
+def _are_alike(inputs: Sequence[Tensor], axis: int) -> bool:
+    """Whether all samples of a batch are one and the same."""
+    return bool(inputs) and all(
+        x.shape[axis] > 0 and torch.equal(x, x.narrow(axis, 0, 1).expand_as(x)) for x in inputs
+    )
 
 
 def _keys(whole: Run) -> set[str]:
@@ -212,15 +224,17 @@ def is_rehearsed(
 ) -> bool:
     """Whether what rehearsals have shown of parts of samples holds for this call as well.
 
-    A model may lay rows out otherwise in evaluation, for more samples, or for longer ones: what was
-    found is looked at again there (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
+    One sample, or several that are equal, show nothing of samples that reach each other: the first
+    batch of more is looked at. A model may lay rows out otherwise in evaluation, for more samples,
+    or for longer ones: what was found is looked at again there
+    (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
     """
+    size = first_size(args, kwargs, session.batch_axis)
     if session.folded <= session.folded_by_rule and not session.layouts:
-        return True
+        return not (size or 0) > 1 or not session.saw_one_sample_only()
     seen = session.rehearsed_on.get(training)
     if seen is None:
         return False
-    size = first_size(args, kwargs, session.batch_axis)
     exactly = any(
         layout.outer > 1 for known in session.layouts.values() for layout in known.values()
     )

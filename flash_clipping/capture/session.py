@@ -282,6 +282,12 @@ class ClippingSession:
         """Go on with a call of the root that another one came between."""
         self._current_forward = weakref.ref(forward)
 
+    def saw_one_sample_only(self) -> bool:
+        """Whether rehearsals have not seen samples that differ: they might reach each other."""
+        return bool(self.rehearsed_on) and all(
+            seen.most == 1 for seen in self.rehearsed_on.values()
+        )
+
     def reads_samples(
         self,
         path: str,

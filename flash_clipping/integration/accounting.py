@@ -178,6 +178,8 @@ class PldAccountant(IAccountant):
         self.process = Process()
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
+        #: Whether ``make_private`` has made a model private for this process.
+        self._is_used = False
         #: Called where that is so after a checkpoint was loaded.
         self.before_run: Callable[[], None] | None = None
 
@@ -187,12 +189,22 @@ class PldAccountant(IAccountant):
         Raises:
             ValueError: steps of another one have been accounted for.
         """
+        if self._is_used and not (process.is_plain and self.process.is_plain):
+            raise ValueError(
+                "accountant: make_private was called on this engine before. Steps of two models, "
+                "or of two runs, cannot be told apart where batches have a fixed size or noise is "
+                "correlated. Use a new engine for each."
+            )
         if self.history and process != self.process:
             raise ValueError(
                 f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
                 f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
             )
         self.process, self._begins, self.before_run = process, True, None
+
+    def use(self) -> None:
+        """A model was made private for the process that is followed."""
+        self._is_used = True
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         last = self.history[-1] if self.history else None
@@ -294,13 +306,13 @@ class PldAccountant(IAccountant):
         Raises:
             ValueError: another process was accounted for.
         """
-        super().load_state_dict(state_dict)
         now, then = self.process.state_dict(), state_dict.get("process")
-        if then is not None and then != now and self.process != Process():
+        if then is not None and then != now:
             raise ValueError(
                 f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
-                "model private as it was."
+                "model private as it was, and load the checkpoint then."
             )
+        super().load_state_dict(state_dict)
         self._begins = True
         if self.before_run is not None:
             self.before_run()

@@ -109,22 +109,25 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
     def begin_run(self) -> None:
         """Steps from now on take nothing back of the noise of those before."""
         self._noise = CorrelatedNoise(self._mechanism, self.stream)
-        self._std: float | None = None
+        #: Noise multiplier and bound of the steps before.
+        self._settings: tuple[float, float] | None = None
 
     def add_noise(self) -> None:
         std, divisor = self._noise_std(), self._divisor()
         self._before_noise()
-        if self._std not in (None, std):
+        settings = self._multiplier(), std
+        if self._settings not in (None, settings):
             raise FlashClippingError(
-                f"optimizer.step(): found noise of standard deviation {std}, and {self._std} in "
-                "the steps before, of which this one takes back a part. Leave noise_multiplier and "
+                f"optimizer.step(): found noise multiplier and standard deviation {settings}, and "
+                f"{self._settings} in the steps before, of which this one takes back a part, and "
+                "with which it is accounted for as one run. Leave noise_multiplier and "
                 "max_grad_norm as they are while noise is correlated, without schedulers."
             )
         for p in self.params:
             _check_unused(p.summed_grad)
         sums = [p.summed_grad for p in self.params]
         rows = self._noise.next(sums)
-        self._std = std
+        self._settings = settings
         for p, summed, row in zip(self.params, sums, rows, strict=True):
             noisy = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
             p.grad = noisy.to(self._noisy_dtype(p)).view_as(p)

@@ -15,6 +15,12 @@ from flash_clipping.randomness import Purpose
 from flash_clipping.randomness.choices import coin_tosses, subset
 
 
+class _SizeOfBatch(int):
+    """Samples of a batch, with the batch's number: it may be handed out long after it was drawn."""
+
+    number: int
+
+
 class OrderedSampler(PoissonSampler):
     """Batches by the number of their step.
 
@@ -31,6 +37,11 @@ class OrderedSampler(PoissonSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._next = self.announce.given = self.taken
         return super().__iter__()
+
+    def _size(self, indices: list[Any]) -> int:
+        size = _SizeOfBatch(len(indices))
+        size.number = self._next - 1
+        return size
 
     def check_step(self) -> None:
         """Refuse a step on another batch than this step's.
@@ -100,12 +111,17 @@ class CyclicPoissonSampler(OrderedSampler):
 
 
 class OrderAnnouncer(StrictAnnouncer):
-    """Counts the batches that the loop was given."""
+    """Knows which batch the loop was given.
+
+    Attributes:
+        given: the number behind that of the batch.
+    """
 
     given = 0
 
     def __call__(self, samples: int | None) -> None:
-        self.given += 1
+        assert isinstance(samples, _SizeOfBatch)
+        self.given = samples.number + 1
         self.give(samples)
 
     def _announce(self, module: Any, batch: Any) -> None:

@@ -250,6 +250,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             del self._module_options
         optimizer.follow(module)
         watch_sampling(self, module, optimizer, data_loader)
+        if isinstance(self.accountant, PldAccountant):
+            self.accountant.use()
         return module, optimizer, criterion, data_loader
 
     def make_private_with_epsilon(

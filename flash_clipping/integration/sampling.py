@@ -30,7 +30,11 @@ from torch.utils.data import (
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.integration.accounting import Process
 from flash_clipping.integration.fixed_shapes import FixedShapeSampler
-from flash_clipping.integration.ordered_sampling import CyclicPoissonSampler, FixedOrderSampler
+from flash_clipping.integration.ordered_sampling import (
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    OrderedSampler,
+)
 from flash_clipping.integration.row_order import OrderedCollate
 from flash_clipping.integration.samplers import (
     Announcer,
@@ -284,6 +288,18 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         _refuse(
             f"no batch: {len(loader.dataset)} samples and drop_last=True",
             "Use a smaller batch size, or drop_last=False",
+        )
+    if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
+        _refuse(
+            f"batch_sampler={_name(batches)}, of another engine, with poisson_sampling=False",
+            "Its batches are accounted for by that engine alone. Leave poisson_sampling out",
+        )
+    rate = getattr(batches, "sample_rate", 0.0)
+    if not poisson_sampling and rate > (1 + 1e-9) / len(loader):
+        _refuse(
+            f"a Poisson sampler with sample_rate={rate}, and {len(loader)} batches",
+            "A rate of one over the number of batches would be accounted. Use such a rate, or "
+            "leave poisson_sampling out",
         )
     if isinstance(batches, _POISSON) or batches is None:
         return

@@ -400,3 +400,22 @@ def test_a_rehearsal_leaves_no_hooks() -> None:
     flash = GradSampleModuleFlashClipping(model)
     squares(flash, float64s(3, 3)).backward()
     assert len(model.embed._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_samples_that_reach_each_other_behind_a_first_batch_of_one(first: int) -> None:
+    """One sample, or equal ones, cannot show it."""
+
+    class Rolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh().roll(1, 0)).roll(-1, 0)
+
+    flash = GradSampleModuleFlashClipping(Rolled().double())
+    squares(flash, (float64s(1, 3)[0].expand(first, 3),)).backward()
+    flash.zero_grad(set_to_none=True)
+    with pytest.raises(FlashClippingError, match="second"):
+        squares(flash, float64s(4, 3)).backward()

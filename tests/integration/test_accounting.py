@@ -175,3 +175,25 @@ def test_one_engine_accounts_for_one_process() -> None:
     other = accountant(Process("fixed_order", samples=40, cycle=4))
     with pytest.raises(ValueError, match="the checkpoint accounts for"):
         other.load_state_dict(found.state_dict())
+
+
+def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
+    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
+    for other in (PldAccountant(), accountant(Process())):
+        with pytest.raises(ValueError, match="the checkpoint accounts for"):
+            other.load_state_dict(state)
+        assert not len(other)
+
+
+def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
+    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    for first, second in ((ordered, ordered), (ordered, Process()), (Process(), ordered)):
+        found = accountant(first)
+        found.follow(first)  # a call that failed
+        found.use()
+        with pytest.raises(ValueError, match="Use a new engine for each"):
+            found.follow(second)
+    ordinary = accountant(Process())
+    ordinary.use()
+    ordinary.follow(Process())
