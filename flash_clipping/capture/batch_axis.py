@@ -12,7 +12,7 @@ refused, all layers in one error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from flash_clipping.capture.rehearsal import (
 from flash_clipping.capture.row_gradients import Reached, rows_reached
 from flash_clipping.capture.row_layouts import check_one_layout, laid_out_anew, merged
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
-from flash_clipping.capture.seen_shapes import SeenShapes
+from flash_clipping.capture.seen_shapes import SeenShapes, are_alike
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
@@ -121,7 +121,7 @@ def _rehearse(
     """The same; ``found`` gets the layers whose rows turn out to be parts of samples. Returns what
     layouts go by, of all that was read."""
     session = runs.session
-    if session.saw_one_sample_only():
+    if session.saw_no_two_samples():
         shown = session.evidence  # of layers that are proven nothing is noted
         shown.forget({*shown.proven, *shown.constants, *shown.reads})
     try:
@@ -161,8 +161,7 @@ def _rehearse(
             raise run.refused
     _conclude(session, whole, other)
     seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
-    inputs = batched_inputs(runs.args, runs.kwargs)
-    seen.note(1 if _are_alike(inputs, session.batch_axis) else whole.size, inputs)
+    seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
     if found or laid_out or (call is None and session.folded - session.folded_by_rule):
         _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
@@ -184,13 +183,6 @@ def _rehearse(
                 "It is known now: clear the gradients and run this step again."
             )
     return _keys(whole)
-
-
-def _are_alike(inputs: Sequence[Tensor], axis: int) -> bool:
-    """Whether all samples of a batch are one and the same."""
-    return bool(inputs) and all(
-        x.shape[axis] > 0 and torch.equal(x, x.narrow(axis, 0, 1).expand_as(x)) for x in inputs
-    )
 
 
 def _keys(whole: Run) -> set[str]:
@@ -230,8 +222,11 @@ def is_rehearsed(
     (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
     """
     size = first_size(args, kwargs, session.batch_axis)
+    doubtful = size > 1 and session.saw_no_two_samples()
+    if doubtful and not are_alike(batched_inputs(args, kwargs), session.batch_axis):
+        return False
     if session.folded <= session.folded_by_rule and not session.layouts:
-        return not (size or 0) > 1 or not session.saw_one_sample_only()
+        return True
     seen = session.rehearsed_on.get(training)
     if seen is None:
         return False

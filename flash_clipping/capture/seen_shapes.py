@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 #: For each input, its axes behind the batch.
@@ -24,11 +25,15 @@ class SeenShapes:
     def __init__(self, axis: int) -> None:
         self.axis = axis
         self.least = self.most = 0  # samples
+        #: The most of them in a batch in which they were not all the same.
+        self.most_unlike = 0
         self.ranges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self.exact: set[_Shapes] = set()
 
     def note(self, samples: int, inputs: Sequence[Tensor]) -> None:
         """A batch was rehearsed."""
+        if not are_alike(inputs, self.axis):
+            self.most_unlike = max(self.most_unlike, samples)
         self.least = min(self.least, samples) if self.most else samples
         self.most = max(self.most, samples)
         shapes = self._shapes(inputs)
@@ -59,3 +64,9 @@ class SeenShapes:
     @staticmethod
     def _flat(shapes: _Shapes) -> tuple[tuple[int, ...], list[int]]:
         return tuple(map(len, shapes)), [n for shape in shapes for n in shape]
+
+
+def are_alike(inputs: Sequence[Tensor], axis: int) -> bool:
+    """Whether all samples of a batch are one and the same; waits for the device."""
+    held = [x for x in inputs if not x.is_meta and x.dim() > axis and x.shape[axis]]
+    return bool(held) and all(torch.equal(x, x.narrow(axis, 0, 1).expand_as(x)) for x in held)

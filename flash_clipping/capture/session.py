@@ -282,11 +282,14 @@ class ClippingSession:
         """Go on with a call of the root that another one came between."""
         self._current_forward = weakref.ref(forward)
 
-    def saw_one_sample_only(self) -> bool:
+    def saw_no_two_samples(self) -> bool:
         """Whether rehearsals have not seen samples that differ: they might reach each other."""
-        return bool(self.rehearsed_on) and all(
-            seen.most == 1 for seen in self.rehearsed_on.values()
-        )
+        seen = self.rehearsed_on.values()
+        return bool(seen) and all(shapes.most_unlike <= 1 for shapes in seen)
+
+    def saw_equal_samples(self) -> bool:
+        """The same, though there were several samples in a batch."""
+        return self.saw_no_two_samples() and any(s.most > 1 for s in self.rehearsed_on.values())
 
     def reads_samples(
         self,

@@ -139,7 +139,7 @@ class Together:
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
         evidence = self.session.evidence
-        unsure = bool(self.session.undecided) or self.session.saw_one_sample_only()
+        unsure = bool(self.session.undecided) or self.session.saw_no_two_samples()
         return unsure or any(
             tap.path not in evidence.reads for tap in self.taps if tap.trainable()[1]
         )
