@@ -75,6 +75,8 @@ def rehearse(
         doubtful = frozenset(read[0] for read in call.guesses)
         tried = session.undecided.setdefault(doubtful, set())
         if shapes in tried or len(tried) >= ATTEMPTS:
+            for path, *_ in call.ambiguous:
+                raise FlashClippingError(_refusal_of_guess(path))
             return
     runs = Rehearsals(root, forward, session, args, kwargs)
     if not runs.first_size():
@@ -162,6 +164,8 @@ def _rehearse(
     _conclude(session, whole, other)
     seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
     seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
+    if session.seen_kinds is not None and call is None:
+        session.seen_kinds.note(runs.root, runs.first_size(), runs.args, runs.kwargs)
     if found or laid_out or (call is None and session.folded - session.folded_by_rule):
         _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
@@ -175,6 +179,8 @@ def _rehearse(
         known = session.evidence.known(read, any_call=False)
         if known is None or other is None:
             tried.add(shapes)
+        if known is None and read in call.ambiguous:
+            raise FlashClippingError(_refusal_of_guess(read[0]))
         if known is not None and known is not answer:
             kinds = ("samples", "the same for all samples")
             raise FlashClippingError(
@@ -218,22 +224,29 @@ def is_rehearsed(
 
     One sample, or several that are equal, show nothing of samples that reach each other: the first
     batch of more is looked at. A model may lay rows out otherwise in evaluation, for more samples,
-    or for longer ones: what was found is looked at again there
-    (:class:`~flash_clipping.capture.seen_shapes.SeenShapes`).
+    for longer ones, or for another argument: what was found is looked at again there
+    (:mod:`flash_clipping.capture.seen_shapes`, :mod:`flash_clipping.capture.seen_kinds`).
     """
     size = first_size(args, kwargs, session.batch_axis)
     doubtful = size > 1 and session.saw_no_two_samples()
     if doubtful and not are_alike(batched_inputs(args, kwargs), session.batch_axis):
         return False
+    kinds = session.seen_kinds
     if session.folded <= session.folded_by_rule and not session.layouts:
-        return True
+        if not session.rehearsed_on or kinds is None or not size:
+            return True
+        return kinds.cover_plain(training, size, args, kwargs)
     seen = session.rehearsed_on.get(training)
     if seen is None:
         return False
     exactly = any(
         layout.outer > 1 for known in session.layouts.values() for layout in known.values()
     )
-    return not size or seen.covers(size, batched_inputs(args, kwargs), exactly)
+    if not size:
+        return True
+    if kinds is not None and not kinds.cover(size, args, kwargs):
+        return False
+    return seen.covers(size, batched_inputs(args, kwargs), exactly)
 
 
 def may_tell_more(session: ClippingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -429,6 +442,14 @@ def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
             "the parameters of these layers."
         )
     return "\n".join((*lines, *advice))
+
+
+def _refusal_of_guess(path: str) -> str:
+    return (
+        f"{path}: no rehearsal has reached this layer, and what it read may hold the samples along "
+        "several axes: by its size it could be either. Run it in every forward of training (no "
+        "layer drop), keep the batch the first axis of what it reads, or freeze its parameters."
+    )
 
 
 def _refusal_of_strays(paths: set[str], whole: Run) -> str:

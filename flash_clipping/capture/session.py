@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
-from flash_clipping.capture.forward_call import Evidence, ForwardCall, Witness, in_backward
+from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
 from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
 from flash_clipping.capture.row_layouts import Seen
 from flash_clipping.capture.running_forward import RunningForward
+from flash_clipping.capture.seen_kinds import SeenKinds
 from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError
@@ -116,6 +117,8 @@ class ClippingSession:
         self.layouts_after: dict[str, Seen] = {}
         #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
         self.keeps_rows = False
+        #: While gradients of single samples are compared with autograd's: nothing runs compiled.
+        self.comparing = False
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
         self.evidence = Evidence()
         #: How many parameters were watched at the last rehearsal; new ones ask for another.
@@ -123,6 +126,8 @@ class ClippingSession:
         #: On which batches it was shown which rows are parts of samples, in training and in
         #: evaluation.
         self.rehearsed_on: dict[bool, SeenShapes] = {}
+        #: The same, of what else may decide where samples lie; ``None``: that is not looked at.
+        self.seen_kinds: SeenKinds | None = SeenKinds(self.batch_axis)
         #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
         self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
         #: How many samples the loader drew for the next forward, where that is known.
@@ -254,7 +259,7 @@ class ClippingSession:
         if (failed := self.backward_pass) is not None:  # somebody keeps its frames
             failed.put_back()
         self._backward_pass = None
-        self.bypassed = self.by_itself = False
+        self.bypassed = self.by_itself = self.comparing = False
         while self.stood_in:
             module, name, param = self.stood_in[-1]
             module._parameters[name] = param
@@ -355,7 +360,7 @@ class ClippingSession:
         known = self.evidence.known(read, any_call=recomputed)
         if known is not None or sure:
             if known is None and not recomputed:
-                call.guesses[read] = True
+                self._guess(call, read, True, x, axis, rows, free)
             return known is not False
         if recomputed:
             raise FlashClippingError(
@@ -369,8 +374,25 @@ class ClippingSession:
         answer = bool(storages & call.input_storages) and not beside
         if rows == batch_size or (folded and batch_size and rows % batch_size == 0):
             answer = answer or not storages & self.model_storages()
-        call.guesses[read] = answer
+        self._guess(call, read, answer, x, axis, rows, free)
         return answer
+
+    @staticmethod
+    def _guess(
+        call: ForwardCall,
+        read: Read,
+        answer: bool,
+        x: Tensor,
+        axis: int,
+        rows: int | None,
+        free: int,
+    ) -> None:
+        """Take note of what no rehearsal has told, and of what sizes do not tell either."""
+        call.guesses[read] = answer
+        size, others = call.batch_size or 0, x.shape[1:free] if axis == 0 else ()
+        found = x.shape[axis] if rows is None else rows
+        if answer and size > 1 and (found != size or size in others):
+            call.ambiguous.add(read)
 
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""

@@ -142,6 +142,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
+        if self._sharded is not None:
+            self._session.seen_kinds = None  # its processes rehearse at the beginning only
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -274,7 +276,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, session.returning = session.returning, None
         if call is None:
             return
-        self._watch.after_forward(args, kwargs)
+        self._watch.after_forward(args, kwargs, output)
         if not torch.is_grad_enabled():
             return
         call.ended = True

@@ -412,7 +412,8 @@ def test_samples_that_reach_each_other_behind_a_first_batch_of_one(first: int) -
             self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).tanh().roll(1, 0)).roll(-1, 0)
+            y = self.first(x).tanh()
+            return self.second(y + y.detach().roll(1, 0))
 
     model = Rolled().double()
     flash = GradSampleModuleFlashClipping(model)

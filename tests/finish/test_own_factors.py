@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping, factors
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, factors
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from tests.support.factors import Own
@@ -31,7 +31,11 @@ def test_a_factor_of_a_users_own_is_asked_for_its_norms() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: OwnRule()})
         flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-    flash(x).square().sum().backward()
+        with pytest.raises(FlashClippingError, match="by autograd"):  # as it should be
+            flash(x).square().sum().backward()
+        patch.setattr("flash_clipping.integration.model_watch.unfit_outputs", lambda *_: {})
+        flash = GradSampleModuleFlashClipping(flash.to_standard_module(), loss_reduction="sum")
+        flash(x).square().sum().backward()
     for b in range(5):
         grads = torch.autograd.grad(plain(x[b : b + 1]).square().sum(), list(plain.parameters()))
         norm = torch.cat([g.flatten() for g in grads]).norm()

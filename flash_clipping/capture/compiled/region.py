@@ -133,6 +133,7 @@ class Region:
         if (
             self.compiled is None
             or session.bypassed  # a run that only looks
+            or session.comparing
             or (call is not None and call.witness is not None)  # a rehearsal
         ):
             return self.inner(*args, **kwargs)

@@ -1,0 +1,171 @@
+"""Gradients of single samples, compared with autograd's before they are trusted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import float64s, squares
+
+Layers = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Around(nn.Module):
+    """What a test is about, between two ordinary layers."""
+
+    def __init__(self, inner: Layers, **parts: Any) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.gain = nn.Parameter(torch.randn(4))
+        self.inner = inner
+        self.calls = 0
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(torch.tanh(self.inner(self, self.embed(x))))
+
+
+def shuffled_back(m: nn.Module, h: Tensor) -> Tensor:
+    order = torch.randperm(len(h))
+    return m.layer(h[order])[order.argsort()]
+
+
+def folded_by_where(m: nn.Module, h: Tensor) -> Tensor:
+    rows = m.layer(h.reshape(-1, 6, 4))
+    keep = (torch.arange(6) % 2 == 0)[:, None]
+    return torch.where(keep, rows, m.gain).view(h.shape)
+
+
+def rolled_by_hand(m: nn.Module, h: Tensor) -> Tensor:
+    """No other values on the rows that a rehearsal looks at, where all samples are equal."""
+    return m.layer(h.roll(1, 0))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        (shuffled_back, r"layer\.weight.* rows of other samples"),
+        (folded_by_where, r"gain: .* by autograd"),
+    ],
+)
+def test_what_values_do_not_show_is_refused(inner: Layers, name: str, mode: Any) -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(Around(inner).double(), mode=mode)
+    with pytest.raises(FlashClippingError, match=name):
+        squares(flash, float64s(3, 12, 3)).backward()
+    assert all(p.grad is None for p in flash.parameters())
+
+
+def test_equal_samples_that_reach_each_other_are_refused() -> None:
+    flash = GradSampleModuleFlashClipping(Around(rolled_by_hand).double())
+    (x,) = float64s(1, 5, 3)
+    with pytest.raises(FlashClippingError, match="rows of other samples"):
+        squares(flash, (x.expand(4, 5, 3),)).backward()
+
+
+class TwoOutputs(Around):
+    """Each sample's own, and similarities of all pairs."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows = super().forward(x).flatten(1)
+        if self.by == "einsum":
+            return {"rows": rows, "pairs": torch.einsum("bd,cd,->bc", rows, rows, self.gain[0])}
+        return {"rows": rows, "pairs": (self.gain[0] * rows) @ rows.T}
+
+
+@pytest.mark.parametrize("by", ["product", "einsum"])
+def test_only_a_gradient_of_the_unfit_output_is_refused(by: Any) -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(TwoOutputs(lambda m, h: m.layer(h), by=by).double())
+    (x,) = float64s(4, 5, 3)
+    flash(x)["rows"].square().sum().backward()
+    assert flash.get_norm_sample().shape == (4,)
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match="rows of other samples"):
+        flash(x)["pairs"].square().sum().backward()
+
+
+def windows_by_training(m: nn.Module, h: Tensor) -> Tensor:
+    """Positions first in evaluation."""
+    if m.layer.training:
+        return m.layer(h.flatten(0, 1)).view(h.shape)
+    return m.layer(h.transpose(0, 1).flatten(0, 1)).view(*h.shape[1::-1], 4).transpose(0, 1)
+
+
+def positions_first_if_long(m: nn.Module, h: Tensor) -> Tensor:
+    return m.layer(h) if h.shape[1] < 5 else m.layer(h.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "second"),
+    [
+        (windows_by_training, (3, 4, 3)),
+        (positions_first_if_long, (6, 6, 3)),
+        (positions_first_if_long, (5, 5, 3)),
+    ],
+)
+def test_calls_of_another_kind_are_looked_at(inner: Layers, second: tuple[int, ...]) -> None:
+    """A layer in evaluation, and as many positions as samples."""
+    model = Around(inner).double()
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, float64s(3, 4, 3)).backward()
+    flash.zero_grad()
+    model.layer.eval()
+    with pytest.raises(FlashClippingError):
+        squares(flash, float64s(*second)).backward()
+
+
+def test_a_dropped_layer_is_not_guessed_where_samples_may_lie_otherwise() -> None:
+    """Layers that are reached now and then, on as many positions as samples."""
+    draw = random.Random(2)
+
+    def dropped(m: Any, h: Tensor) -> Tensor:
+        if m.calls < 20 or draw.random() < 0.9:
+            return h
+        return h + m.layer(h.transpose(0, 1)).transpose(0, 1)
+
+    flash = GradSampleModuleFlashClipping(Around(dropped).double())
+    squares(flash, float64s(4, 4, 3)).backward()
+    with pytest.raises(FlashClippingError, match="layer"):
+        for _ in range(80):
+            flash.zero_grad()
+            squares(flash, float64s(4, 4, 3)).backward()
+
+
+class PositionsFirst(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(0, 1)
+
+
+def test_outputs_of_chance_size_are_not_refused() -> None:
+    """As many positions as samples, which come first in what the model returns."""
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(PositionsFirst(lambda m, h: m.layer(h)).double())
+    for size in (4, 3):
+        flash.zero_grad()
+        flash(*float64s(size, 4, 3)).square().sum((0, 2)).mean().backward()
+        assert flash.get_norm_sample().isfinite().all()
+
+
+def test_it_leaves_nothing_and_is_not_done_again() -> None:
+    torch.manual_seed(0)
+    model = Around(lambda m, h: m.layer(h) * m.gain).double()
+    flash = GradSampleModuleFlashClipping(model)
+    x = float64s(4, 5, 3)
+    state = torch.get_rng_state()
+    output = flash(*x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    output.square().sum().backward()
+    calls = model.calls
+    squares(flash, x).backward()
+    assert model.calls == calls + 1
