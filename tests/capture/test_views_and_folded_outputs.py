@@ -3,12 +3,20 @@ return several rows of each sample."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, float64s, squares
+from tests.support.autograd import (
+    check_by_autograd,
+    check_truth,
+    float64s,
+    squares,
+    truth_by_autograd,
+)
 
 B, T, D, HEADS = 3, 4, 6, 2
 
@@ -68,4 +76,8 @@ def test_rows_of_heads_that_the_generic_rule_would_return_otherwise() -> None:
 
 def test_what_is_the_same_for_all_samples_is_returned_for_each() -> None:
     torch.manual_seed(0)
-    check_by_autograd(Attending(False).double(), float64s(B, T, D), squares)
+    model, batch = Attending(False).double(), float64s(B, T, D)
+    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, force_functorch=True)
+    squares(flash, batch).backward()
+    check_truth(flash, model, truth, 1.0, 1e-9)
