@@ -26,17 +26,24 @@ _XVECTOR: dict[str, Any] = {
     "tdnn_dilation": [1, 1],
     "xvector_output_dim": 16,
 }
+#: Its attention hands parameters of its layers to one function, and returns biases of all heads.
+_NO_ATTENTION = Help(
+    "freeze all of `encoder.layers.*.attention`",
+    frozen=tuple(f"wavlm.encoder.layers.{n}.attention." for n in range(2)),
+)
 _MEL = floats(input_features=(8, 32))
 
 AUDIO: list[Kind] = [
     *each(
         wave(),
-        """HubertForCTC UniSpeechForCTC UniSpeechSatForCTC Wav2Vec2ForCTC WavLMForCTC
+        """HubertForCTC UniSpeechForCTC UniSpeechSatForCTC Wav2Vec2ForCTC
         Wav2Vec2ConformerForCTC HubertForSequenceClassification
-        Wav2Vec2ForSequenceClassification WavLMForSequenceClassification
-        UniSpeechSatForSequenceClassification""",
+        Wav2Vec2ForSequenceClassification UniSpeechSatForSequenceClassification""",
         **_WAVE,
     ),
+    kind("WavLMForCTC", wave(), _NO_ATTENTION, **_WAVE),
+    kind("WavLMForSequenceClassification", wave(), _NO_ATTENTION, **_WAVE),
+    kind("WavLMForXVector", wave(), _NO_ATTENTION, **_XVECTOR),
     *each(
         wave(),
         "Data2VecAudioForCTC Data2VecAudioForSequenceClassification",
@@ -53,8 +60,7 @@ AUDIO: list[Kind] = [
     ),
     *each(
         wave(),
-        "Wav2Vec2ForXVector WavLMForXVector UniSpeechSatForXVector "
-        "Wav2Vec2ForAudioFrameClassification",
+        "Wav2Vec2ForXVector UniSpeechSatForXVector Wav2Vec2ForAudioFrameClassification",
         **_XVECTOR,
     ),
     kind(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.survey.inputs import image
-from benchmarks.survey.kinds import Kind, kind
+from benchmarks.survey.kinds import Help, Kind, kind
 from benchmarks.survey.vision import PYRAMID
 
 _RESNET = {
@@ -39,6 +39,7 @@ DENSE: list[Kind] = [
     kind(
         "DetrForSegmentation",
         image(64),
+        Help("freeze `mask_head`", frozen=("mask_head.",)),
         encoder_attention_heads=8,
         decoder_attention_heads=8,
         num_queries=5,
@@ -112,6 +113,7 @@ DENSE: list[Kind] = [
     kind(
         "Mask2FormerForUniversalSegmentation",
         image(64),
+        Help("freeze `model.transformer_module`", frozen=("model.transformer_module.",)),
         num_queries=5,
         feature_size=32,
         mask_feature_size=32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.survey.inputs import floats, image, text, together, video
-from benchmarks.survey.kinds import Kind, each, kind
+from benchmarks.survey.kinds import Help, Kind, each, kind
 
 #: Windows of four patches, two stages.
 _WINDOWS: dict[str, Any] = {
@@ -193,7 +193,13 @@ IMAGES: list[Kind] = [
         num_self_attention_heads=2,
         num_cross_attention_heads=2,
     ),
-    kind("TimesformerForVideoClassification", video(4), num_frames=4, **_VIT),
+    kind(
+        "TimesformerForVideoClassification",
+        video(4),
+        Help("freeze `timesformer.embeddings`", frozen=("timesformer.embeddings.",)),
+        num_frames=4,
+        **_VIT,
+    ),
     kind("VideoMAEForVideoClassification", video(4), num_frames=4, **_VIT),
     kind(
         "VivitForVideoClassification", video(4), num_frames=4, tubelet_size=[2, 8, 8], image_size=32

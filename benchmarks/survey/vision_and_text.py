@@ -97,6 +97,10 @@ MODELS: list[Kind] = [
     kind(
         "OwlViTForObjectDetection",
         together(image(), lambda m: {"input_ids": ids(m, 7).repeat_interleave(2, 0)}),
+        Help(
+            "freeze `owlvit.text_model`, `text_projection`, `logit_scale`",
+            frozen=("owlvit.text_model.", "owlvit.text_projection.", "owlvit.logit_scale"),
+        ),
     ),
     kind(
         "GroupViTModel",

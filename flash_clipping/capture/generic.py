@@ -107,6 +107,9 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
         ]
         one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
         output = torch.func.functional_call(shim, params, one_args, one_kwargs)
+        if any(x.dim() > axis and x.shape[axis] != 1 for x in tensors_in(output)):
+            with torch.no_grad():
+                _refuse_folded(tap, output, shim(*args, **kwargs), axis)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
 
     with session.bypass(), _PaddingStays(tap):
@@ -143,6 +146,30 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
                 )
                 return outputs
         return _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
+
+
+def _refuse_folded(tap: GenericTap, alone: Any, together: Any, axis: int) -> None:
+    """Refuse outputs that hold several rows of each sample along the batch axis (heads, windows).
+
+    Args:
+        alone: what the module returns for one sample.
+        together: what its own forward returns for all.
+
+    Raises:
+        FlashClippingError: there is one. Single samples' outputs would not lie like it.
+    """
+    for one, own in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=False):
+        if not isinstance(one, Tensor) or not isinstance(own, Tensor) or one.dim() <= axis:
+            continue
+        rows = one.shape[axis]
+        if rows != 1 and own.dim() == one.dim() and own.shape[axis] != rows:
+            raise FlashClippingError(
+                f"{tap.path}: this module runs under torch.func.vmap, and returns a tensor of "
+                f"shape {tuple(own.shape)} with {rows} rows of each sample; expected one. Keep "
+                "what is folded into the batch (heads, windows) on an axis of its own in what the "
+                "module returns; freeze all parameters that this module uses and train LoRA on "
+                "other layers; or write a rule for it (flash_clipping.register_rule)."
+            )
 
 
 #: What vmap's own errors speak of: itself, what it lacks for an operator, tensors of its that have

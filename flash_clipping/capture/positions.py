@@ -162,7 +162,7 @@ def by_position(
     alone = not positions.folded
     found = tuple(
         positions.back(contained(x, session).squeeze(1))
-        if alone and x.dim() == rows.dim() and x.shape[1] == 1
+        if alone and x.dim() > 1 and x.shape[1] == 1
         else contained(x, session)
         for x in parts
     )

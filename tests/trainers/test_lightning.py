@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.trainers.lightning import PrivateTraining
 from tests.support.trainers import privacy
 
@@ -222,3 +223,12 @@ def test_more_that_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="2 optimizers"):
         fit(TwoOptimizers(manual=True), tmp_path)
+
+
+def test_units_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="engine_options with units.*a loop of your own"):
+        fit(Classifier(), tmp_path, of_privacy={"engine_options": {"units": [0] * 20}})
+    module = Classifier()
+    module.model = GradSampleModuleFlashClipping(module.model, sample_of="user")
+    with pytest.raises(ValueError, match="take the hooks off first"):
+        fit(module, tmp_path)

@@ -102,7 +102,12 @@ class _MixedFunction(torch.autograd.Function):
             ctx.save_for_backward(*tensors[:n_plain])
         else:  # through autograd, so that a parameter that changes before backward is noticed
             ctx.save_for_backward(*tensors[:n_plain], *values)
-        return own(output) if name_of(operation.func) in READS_ROWS else output
+        if name_of(operation.func) in READS_ROWS:
+            return own(output)
+        # A view of what the operation itself made (einsum's): whoever changes it in place may.
+        memory = output.untyped_storage().data_ptr() if output._is_view() else None
+        shared = any(x.untyped_storage().data_ptr() == memory for x in (*tensors, *values))
+        return output if memory is None or shared else own(output)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
