@@ -130,6 +130,12 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).abs() / scale).max()) if expected.numel() else 0.0
 
 
+def all_of(x: Any) -> Tensor:
+    """All of a tensor, whether it is cut or not."""
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
 def local(rank: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """This process's part of the batch."""
     ids, y = batch()
