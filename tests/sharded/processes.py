@@ -152,6 +152,7 @@ def clipped_step(
     shards: dict[str, Any] | None = None,
     micro: int = 1,
     steps: int = 2,
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps in all processes, beside those of every sample by itself."""
@@ -161,6 +162,10 @@ def clipped_step(
         param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
     for param, one in zip(plain.parameters(), model.parameters(), strict=True):
         param.requires_grad_(one.requires_grad)
+    if compiled:
+        torch.compiler.reset()  # it counts how often one function is compiled anew
+        for module in (model,) if compiled == "root" else model.blocks:
+            module.compile(backend="eager")
     sharded(model, how, **(shards or {}))
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     ids, y = local(rank, cuts)

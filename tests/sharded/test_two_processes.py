@@ -53,6 +53,15 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[
     assert max(of_rank["clipped"][name]["error"] for of_rank in found) <= 1e-12
 
 
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
+    for of_rank in found:
+        assert {name: one["error"] <= 1e-12 for name, one in of_rank.items()} == dict.fromkeys(
+            cases.COMPILED, True
+        )
+
+
 @pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])
 def test_processes_stop_asking_each_other(name: str, found: list[dict[str, Any]]) -> None:
     """Steps then wait for no answer."""
