@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import cases, failures, pipelines, processes, steps, uses
+from tests.sharded import cases, data_parallel, failures, pipelines, processes, steps, uses
 from tests.sharded.processes import C, truth_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -39,6 +39,7 @@ def main(rank: int) -> dict[str, Any]:
         "refused": steps.refusals(rank),
         "pipeline": pipelines.main(rank),
         "uses": uses.main(rank),
+        "trainer": data_parallel.main(rank),
         "failures": failures.main(rank, str(folder[0])),
     }
 
