@@ -142,6 +142,13 @@ def local(rank: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return ids[cuts[rank] : cuts[rank + 1]], y[cuts[rank] : cuts[rank + 1]]
 
 
+def freeze(model: Any, names: tuple[str, ...]) -> Any:
+    """The same model, of which these parts are not trained."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad and not name.startswith(names or ("-",)))
+    return model
+
+
 def clipped_step(
     rank: int,
     cuts: tuple[int, ...],
@@ -158,10 +165,8 @@ def clipped_step(
     """Norms and sums of some steps in all processes, beside those of every sample by itself."""
     model = make(**(net or {}))
     plain: Any = make(**(net or {}) | {"checkpointed": False})
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
-    for param, one in zip(plain.parameters(), model.parameters(), strict=True):
-        param.requires_grad_(one.requires_grad)
+    for one in (model, plain):
+        freeze(one, frozen)
     if compiled:
         torch.compiler.reset()  # it counts how often one function is compiled anew
         for module in (model,) if compiled == "root" else model.blocks:

@@ -13,7 +13,7 @@ from flash_clipping import GradSampleModuleFlashClipping
 from tests.sharded import decoders
 from tests.sharded.decoders import WIDTH, batch, cut, loss_of
 from tests.sharded.processes import C, message
-from tests.sharded.tensor_steps import optimizer_of
+from tests.sharded.steps import optimizer_of
 from tests.support.hugging_face import llama
 
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.factors import Outer
-from flash_clipping.ops.noise import reference
 from flash_clipping.sharded.tensor.backward_pass import TensorParallelBackwardPass
 from flash_clipping.sharded.tensor.local import local_of
-from tests.sharded import decoders
+from tests.sharded import decoders, steps
 from tests.sharded.decoders import around_loss, batch, cut, loss_of
-from tests.sharded.processes import C, all_of, error, expected_sums
+from tests.sharded.processes import C, all_of, error, expected_sums, freeze
 from tests.support.oracle import Truth, per_sample_truth
 
 
@@ -44,6 +43,9 @@ def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool
     return model
 
 
+#: Of the decoders' batch.
+SAMPLES = 4
+
 _TRUTHS: dict[str, Truth] = {}
 
 
@@ -59,12 +61,6 @@ def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
     return _TRUTHS[name]
 
 
-def freeze(model: Any, frozen: tuple[str, ...]) -> Any:
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
-    return model
-
-
 def clipped_step(
     tensor: Any,
     data: Any = None,
@@ -76,7 +72,7 @@ def clipped_step(
     tied: bool = False,
     frozen: tuple[str, ...] = (),
     micro: int = 1,
-    steps: int = 1,
+    times: int = 1,
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> dict[str, Any]:
@@ -101,7 +97,7 @@ def clipped_step(
         clipped = {name: torch.zeros_like(total) for name, total in clipped.items()}
     wrapped: Any = flash
     errors = []
-    for _ in range(steps):
+    for _ in range(times):
         flash.zero_grad(set_to_none=True)
         for part in range(micro):
             some = slice(mine.start + part, mine.stop, micro)
@@ -195,32 +191,16 @@ def poisoned(tensor: Any) -> dict[str, Any]:
     return {"error": max(errors), "coefs": flash.get_clipping_coef()}
 
 
-def optimizer_of(model: Any, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:
-    from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
-
-    cls: Any = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
-    plain = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
-    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=4, **more)
-    optimizer.follow(flash)
-    return optimizer
-
-
 def trained(tensor: Any, data: Any = None) -> float:
-    """AdamW without noise: this differs from one process with the whole batch by ..."""
+    """Training of all processes differs from that of one with the whole batch by ..."""
 
-    def train(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
-        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-        optimizer = optimizer_of(model, flash, 0.0, "AdamW")
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(flash(ids), y).backward()
-            optimizer.step()
-        return {name: all_of(p).detach() for name, p in model.named_parameters()}
+    def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return steps.end_of_training(model, lambda m: loss_of(m(ids), y), SAMPLES)
 
     ids, y = batch()
     mine = slice(None) if data is None else slice(*((0, 3), (3, 4))[data.get_local_rank()])
-    found = train(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
-    alone = train(decoders.make(), ids, y)
+    found = end(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
+    alone = end(decoders.make(), ids, y)
     return max(error(found[name], alone[name]) for name in alone)
 
 
@@ -229,22 +209,14 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
     torch.manual_seed(0)  # all processes alike: that must not matter
     model = sharded(decoders.make(), tensor, data)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    optimizer = optimizer_of(model, flash, 5.0)
-    drawn: list[int] = []
-    fill = reference.fill
-
-    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
-        drawn.append(len(words_N16))
-        fill(words_N16, *args, **kwargs)
-
+    optimizer = steps.optimizer_of(model, flash, 5.0, SAMPLES)
     ids, y = batch()
     loss_of(flash(ids), y).backward()
     named = dict(model.named_parameters())
     sums = {name: local_of(p.grad).clone() for name, p in named.items()}
-    reference.fill = noted
-    optimizer.step()
-    reference.fill = fill
-    noise = {name: (local_of(p.grad) * 4 - sums[name]) / (5 * C) for name, p in named.items()}
+    with steps.counted_blocks() as drawn:
+        optimizer.step()
+    noise = {name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * C) for name, p in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, noise)
     places = [

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch wi
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
 
 CASES: dict[str, dict[str, Any]] = {
-    "layers": {"net": {"layers": 2}, "steps": 2},
+    "layers": {"net": {"layers": 2}, "times": 2},
     "words that cannot be halved, padding": {"net": {"words": 11, "padding": 8}},
-    "sequence": {"kind": "sequence", "net": {"layers": 2}, "steps": 2},
+    "sequence": {"kind": "sequence", "net": {"layers": 2}, "times": 2},
     "as many samples as positions": {"kind": "sequence, loss", "length": 4},
     "frozen, automatic": {
         "frozen": ("embed", "blocks.0.attention.q", "blocks.0.feed_forward_norm"),
