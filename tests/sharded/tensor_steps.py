@@ -144,6 +144,7 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
     ids, y = batch()
     loss_of(flash(ids), y).backward()
     grads = {}
+    errors = []
     for name, param in model.named_parameters():
         shards: list[Any] = [None] * tensor.size()
         dist.all_gather_object(shards, own[id(param)], group=tensor.get_group())
@@ -156,14 +157,15 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
             both = shards[0]
         found: Any = param._norm_sample  # type: ignore[attr-defined]
         as_measured = [error(found, grads_B.flatten(1).norm(dim=1)) for grads_B in both]
-        assert min(as_measured) <= 1e-5, name
+        errors.append(min(as_measured))
         grads[name] = both[as_measured.index(min(as_measured))].view(len(ids), *param.shape)
         assert param.grad is not None and param.grad.dtype == torch.float32
     norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
     coef = (C / (norms + 1e-6)).clamp(max=1)
     sums = {name: torch.einsum("b,b...->...", coef, g) for name, g in grads.items()}
     of_sums = [error(all_of(p.grad), sums[name]) for name, p in model.named_parameters()]
-    return {"norms": error(flash.get_norm_sample(), norms), "sums": max(of_sums)}
+    errors.append(error(flash.get_norm_sample(), norms))
+    return {"norms": max(errors), "sums": max(of_sums)}
 
 
 def in_float64(factor: Any) -> Any:
