@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from flash_clipping._compat import hooks_of_module
+
 #: Where ``transformers`` 5.17 has its styles; older ones had other places, and use hooks.
 _STYLES = "transformers.distributed.tensor_parallel"
 
@@ -45,7 +47,8 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
     """
     found = []
     for path, layer in root.named_modules():
-        for hook in layer._backward_hooks.values():
+        *_, of_backward = hooks_of_module(layer)
+        for hook in getattr(of_backward, "values", list)():
             if getattr(hook, "__module__", None) == _STYLES:
                 _refuse(path, layer, "a sum of its gradients over processes, without its samples")
         forward = layer.__dict__.get("forward")
@@ -56,8 +59,8 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
         name = type(style).__name__
         if name not in ("ColwiseParallel", "RowwiseParallel"):
             _refuse(path, layer, f"the style {name}")
-        if getattr(layer, "_hf_quantized_needs_local_tp", False):
-            _refuse(path, layer, "a quantized layer")
+        if type(layer) not in (nn.Linear, nn.Embedding):  # quantized ones, say
+            _refuse(path, layer, f"a layer that is neither Linear nor Embedding, with {name}")
         if getattr(inner, "__func__", None) is not type(layer).forward:
             _refuse(path, layer, "a forward that is not its class's")
         by_features = name == "RowwiseParallel" and not isinstance(layer, nn.Embedding)
