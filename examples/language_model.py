@@ -12,6 +12,7 @@ In examples/, `flash-clipping check language_model:subject` compares it with one
 In shards, and with --resume in another number of processes, if you like:
 
     torchrun --nproc-per-node 2 examples/language_model.py --shard fsdp2
+    torchrun --nproc-per-node 2 examples/language_model.py --shard tp     # parts of layers
 
 The text is `pydoc_data.topics`, which CPython ships (about 470 kB). The unit of privacy is one
 chunk of `--chunk-length` bytes. B chunks, T positions, d features, H heads, k features of a head,
@@ -29,6 +30,7 @@ from pydoc_data.topics import topics
 import sharding
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
 from training import InMemoryDataset, Report, Task, argument_parser, run
 
@@ -47,7 +49,7 @@ HELD_OUT = 0.1  # share of the chunks
 class Attention(nn.Module):
     def __init__(self, d: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.k = d // heads
         self.query = nn.Linear(d, d, bias=False)
         self.key = nn.Linear(d, d, bias=False)
         self.value = nn.Linear(d, d, bias=False)
@@ -55,7 +57,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTd: torch.Tensor) -> torch.Tensor:
         q_BHTk, k_BHTk, v_BHTk = (
-            project(x_BTd).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            project(x_BTd).unflatten(-1, (-1, self.k)).transpose(1, 2)  # the heads of this process
             for project in (self.query, self.key, self.value)
         )
         y_BHTk = F.scaled_dot_product_attention(
@@ -120,13 +122,18 @@ class Layout:
     k: int = 4
     streams: int = 4
 
+    @property
+    def f(self) -> int:
+        return self.d * 8 // 3
+
     def feed_forward(self) -> nn.Module:
-        f = self.d * 8 // 3
         if self.ffn == "swiglu":
-            return SwiGLU(self.d, f)
+            return SwiGLU(self.d, self.f)
         make_router = ProductKeys if self.router == "product-key" else TopKRouter
         router = make_router(self.d, self.experts, self.k)
-        return RoutedExperts(router, MixtureOfExperts(self.d, f // 2, self.experts, rank=self.lora))
+        return RoutedExperts(
+            router, MixtureOfExperts(self.d, self.f // 2, self.experts, rank=self.lora)
+        )
 
 
 class Residual(nn.Module):
@@ -176,6 +183,19 @@ def through(blocks: nn.Module, x_BTd: torch.Tensor, layout: Layout) -> torch.Ten
     return blocks(x_BTd.unsqueeze(2).expand(-1, -1, layout.streams, -1)).sum(2)
 
 
+def cuts_of(model: Decoder) -> dict[str, str]:
+    """How `--shard tp` cuts layers: attention by heads, SwiGLU by hidden features, table and head
+    by byte values. Routers, experts, connections and norm layers stay whole."""
+    how = {"embedding": "words", "head": "outputs, gathered"}
+    for path, module in model.named_modules():
+        if isinstance(module, Attention):
+            how |= {f"{path}.{name}": "outputs" for name in ("query", "key", "value")}
+            how[f"{path}.out"] = "inputs"
+        elif isinstance(module, SwiGLU):
+            how |= {f"{path}.gate": "outputs", f"{path}.up": "outputs", f"{path}.down": "inputs"}
+    return how
+
+
 class ChunkLoss(nn.Module):
     """Cross-entropy (nats per byte) of a chunk; `reduction` is over the chunks of the batch."""
 
@@ -223,6 +243,19 @@ def layout_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Layo
     )
 
 
+def refuse_uneven(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, layout: Layout
+) -> None:
+    """Every process needs as many heads, and as many hidden features, as the others."""
+    processes = dist.get_world_size()
+    for name, size in (("heads", args.heads), ("hidden features", layout.f)):
+        if size % processes:
+            parser.error(
+                f"--shard tp: {size} {name} cannot be shared by {processes} processes. Choose "
+                "another --nproc-per-node, --heads or --width."
+            )
+
+
 #: Experts with LoRA, product keys and hyper-connections.
 CURRENT = Layout(ffn="moe", router="product-key", residual="mhc", lora=16)
 
@@ -258,11 +291,15 @@ def main(argv: Sequence[str] | None = None) -> Report:
     add("--lora", type=int, default=0, metavar="R", help="freeze experts, train LoRA of rank R")
     add("--experts", type=int, default=16, help="(%(default)s)")
     add("--choices", type=int, default=4, help="experts of a byte (%(default)s)")
-    add("--shard", choices=("none", "fsdp2"), default="none", help="over torchrun's processes")
+    add(
+        "--shard", choices=("none", "fsdp2", "tp"), default="none", help="over torchrun's processes"
+    )
     args = parser.parse_args(argv)
     layout = layout_of(parser, args)
     if args.shard != "none":
         sharding.start(args.device)
+    if args.shard == "tp":
+        refuse_uneven(parser, args, layout)
     torch.manual_seed(args.seed)
     train, held_out = data(args.chunk_length, args.max_chunks, args.device)
 
@@ -284,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
         metric="held-out bits per byte",
         metric_format="{:.3f} bits",
         blocks=list(model.blocks),
+        cuts=cuts_of(model),
     )
     return run(args, task)
 

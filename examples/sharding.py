@@ -1,8 +1,11 @@
 """One model in shards over the processes of `torchrun`: what the examples need for it.
 
     torchrun --nproc-per-node 2 examples/language_model.py --shard fsdp2
+    torchrun --nproc-per-node 2 examples/language_model.py --shard tp
 
-Every process runs the whole script. The first one prints; all of them save and load together, and
+Shards by `fsdp2` leave every process its own samples and a part of each parameter between steps; by
+`tp` (tensor parallelism) all have the same samples, and compute with a part of each layer. Every
+process runs the whole script. The first one prints; all of them save and load together, and
 a run may go on with another number of processes.
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,41 @@ def is_first() -> bool:
     return not is_running() or dist.get_rank() == 0
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Leaves this process its part of every parameter; before the optimizer is made."""
+def shard(how: str, model: nn.Module, blocks: Iterable[nn.Module], cuts: Mapping[str, str]) -> None:
+    """Leaves this process its part of every parameter; before the optimizer is made.
+
+    `blocks` are gathered one at a time ("fsdp2"). `cuts` names the layers of which "tp" leaves this
+    process some "outputs" or "inputs" (features), or some "words" (rows of a table); "gathered":
+    the next layer reads the outputs of all processes.
+    """
+    if how == "tp":
+        return cut(model, cuts)
     from torch.distributed.fsdp import fully_shard
 
     for block in blocks:
         fully_shard(block)
     fully_shard(model)
+
+
+def cut(model: nn.Module, cuts: Mapping[str, str]) -> None:
+    """Tensor parallelism over all processes; what `cuts` does not name stays whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    styles = {
+        "outputs": ColwiseParallel(),
+        "outputs, gathered": ColwiseParallel(output_layouts=Replicate()),
+        "inputs": RowwiseParallel(),
+        "words": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, {name: styles[how] for name, how in cuts.items()})
 
 
 def save(folder: Path, engine: Any, model: nn.Module, optimizer: Any, extra: Any) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -78,7 +78,8 @@ class Task:
     evaluate: Callable[[nn.Module], float]
     metric: str  # what `evaluate` returns, in words
     metric_format: str  # and in print, e.g. "{:.1%}"
-    blocks: Sequence[nn.Module] = ()  # that --shard gathers one at a time
+    blocks: Sequence[nn.Module] = ()  # that --shard fsdp2 gathers one at a time
+    cuts: Mapping[str, str] = field(default_factory=dict)  # of layers by --shard tp
 
 
 @dataclass
@@ -292,7 +293,7 @@ def run(args: argparse.Namespace, task: Task) -> Report:
     with nullcontext(request) if sharding.is_running() else request as stop:
         task.model.to(args.device)
         if sharding.is_running():
-            sharding.shard(task.model, task.blocks)
+            sharding.shard(args.shard, task.model, task.blocks, task.cuts)
         optimizer = torch.optim.Adam(task.model.parameters(), lr=args.lr)
         engine, model, optimizer, criterion, loader = make_private(
             args, task, optimizer, task.train.loader(args.batch_size)

@@ -181,6 +181,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Opacus' users and tests find the handles under this name.
         handles: list[Any] = []
         root.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
+        if self._sharded is not None:
+            self._sharded.before_taps(handles)
         self._taps = InstalledTaps(
             root,
             self._session,

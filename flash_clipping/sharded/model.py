@@ -20,6 +20,7 @@ from flash_clipping.sharded.no_samples import EmptyBatches
 from flash_clipping.sharded.processes import Processes
 from flash_clipping.sharded.slots import Slots
 from flash_clipping.sharded.tensor.layers import TensorParallelLayers
+from flash_clipping.sharded.tensor.transformers_plan import lay_out_by_hooks
 from flash_clipping.sharded.together import Together
 
 
@@ -60,6 +61,11 @@ class ShardedModel:
             self.layers = TensorParallelLayers(session, self.slots, self.processes)
         if isinstance(root, FSDPModule):
             session.around_walk = self._unsharded_root
+
+    def before_taps(self, handles: list[Any]) -> None:
+        """What has to be done to layers before they are tapped."""
+        if self.layers is not None:
+            lay_out_by_hooks(self.root, handles)
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before all others of the wrapped model."""

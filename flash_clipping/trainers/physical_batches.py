@@ -63,11 +63,18 @@ class LogicalLoader(PoissonLoader):
         steps: batches in an epoch; each draws every sample with probability ``1 / steps``.
         part_size: the most samples of a part.
         stream: what to draw with.
+        distributed: whether every process draws its own part of the samples.
     """
 
     @classmethod
     def of(
-        cls, loader: DataLoader[Any], *, steps: int, part_size: int, stream: SecretStream
+        cls,
+        loader: DataLoader[Any],
+        *,
+        steps: int,
+        part_size: int,
+        stream: SecretStream,
+        distributed: bool = False,
     ) -> LogicalLoader:
         return cls(
             loader.dataset,
@@ -83,6 +90,7 @@ class LogicalLoader(PoissonLoader):
             persistent_workers=loader.persistent_workers,
             generator=loader.generator,
             stream=stream,
+            distributed=distributed,
         )
 
     def __init__(self, dataset: Any, *, part_size: int, collate_fn: Any, **kwargs: Any):

@@ -60,7 +60,8 @@ class PrivateRun:
         """Make the model's gradients clipped sums, and the optimizer one that adds noise.
 
         Args:
-            model: all trainable parameters of it are covered.
+            model: all trainable parameters of it are covered. In several processes: inside of
+                Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
             optimizer: holds parameters of this model.
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
             max_grad_norm: the clipping bound.

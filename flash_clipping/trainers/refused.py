@@ -6,9 +6,11 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
+from flash_clipping.sharded import has_shards
+
 _SEVERAL = (
-    "PrivateTrainer trains on one device in one process. Set CUDA_VISIBLE_DEVICES to one GPU, or "
-    "use FlashPrivacyEngine with DifferentiallyPrivateDistributedDataParallel, or after fully_shard"
+    "PrivateTrainer trains whole models, with one device in each process. Start a process for "
+    "every GPU (torchrun), or use FlashPrivacyEngine after fully_shard or parallelize_module"
 )
 
 
@@ -24,7 +26,10 @@ def refuse_arguments(args: Any) -> None:
         "It scales the loss: samples would be clipped by their scaled gradients, and a step that "
         "is skipped for a sample's overflow shows that sample. Use bf16=True",
     )
-    _refuse_if(getattr(args, "world_size", 1) > 1, "several processes", _SEVERAL)
+    form = str(getattr(getattr(args, "parallel_mode", None), "value", "distributed"))
+    if getattr(args, "world_size", 1) > 1:
+        _refuse_if(form != "distributed", f"several processes ({form})", _SEVERAL)
+        _refuse_if(getattr(args, "parallelism_config", None), "parallelism_config", _SEVERAL)
     _refuse_if(getattr(args, "deepspeed", None), "deepspeed", _SEVERAL)
     _refuse_if(getattr(args, "fsdp", None), "fsdp", _SEVERAL)
     _refuse_if(
@@ -75,6 +80,7 @@ def refuse_trainer(trainer: Any, trainer_class: type) -> None:
         "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
         "which returns one loss for each sample, [B]; compute_loss is for evaluation then",
     )
+    _refuse_if(has_shards(trainer.model), "a model whose parameters are shards", _SEVERAL)
     config = getattr(trainer.model, "config", None)
     _refuse_if(
         getattr(config, "output_router_logits", False),
@@ -98,7 +104,9 @@ def refuse_loader(loader: Any) -> None:
         "__getitem__",
     )
     _refuse_if(not len(dataset), "a train_dataset without samples", "Give one that has some")
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    # Accelerate's, which gives each of several processes some of the batches, has one inside.
+    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    sampler = getattr(batches, "sampler", None)
     _refuse_if(
         not isinstance(sampler, RandomSampler) or sampler.replacement,
         f"a training loader with {type(sampler).__name__}",

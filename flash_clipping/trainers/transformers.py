@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -54,9 +55,9 @@ class PrivateTrainer(Trainer):
 
     What arguments of ``TrainingArguments`` mean here:
         per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
-        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a * b`` samples. A
-            step draws every one of the ``N`` samples with probability ``1 / ceil(N / (a b))``, and
-            there are ``ceil(N / (a b))`` steps in an epoch.
+        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a * b`` samples, in
+            ``n`` processes ``a b n``. A step draws every one of the ``N`` samples with probability
+            ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in an epoch.
         max_grad_norm: the clipping bound of every *sample's* gradient, unless
             ``PrivacyArguments.max_grad_norm`` is given. The noisy sum is not clipped again.
 
@@ -87,7 +88,7 @@ class PrivateTrainer(Trainer):
         self.privacy = privacy
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
         self._logical_batch_size = (
-            given.per_device_train_batch_size * given.gradient_accumulation_steps
+            given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
         )
         own = copy.copy(given)
         own.gradient_accumulation_steps = 1
@@ -95,6 +96,7 @@ class PrivateTrainer(Trainer):
         own.logging_nan_inf_filter = False  # it waits for the device in every step
         self.run: PrivateRun | None = None
         self._loader: LogicalLoader | None = None
+        self._data_parallel: nn.Module | None = None
         self._statistics: ClippingStatistics | None = None
         self._trainings = 0
         self._steps_before = 0
@@ -130,6 +132,7 @@ class PrivateTrainer(Trainer):
                 steps=-(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 stream=self.run.sampling_stream,
+                distributed=self.args.world_size > 1,
             )
         return self._loader
 
@@ -143,12 +146,19 @@ class PrivateTrainer(Trainer):
         if steps <= 0:
             steps = -int(-self.args.num_train_epochs * len(self.get_train_dataloader()) // 1)
         assert self.model is not None
-        run.attach(
-            self.model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps
-        )
+        model: nn.Module = self.model
+        if self.args.world_size > 1:
+            model = self._data_parallel = DifferentiallyPrivateDistributedDataParallel(model)
+        run.attach(model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps)
         self._statistics = ClippingStatistics(run.hooks)
         self.optimizer = run.optimizer
         return self.optimizer
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """In several processes: what Opacus has in the place of PyTorch's own."""
+        if training and self._data_parallel is not None:
+            return self._data_parallel
+        return super()._wrap_model(model, training, *args, **kwargs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The expected size of a step's batch."""
@@ -277,6 +287,8 @@ class PrivateTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if not self.args.should_save:  # another process does, and all have taken the same steps
+            return
         assert self.run is not None
         state = self.run.state_dict()
         state.update(

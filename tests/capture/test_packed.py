@@ -19,6 +19,7 @@ from flash_clipping.layers import (
     TopKRouter,
 )
 from tests.support.hugging_face import gpt2
+from tests.support.hugging_face import llama as small_llama
 from tests.support.mixtures import mixture
 from tests.support.oracle import Truth, assert_close
 from tests.support.packed import (
@@ -209,20 +210,7 @@ def test_offsets(flat: bool) -> None:
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).double()
+    return small_llama(vocab_size=VOCABULARY, attn_implementation="sdpa", use_cache=True)
 
 
 def token_losses(logits: Tensor, ids: Tensor, numbers: Tensor) -> Tensor:

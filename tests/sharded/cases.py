@@ -53,16 +53,30 @@ CASES: dict[str, dict[str, Any]] = {
         "mode": "two_pass",
         "net": {"kind": Adapted, "checkpointed": True},
     },
+    "offloaded": {"cuts": UNEVEN, "offloaded": True},
 }
 
 
-def clipped(rank: int) -> dict[str, Any]:
+#: They take longer.
+COMPILED: dict[str, dict[str, Any]] = {
+    "blocks": {"cuts": UNEVEN, "compiled": "blocks"},
+    "empty": {"cuts": EMPTY, "compiled": "blocks"},
+    "two_pass": {"cuts": UNEVEN, "compiled": "blocks", "mode": "two_pass"},
+    "root": {"cuts": UNEVEN, "compiled": "root"},
+}
+
+
+def clipped(rank: int, cases: dict[str, dict[str, Any]] = CASES) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
     from flash_clipping.sharded import reducer
 
     found = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         options = dict(case)
         whole, reducer.BUCKET = reducer.BUCKET, options.pop("bucket", reducer.BUCKET)
+        if options.pop("offloaded", False):
+            options["shards"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
         if options.get("clipping") == "per_layer":
             model = processes.make(kind=Adapted)
             trainable = [p for p in model.parameters() if p.requires_grad]
@@ -70,3 +84,7 @@ def clipped(rank: int) -> dict[str, Any]:
         found[name] = clipped_step(rank, **options)
         reducer.BUCKET = whole
     return found
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    return clipped(rank, COMPILED)

@@ -23,6 +23,7 @@ from tests.sharded.processes import (
     batch,
     error,
     expected_sums,
+    freeze,
     make,
     message,
     truth_of,
@@ -105,8 +106,7 @@ def clipped_step(
     """Norms and sums of two steps, beside those of every sample by itself."""
     model, plain = make(**(net or {})), make(**(net or {}))
     for one in (model, plain):
-        for name, param in one.named_parameters():
-            param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
+        freeze(one, frozen)
     ids, y = (x[:samples] for x in batch())
     whole = truth_of(plain, *batch())
     keep = torch.ones(samples, dtype=torch.bool)

@@ -130,10 +130,23 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).abs() / scale).max()) if expected.numel() else 0.0
 
 
+def all_of(x: Any) -> Tensor:
+    """All of a tensor, whether it is cut or not."""
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
 def local(rank: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """This process's part of the batch."""
     ids, y = batch()
     return ids[cuts[rank] : cuts[rank + 1]], y[cuts[rank] : cuts[rank + 1]]
+
+
+def freeze(model: Any, names: tuple[str, ...]) -> Any:
+    """The same model, of which these parts are not trained."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad and not name.startswith(names or ("-",)))
+    return model
 
 
 def clipped_step(
@@ -146,15 +159,18 @@ def clipped_step(
     shards: dict[str, Any] | None = None,
     micro: int = 1,
     steps: int = 2,
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps in all processes, beside those of every sample by itself."""
     model = make(**(net or {}))
     plain: Any = make(**(net or {}) | {"checkpointed": False})
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
-    for param, one in zip(plain.parameters(), model.parameters(), strict=True):
-        param.requires_grad_(one.requires_grad)
+    for one in (model, plain):
+        freeze(one, frozen)
+    if compiled:
+        torch.compiler.reset()  # it counts how often one function is compiled anew
+        for module in (model,) if compiled == "root" else model.blocks:
+            module.compile(backend="eager")
     sharded(model, how, **(shards or {}))
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     ids, y = local(rank, cuts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -20,7 +23,7 @@ from flash_clipping import (
 )
 from flash_clipping.integration.private_state import PrivateState
 from flash_clipping.ops.noise import reference
-from tests.sharded.processes import SAMPLES, C, batch, error, local, make, message, sharded
+from tests.sharded.processes import SAMPLES, C, all_of, batch, error, local, make, message, sharded
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -31,34 +34,58 @@ def everyone() -> tuple[int, ...]:
     return (0, *(SAMPLES * (i + 1) // world for i in range(world - 1)), SAMPLES)
 
 
-def optimizer_of(model: nn.Module, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:
+def optimizer_of(model: nn.Module, flash: Any, noise: float, samples: int = SAMPLES) -> Any:
+    """SGD for a wrapped model, with shards or without; ``samples`` are expected in a batch."""
+    return _optimizer_of(torch.optim.SGD(model.parameters(), lr=1e-2), flash, noise, samples)
+
+
+def _optimizer_of(plain: Any, flash: Any, noise: float, samples: int) -> Any:
     from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
 
     cls = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
-    plain = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
-    optimizer = cls(
-        plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=SAMPLES, **more
-    )
+    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=samples)
     optimizer.follow(flash)
     return optimizer
 
 
-def trained(rank: int, shards: dict[str, Any], wrap: bool = True, **options: Any) -> float:
-    """AdamW without noise: this differs from one process with the whole batch by ..."""
+def end_of_training(
+    model: Any, loss_of: Callable[[Any], Tensor], samples: int, wrap: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """The parameters after three steps by AdamW without noise."""
+    cls: Any = GradSampleModuleFlashClipping if wrap else GradSampleHooksFlashClipping
+    flash = cls(model, max_grad_norm=C, **options)
+    optimizer = _optimizer_of(torch.optim.AdamW(model.parameters(), lr=1e-2), flash, 0.0, samples)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(flash if wrap else model).backward()
+        optimizer.step()
+    return {name: all_of(param).detach() for name, param in model.named_parameters()}
 
-    def train(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
-        cls: Any = GradSampleModuleFlashClipping if wrap else GradSampleHooksFlashClipping
-        flash = cls(model, max_grad_norm=C, **options)
-        optimizer = optimizer_of(model, flash, 0.0, "AdamW")
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.cross_entropy((flash if wrap else model)(ids), y).backward()
-            optimizer.step()
-        return dict(model.named_parameters())
 
-    found: Any = train(sharded(make(), **shards), *local(rank, everyone()))
-    alone = train(make(), *batch())
-    return max(error(found[name].full_tensor(), alone[name]) for name in alone)
+def trained(rank: int, shards: dict[str, Any], **options: Any) -> float:
+    """Training of all processes differs from that of one with the whole batch by ..."""
+
+    def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return end_of_training(model, lambda m: F.cross_entropy(m(ids), y), SAMPLES, **options)
+
+    found = end(sharded(make(), **shards), *local(rank, everyone()))
+    alone = end(make(), *batch())
+    return max(error(found[name], alone[name]) for name in alone)
+
+
+@contextmanager
+def counted_blocks() -> Iterator[list[int]]:
+    """How many blocks of ChaCha20 (8 numbers each) every draw of noise inside takes."""
+    drawn: list[int] = []
+    fill = reference.fill
+
+    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
+        drawn.append(len(words_N16))
+        fill(words_N16, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "fill", noted)
+        yield drawn
 
 
 def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
@@ -67,21 +94,13 @@ def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
     model = sharded(make(), **shards)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     optimizer = optimizer_of(model, flash, 5.0)
-    drawn: list[int] = []
-    fill = reference.fill
-
-    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
-        drawn.append(len(words_N16))
-        fill(words_N16, *args, **kwargs)
-
     steps, own = [], []
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(flash(local(rank, everyone())[0]), local(rank, everyone())[1]).backward()
         sums = [p.grad.to_local().clone() for p in model.parameters()]
-        reference.fill = noted
-        optimizer.step()
-        reference.fill = fill
+        with counted_blocks() as drawn:
+            optimizer.step()
         own = [
             (p.grad.to_local() * SAMPLES - s).flatten() / (5 * C)
             for p, s in zip(model.parameters(), sums, strict=True)
@@ -99,7 +118,7 @@ def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
         "steps": [step.float() for step in steps],
         "of all": gathered,
         "drawn": sum(drawn),
-        "own": 2 * sum(-(-p.to_local().numel() // 8) for p in model.parameters()),
+        "own": sum(-(-p.to_local().numel() // 8) for p in model.parameters()),
         "keys": [optimizer.stream.state_dict(), optimizer_of_another().stream.state_dict()],
     }
 

@@ -13,7 +13,8 @@ from flash_clipping import GradSampleModuleFlashClipping
 from tests.sharded import decoders
 from tests.sharded.decoders import WIDTH, batch, cut, loss_of
 from tests.sharded.processes import C, message
-from tests.sharded.tensor_steps import optimizer_of
+from tests.sharded.steps import optimizer_of
+from tests.support.hugging_face import llama
 
 
 def wrap(model: Any, **options: Any) -> Any:
@@ -164,7 +165,21 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         model.norm.weight = nn.Parameter(weight)
         step(model)
 
+    def by_transformers(**styles: str) -> None:
+        """What a plan of transformers does to layers besides cutting them by rows or columns."""
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        model = llama(num_key_value_heads=2)
+        plan = {"q_proj": "colwise"} | styles
+        model.tp_plan = {f"model.layers.*.self_attn.{name}": style for name, style in plan.items()}
+        if "norm" in styles:
+            for layer in model.model.layers:
+                layer.self_attn.norm = nn.LayerNorm(4)
+        wrap(apply_tensor_parallelism(model, mesh))
+
     calls = {
+        "packed": lambda: by_transformers(o_proj="packed_rowwise"),
+        "reduced gradients": lambda: by_transformers(norm="replicated_with_grad_allreduce"),
         "unserved": unserved,
         "own heads": own_heads,
         "two layouts": two_layouts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,19 +11,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.ops.noise import reference
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.factors import Outer
+from flash_clipping.sharded.tensor.backward_pass import TensorParallelBackwardPass
 from flash_clipping.sharded.tensor.local import local_of
-from tests.sharded import decoders
+from tests.sharded import decoders, steps
 from tests.sharded.decoders import around_loss, batch, cut, loss_of
-from tests.sharded.processes import C, error, expected_sums
+from tests.sharded.processes import C, all_of, error, expected_sums, freeze
 from tests.support.oracle import Truth, per_sample_truth
-
-
-def whole(x: Any) -> Tensor:
-    """All of a tensor, whether it is cut or not."""
-    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return full
 
 
 def meshes(data: int = 1) -> tuple[Any, Any]:
@@ -46,24 +43,22 @@ def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool
     return model
 
 
+#: Of the decoders' batch.
+SAMPLES = 4
+
 _TRUTHS: dict[str, Truth] = {}
 
 
 def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
     """Of single samples; of models that are made alike once."""
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    name = f"{model} {trained} {tuple(ids.shape)}"
+    weights = sum(float(param.detach().sum()) for param in model.parameters())  # those of fp32 too
+    name = f"{model} {trained} {tuple(ids.shape)} {weights}"
     if name not in _TRUTHS:
         _TRUTHS[name] = per_sample_truth(
             model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none")
         )
     return _TRUTHS[name]
-
-
-def freeze(model: Any, frozen: tuple[str, ...]) -> Any:
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.requires_grad and not name.startswith(frozen or ("-",)))
-    return model
 
 
 def clipped_step(
@@ -77,12 +72,13 @@ def clipped_step(
     tied: bool = False,
     frozen: tuple[str, ...] = (),
     micro: int = 1,
-    steps: int = 1,
+    times: int = 1,
+    dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> dict[str, Any]:
-    """Norms and sums of some steps, beside those of every sample by itself."""
-    net = net or {}
-    plain: Any = decoders.make(**net | {"checkpointed": False})
+    """Norms and sums of some steps, beside those of every sample by itself in float64."""
+    net = {"dtype": dtype} | (net or {})
+    plain: Any = decoders.make(**net | {"checkpointed": False}).double()
     if tied:
         plain.head.weight = plain.embed.weight
     freeze(plain, frozen)
@@ -101,7 +97,7 @@ def clipped_step(
         clipped = {name: torch.zeros_like(total) for name, total in clipped.items()}
     wrapped: Any = flash
     errors = []
-    for _ in range(steps):
+    for _ in range(times):
         flash.zero_grad(set_to_none=True)
         for part in range(micro):
             some = slice(mine.start + part, mine.stop, micro)
@@ -112,7 +108,7 @@ def clipped_step(
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name
             if param.grad is not None:
-                errors.append(error(whole(param.grad), clipped[name]))
+                errors.append(error(all_of(param.grad), clipped[name]))
     coefs = flash.get_clipping_coef()
     others = [torch.empty_like(coefs) for _ in range(tensor.size())]
     dist.all_gather(others, coefs, group=tensor.get_group())
@@ -121,6 +117,64 @@ def clipped_step(
         "alike": all(torch.equal(coefs, other) for other in others),
         "settled": wrapped._sharded.together._settled_with == flash._guards.count,
     }
+
+
+def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
+    """bf16: norms and sums beside those that float64 finds of what layers have recorded.
+
+    Per-sample gradients of shards are put together here from the factors of all processes. Some are
+    stored, and rounded to bf16 by that: then it is these that are to be measured and released.
+    """
+    model = cut(decoders.make(torch.bfloat16), tensor, kind)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    session = flash._session
+    own: dict[int, Tensor] = {}
+
+    class Noted(TensorParallelBackwardPass):
+        def record(self, path: str, params: Any, factors: Any, readers: Any = None) -> None:
+            for param, factor in zip(params, factors, strict=True):
+                stored = factor.dense().double() if type(factor) is Outer else None
+                exact = in_float64(factor).dense()
+                both = torch.stack([exact, exact if stored is None else stored])
+                own[id(param)] = both * factor.batch_size  # the loss is a mean
+            super().record(path, params, factors, readers)
+
+    assert isinstance(session.backward_pass_class, partial)
+    session.backward_pass_class = partial(Noted, **session.backward_pass_class.keywords)
+    ids, y = batch()
+    loss_of(flash(ids), y).backward()
+    grads = {}
+    errors = []
+    for name, param in model.named_parameters():
+        shards: list[Any] = [None] * tensor.size()
+        dist.all_gather_object(shards, own[id(param)], group=tensor.get_group())
+        placement = getattr(param, "placements", (None,))[0]
+        if placement is not None and placement.is_shard():
+            both = torch.cat(shards, placement.dim + 2)
+        elif "sequence" in kind and "norm" in name:  # each has its own positions
+            both = sum(shards)
+        else:
+            both = shards[0]
+        found: Any = param._norm_sample  # type: ignore[attr-defined]
+        as_measured = [error(found, grads_B.flatten(1).norm(dim=1)) for grads_B in both]
+        errors.append(min(as_measured))
+        grads[name] = both[as_measured.index(min(as_measured))].view(len(ids), *param.shape)
+        assert param.grad is not None and param.grad.dtype == torch.float32
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
+    coef = (C / (norms + 1e-6)).clamp(max=1)
+    sums = {name: torch.einsum("b,b...->...", coef, g) for name, g in grads.items()}
+    of_sums = [error(all_of(p.grad), sums[name]) for name, p in model.named_parameters()]
+    errors.append(error(flash.get_norm_sample(), norms))
+    return {"norms": max(errors), "sums": max(of_sums)}
+
+
+def in_float64(factor: Any) -> Any:
+    """A factor of the same operands."""
+    wide = copy.copy(factor)
+    for name, value in vars(factor).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            setattr(wide, name, value.double())
+    return wide
 
 
 def poisoned(tensor: Any) -> dict[str, Any]:
@@ -135,36 +189,20 @@ def poisoned(tensor: Any) -> dict[str, Any]:
             local_of(model.embed.weight)[-1] = torch.inf
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     loss_of(flash(ids), y).backward()
-    errors = [error(whole(p.grad), clipped[name]) for name, p in model.named_parameters()]
+    errors = [error(all_of(p.grad), clipped[name]) for name, p in model.named_parameters()]
     return {"error": max(errors), "coefs": flash.get_clipping_coef()}
 
 
-def optimizer_of(model: Any, flash: Any, noise: float, name: str = "SGD", **more: Any) -> Any:
-    from flash_clipping.integration.sharded_optimizer import ShardedFlashDPOptimizer
-
-    cls: Any = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
-    plain = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
-    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=4, **more)
-    optimizer.follow(flash)
-    return optimizer
-
-
 def trained(tensor: Any, data: Any = None) -> float:
-    """AdamW without noise: this differs from one process with the whole batch by ..."""
+    """Training of all processes differs from that of one with the whole batch by ..."""
 
-    def train(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
-        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-        optimizer = optimizer_of(model, flash, 0.0, "AdamW")
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(flash(ids), y).backward()
-            optimizer.step()
-        return {name: whole(p).detach() for name, p in model.named_parameters()}
+    def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return steps.end_of_training(model, lambda m: loss_of(m(ids), y), SAMPLES)
 
     ids, y = batch()
     mine = slice(None) if data is None else slice(*((0, 3), (3, 4))[data.get_local_rank()])
-    found = train(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
-    alone = train(decoders.make(), ids, y)
+    found = end(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
+    alone = end(decoders.make(), ids, y)
     return max(error(found[name], alone[name]) for name in alone)
 
 
@@ -173,22 +211,14 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
     torch.manual_seed(0)  # all processes alike: that must not matter
     model = sharded(decoders.make(), tensor, data)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    optimizer = optimizer_of(model, flash, 5.0)
-    drawn: list[int] = []
-    fill = reference.fill
-
-    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
-        drawn.append(len(words_N16))
-        fill(words_N16, *args, **kwargs)
-
+    optimizer = steps.optimizer_of(model, flash, 5.0, SAMPLES)
     ids, y = batch()
     loss_of(flash(ids), y).backward()
     named = dict(model.named_parameters())
     sums = {name: local_of(p.grad).clone() for name, p in named.items()}
-    reference.fill = noted
-    optimizer.step()
-    reference.fill = fill
-    noise = {name: (local_of(p.grad) * 4 - sums[name]) / (5 * C) for name, p in named.items()}
+    with steps.counted_blocks() as drawn:
+        optimizer.step()
+    noise = {name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * C) for name, p in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, noise)
     places = [
@@ -240,7 +270,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
         "counted": int(counted),
-        "end": {name: whole(p).detach() for name, p in model.named_parameters()},
+        "end": {name: all_of(p).detach() for name, p in model.named_parameters()},
     }
 
 

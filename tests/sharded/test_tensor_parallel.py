@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import processes, tensor_refusals, tensor_steps
+from tests.sharded import processes, tensor_refusals, tensor_steps, uses
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
 
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
 
 CASES: dict[str, dict[str, Any]] = {
-    "layers": {"net": {"layers": 2}, "steps": 2},
+    "layers": {"net": {"layers": 2}, "times": 2},
     "words that cannot be halved, padding": {"net": {"words": 11, "padding": 8}},
-    "sequence": {"kind": "sequence", "net": {"layers": 2}, "steps": 2},
+    "sequence": {"kind": "sequence", "net": {"layers": 2}, "times": 2},
     "as many samples as positions": {"kind": "sequence, loss", "length": 4},
     "frozen, automatic": {
         "frozen": ("embed", "blocks.0.attention.q", "blocks.0.feed_forward_norm"),
@@ -31,12 +31,19 @@ CASES: dict[str, dict[str, Any]] = {
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
 }
+#: The same in fp32, beside float64.
+IN_FP32 = ("layers", "sequence", "two_pass, tied")
 
 
 def main(rank: int) -> dict[str, Any]:
     mesh, _ = tensor_steps.meshes()
     return {
         "clipped": {n: tensor_steps.clipped_step(mesh, **case) for n, case in CASES.items()},
+        "fp32": {
+            n: tensor_steps.clipped_step(mesh, **CASES[n], dtype=torch.float32) for n in IN_FP32
+        },
+        "bf16": {n: tensor_steps.beside_same_operands(mesh, n) for n in ("layers", "sequence")},
+        "transformers": [uses.cut_by_transformers(how) for how in ("loaded", "applied")],
         "poisoned": tensor_steps.poisoned(mesh),
         "trained": tensor_steps.trained(mesh),
         "noise": tensor_steps.noisy(mesh),
@@ -60,6 +67,26 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[
 @pytest.mark.parametrize("name", CASES)
 def test_coefficients_are_bitwise_equal(name: str, found: list[dict[str, Any]]) -> None:
     assert all(of_rank["clipped"][name]["alike"] for of_rank in found)
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_fp32_is_near_float64(name: str, found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["fp32"][name]["error"] <= 1e-5
+        assert of_rank["fp32"][name]["alike"]
+
+
+@pytest.mark.parametrize("name", ["layers", "sequence"])
+def test_bf16_adds_up_in_fp32(name: str, found: list[dict[str, Any]]) -> None:
+    """Beside float64 of the same bf16 operands; one rounding to bf16 would be 4e-3."""
+    for of_rank in found:
+        assert of_rank["bf16"][name]["norms"] <= 1e-5
+        assert of_rank["bf16"][name]["sums"] <= 1e-5
+
+
+def test_plans_of_transformers_are_exact(found: list[dict[str, Any]]) -> None:
+    """Their norms are taken in fp32 by the model itself."""
+    assert max(error for of_rank in found for error in of_rank["transformers"]) <= 1e-6
 
 
 def test_a_sample_that_is_not_finite_adds_nothing(found: list[dict[str, Any]]) -> None:
@@ -110,6 +137,8 @@ def test_all_processes_take_the_same_poisson_batches(found: list[dict[str, Any]]
 
 
 REFUSED = {
+    "packed": r"o_proj \(Linear\): found the style PackedRowwiseParallel.*Load the model without",
+    "reduced gradients": r"self_attn.norm \(LayerNorm\): found a sum of its gradients",
     "unserved": r"norm \(Scale\): found a DTensor",
     "own heads": "whose gradients differ between these processes",
     "two layouts": "norm.*a sum over some of the positions.*the whole",

@@ -14,7 +14,7 @@ from tests.sharded import decoders, processes, tensor_steps
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
 
 CASES: dict[str, dict[str, Any]] = {
-    "layers": {"net": {"words": 11}, "steps": 2},
+    "layers": {"net": {"words": 11}, "times": 2},
     "sequence, logits stay cut": {"kind": "sequence, loss", "tied": True},
     "no samples in one half": {"kind": "sequence", "cuts": (0, 0, 4)},
     "two_pass": {"kind": "sequence", "mode": "two_pass"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.sharded import cases, failures, pipelines, processes, steps, uses
+from tests.sharded import cases, data_parallel, failures, pipelines, processes, steps, uses
 from tests.sharded.processes import C, truth_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -39,6 +39,7 @@ def main(rank: int) -> dict[str, Any]:
         "refused": steps.refusals(rank),
         "pipeline": pipelines.main(rank),
         "uses": uses.main(rank),
+        "trainer": data_parallel.main(rank),
         "failures": failures.main(rank, str(folder[0])),
     }
 
@@ -51,6 +52,15 @@ def found(by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", cases.CASES)
 def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
     assert max(of_rank["clipped"][name]["error"] for of_rank in found) <= 1e-12
+
+
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
+    for of_rank in found:
+        assert {name: one["error"] <= 1e-12 for name, one in of_rank.items()} == dict.fromkeys(
+            cases.COMPILED, True
+        )
 
 
 @pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from tests.sharded.processes import C, batch, error, local, make, sharded, truth_of
+from tests.sharded.processes import C, all_of, batch, error, local, make, sharded, truth_of
 from tests.sharded.steps import Rows
+from tests.support.hugging_face import llama
 from tests.support.oracle import per_sample_truth
 
 CUTS = (0, 5, 8)
 
 
-def llama(adapted: bool) -> Any:
-    """A small Llama in float64; with PEFT's LoRA on its attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def adapted(model: Any) -> Any:
+    """With PEFT's LoRA, on attention and feed-forward."""
+    from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=11,
-        max_position_embeddings=16,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    model: Any = LlamaForCausalLM(config)
-    if adapted:
-        from peft import LoraConfig, get_peft_model
-
-        targets = ["q_proj", "v_proj", "down_proj"]
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
-        for name, param in model.named_parameters():
-            if "lora_B" in name:  # zeros at first
-                nn.init.normal_(param, std=0.1)
-    return model.double()
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=targets)).double()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zeros at first
+            nn.init.normal_(param, std=0.1)
+    return model
 
 
 def token_losses(model: Any, given: tuple[Tensor, ...]) -> Tensor:
@@ -53,31 +40,59 @@ def token_losses(model: Any, given: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
 
 
-def transformers_step(rank: int, adapted: bool) -> float:
-    """A Llama whose layers are sharded: norms and sums beside those of single samples."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = llama(adapted)
+def steps_beside_single_samples(model: Any, plain: Any, rows: slice = slice(None)) -> float:
+    """Norms and sums of a model of transformers, ``rows`` of the batch being this process's."""
     ids, _ = batch()
-    plain = llama(adapted)
     whole = per_sample_truth(plain, (ids,), token_losses)
-    layers = (model.get_base_model() if adapted else model).model.layers
-    for layer in layers:
-        fully_shard(layer)
-    fully_shard(model)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    mine, _ = local(rank, CUTS)
     errors = []
     for _ in range(2):
         flash.zero_grad(set_to_none=True)
-        token_losses(flash, (mine,)).mean().backward()
-        errors.append(error(flash.get_norm_sample(), whole.norms[CUTS[rank] : CUTS[rank + 1]]))
+        token_losses(flash, (ids[rows],)).mean().backward()
+        errors.append(error(flash.get_norm_sample(), whole.norms[rows]))
         clipped = whole.clipped(C)
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad
             if param.grad is not None:
-                errors.append(error(param.grad.full_tensor(), clipped[name]))
+                errors.append(error(all_of(param.grad), clipped[name]))
+    flash.to_standard_module()
     return max(errors)
+
+
+def transformers_step(rank: int, lora: bool) -> float:
+    """A Llama whose layers are sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, plain = (adapted(llama()) if lora else llama() for _ in range(2))
+    for layer in (model.get_base_model() if lora else model).model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return steps_beside_single_samples(model, plain, slice(CUTS[rank], CUTS[rank + 1]))
+
+
+def cut_by_transformers(how: str) -> float:
+    """A Llama that transformers itself cuts over processes: while it loads, or afterwards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import LlamaForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plain = llama(num_key_value_heads=2)
+    if how == "applied":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        model = apply_tensor_parallelism(llama(num_key_value_heads=2), mesh)
+    else:
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(folder[0])
+        dist.barrier()
+        size = {"tp_plan": "auto", "tp_size": dist.get_world_size()}
+        options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+        model = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=size, **options)
+    forward = model.lm_head.forward
+    found = steps_beside_single_samples(model, plain)
+    assert model.lm_head.forward is forward  # as it was
+    return found
 
 
 def accelerated(rank: int, wrapped: bool) -> dict[str, Any]:
@@ -155,8 +170,8 @@ def operations(rank: int, private: bool) -> dict[str, int]:
 
 def main(rank: int) -> dict[str, Any]:
     return {
-        "llama": transformers_step(rank, adapted=False),
-        "LoRA": transformers_step(rank, adapted=True),
+        "llama": transformers_step(rank, lora=False),
+        "LoRA": transformers_step(rank, lora=True),
         "accelerate": [accelerated(rank, wrapped) for wrapped in (False, True)],
         "sent": {private: operations(rank, private) for private in (False, True)},
     }

@@ -27,6 +27,23 @@ def gpt2(tied: bool = True, positions: int = 8) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).double().train()
 
 
+def llama(**options: Any) -> Any:
+    """A small Llama in float64."""
+    small = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small | options)).double()
+
+
 def tiny(kind: str) -> Any:
     """A model of this class, in float64, without dropout; 17 tokens, 3 classes."""
     shared = {"vocab_size": 17, "num_hidden_layers": 1, "attn_implementation": "eager"}

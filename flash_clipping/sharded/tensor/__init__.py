@@ -10,5 +10,6 @@ of a tapped layer its tensors become the local ones of this process.
 * ``shares.py``: which part of a parameter's per-sample gradient a process has;
 * ``backward_pass.py``: norms over all processes of the mesh, and sums where they belong;
 * ``messages.py``: what they tell each other once in a backward pass;
+* ``transformers_plan.py``: layers that ``transformers`` has cut;
 * ``supported.py``: what is refused, by name.
 """

@@ -1,0 +1,100 @@
+"""Layers that ``transformers`` has cut (``from_pretrained(tp_plan="auto")``), as PyTorch cuts them.
+
+``transformers`` keeps parameters as ``DTensor``s, and puts a function of its own in the place of a
+layer's ``forward``: it lays the input out, calls the layer, and lays the output out. It takes other
+paths without gradients, on which parameters are no ``DTensor``s. While a model is wrapped, hooks
+do the same on one path, as those of ``parallelize_module`` do, and ``forward`` is the layer's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flash_clipping._compat import hooks_of_module
+
+#: Where ``transformers`` 5.17 has its styles; older ones had other places, and use hooks.
+_STYLES = "transformers.distributed.tensor_parallel"
+
+_INSTEAD = (
+    "Load the model without tp_plan, and cut it by torch.distributed.tensor.parallel."
+    "parallelize_module, with a plan that leaves this module whole."
+)
+
+
+class _Restored:
+    """A handle, as hooks have one: gives a layer the function back that it had."""
+
+    def __init__(self, layer: Any, forward: Any):
+        self.layer, self.forward = layer, forward
+
+    def remove(self) -> None:
+        self.layer.forward = self.forward
+
+
+def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
+    """Let hooks do what ``transformers`` does around the layers that it has cut.
+
+    Args:
+        root: the model, before its layers are tapped.
+        handles: what takes it all back, once the taps are off.
+
+    Raises:
+        NotImplementedError: a style, or a layer with it, that is not known here.
+    """
+    found = []
+    for path, layer in root.named_modules():
+        *_, of_backward = hooks_of_module(layer)
+        for hook in getattr(of_backward, "values", list)():
+            if getattr(hook, "__module__", None) == _STYLES:
+                _refuse(path, layer, "a sum of its gradients over processes, without its samples")
+        forward = layer.__dict__.get("forward")
+        if getattr(forward, "__module__", None) != _STYLES:
+            continue
+        closed: Any = inspect.getclosurevars(forward).nonlocals
+        style, mesh, inner = (closed.get(name) for name in ("self", "mesh", "original_forward"))
+        name = type(style).__name__
+        if name not in ("ColwiseParallel", "RowwiseParallel"):
+            _refuse(path, layer, f"the style {name}")
+        if type(layer) not in (nn.Linear, nn.Embedding):  # quantized ones, say
+            _refuse(path, layer, f"a layer that is neither Linear nor Embedding, with {name}")
+        if getattr(inner, "__func__", None) is not type(layer).forward:
+            _refuse(path, layer, "a forward that is not its class's")
+        by_features = name == "RowwiseParallel" and not isinstance(layer, nn.Embedding)
+        found.append((layer, style, mesh, Shard(-1) if by_features else Replicate()))
+    for layer, style, mesh, wanted in found:
+        handles.append(_Restored(layer, layer.__dict__.pop("forward")))
+        handles.append(layer.register_forward_pre_hook(_before(style, mesh, wanted)))
+        handles.append(layer.register_forward_hook(_after(style)))
+
+
+def _before(style: Any, mesh: Any, wanted: Any) -> Any:
+    """A hook that lays a layer's input out."""
+
+    def before(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [style.input_layouts], run_check=False)
+        return x.redistribute(placements=[wanted]), *others
+
+    return before
+
+
+def _after(style: Any) -> Any:
+    """The same of its output."""
+
+    def after(layer: nn.Module, args: Any, output: Any) -> Any:
+        output = output.redistribute(placements=[style.output_layouts])
+        return output.to_local() if style.use_local_output else output
+
+    return after
+
+
+def _refuse(path: str, layer: nn.Module, what: str) -> None:
+    raise NotImplementedError(
+        f"{path} ({type(layer).__name__}): found {what}, of transformers' tp_plan. Built are "
+        f"'colwise', 'rowwise' and those of them that gather. {_INSTEAD}"
+    )
