@@ -30,7 +30,7 @@ from flash_clipping.randomness.chacha20 import BLOCK_WORDS, Keystream
 #: Normals of a block.
 PER_BLOCK = 8
 #: Blocks that are drawn at a time: fewer cost calls, more do not stay in a cache.
-CHUNK = 8192
+CHUNK = 6144
 
 
 def noisy_means(
@@ -127,7 +127,8 @@ class _BoxMuller:
     def __init__(self, std: float, dtype: torch.dtype) -> None:
         self._variance = std * std
         pairs = CHUNK * PER_BLOCK // 2
-        self._memory = torch.empty(3, pairs, dtype=torch.float64)
+        # Rows a power of 2 apart would want the same lines of a cache.
+        self._memory = torch.empty(3, pairs + 64, dtype=torch.float64)
         self._normals = torch.empty(pairs, 2, dtype=dtype)
 
     def __call__(self, words_N16: Tensor) -> Tensor:
@@ -149,10 +150,11 @@ class _BoxMuller:
         np.sqrt(x, out=radius)
         x[:] = integers_P2[:, 1]
         x *= 2 * math.pi * 2.0**-64
+        # Assignments round. One function at a time: what it leaves is still in the cache.
         torch.cos(in_torch[0], out=in_torch[1])
-        torch.sin(in_torch[0], out=in_torch[0])
-        # Assignments round.
         other *= radius
+        cosines[:] = other
+        torch.sin(in_torch[0], out=in_torch[0])
         x *= radius
-        cosines[:], sines[:] = other, x
+        sines[:] = x
         return normals_P2.view(-1)
