@@ -25,6 +25,7 @@ from flash_clipping.randomness.mechanisms import (
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5
 ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
+ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10)]
 
 
 def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
@@ -70,6 +71,18 @@ def test_banded_noise_keeps_what_it_needs() -> None:
     for _ in range(5):
         source.next([torch.zeros(10)])
     assert len(source._rows) == 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> None:
+    stored = CorrelatedNoise(BandedNoise(count), SecretStream(key=bytes(32)))
+    again = CorrelatedNoise(BandedNoise(count, "drawn_again"), SecretStream(key=bytes(32)))
+    sums = [torch.zeros(11), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(5).bfloat16()]
+    for _ in range(9):
+        for one, other in zip(stored.next(sums), again.next(sums), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    assert len(stored._rows) == count - 1 and not again._rows
+    assert not any(isinstance(value, Tensor) for value in vars(again).values())
 
 
 # -- with an engine --------------------------------------------------------------------------------
