@@ -88,12 +88,14 @@ def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> No
 # -- with an engine --------------------------------------------------------------------------------
 
 
-def private(noise: NoiseMechanism, sampling: str = "fixed_order", **options: Any) -> Any:
+def private(
+    noise: NoiseMechanism, sampling: str = "fixed_order", workers: int = 0, **options: Any
+) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     engine = FlashPrivacyEngine(accountant="pld")
     x, rows = torch.randn(SIZE, 4), torch.arange(SIZE)
-    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES)
+    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES, num_workers=workers)
     module, optimizer, _, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -201,6 +203,39 @@ def test_what_must_stay(change: str) -> None:
         module._module.bias.requires_grad_(False)
     with pytest.raises(FlashClippingError, match="in the steps before|than in the steps before"):
         step(module, optimizer, next(batches)[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
+    """However many were begun, and whatever their workers had drawn ahead: a batch that is not this
+    step's is refused, and what is stepped on is the batch of that number."""
+    engine, module, optimizer, loader = private(BandedNoise(2), workers=workers)
+    numbers = {}
+    for number, (x, rows) in enumerate(loader):
+        numbers[frozenset(rows.tolist())] = number
+        step(module, optimizer, x)
+    old, new = iter(loader), iter(loader)
+    stepped, refused = [], []
+    for batches in (old, old, new, new, new, old, new, iter(loader), old):
+        x, rows = next(batches)
+        number, taken = loader.batch_sampler.announce.given - 1, BATCHES + len(stepped)
+        assert numbers[frozenset(rows.tolist())] == number % BATCHES
+        if number == taken:
+            step(module, optimizer, x)
+            stepped.append(number)
+        else:
+            refused.append(number)
+            with pytest.raises(FlashClippingError, match=f"step {taken} .* gave batch {number}"):
+                step(module, optimizer, x)
+        assert len(engine.accountant) == BATCHES + len(stepped)
+    assert stepped == [*range(BATCHES, BATCHES + len(stepped))] and len(stepped) >= 3
+    assert refused or not workers
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    _, module, optimizer, loader = private(BandedNoise(2))
+    with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+        optimizer.signal_skip_step()
 
 
 def test_copies_and_parts_are_refused() -> None:

@@ -294,3 +294,16 @@ def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: 
         options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
     with pytest.raises(ValueError, match=message):
         private(**options)
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    """Which a step of the accountant's would have covered."""
+    engine, _, module, optimizer, criterion, loader = private(noise_multiplier=1.0)
+    for x, y, _ in loader:
+        with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+            optimizer.signal_skip_step(True)
+        optimizer.signal_skip_step(False)
+        criterion(module(x), y).backward()
+        optimizer.step()
+        break
+    assert len(engine.accountant) == 1
