@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.integration.correlated_noise import CorrelatedNoise
-from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
@@ -64,6 +64,7 @@ def test_one_step_noise_keeps_nothing() -> None:
         source.next([torch.zeros(10)])
     assert not any(isinstance(value, Tensor) for value in vars(source).values())
     assert source._rows == []
+    assert source._last is not None and source._last.purpose is Purpose.NOISE
 
 
 def test_banded_noise_keeps_what_it_needs() -> None:
@@ -183,6 +184,7 @@ def test_steps_on_other_batches_are_refused() -> None:
     with pytest.raises(FlashClippingError, match="gave batch 1"):
         step(module, optimizer, x)
     assert not engine.accountant.history
+    assert optimizer.stream.state_dict()["draws"] == 0  # before noise
     for x, _ in loader:
         step(module, optimizer, x)
         with pytest.raises(FlashClippingError, match="found step 1"):

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.integration.fixed_shapes import FixedShapeSampler
-from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import coin_tosses, subset
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
@@ -307,3 +308,15 @@ def test_a_step_on_two_batches_is_refused() -> None:
         optimizer.step()
         break
     assert len(engine.accountant) == 1
+
+
+def test_which_are_left_comes_from_other_words_than_who_is_drawn() -> None:
+    key = bytes(32)
+    sampler = FixedShapeSampler(
+        max_batch_size=5, num_samples=60, sample_rate=0.4, steps=3, stream=SecretStream(key=key)
+    )
+    for number, found in enumerate(sampler):
+        draw = Draw(key, Purpose.SAMPLING, number)
+        drawn = coin_tosses(draw, 60, 0.4).nonzero().flatten()
+        assert found == drawn[subset(draw, len(drawn), 5, tensor=1)].tolist()
+        assert sampler.drawn == number + 1
