@@ -37,6 +37,8 @@ class CorrelatedNoise:
         self.mechanism, self._stream = mechanism, stream
         #: The last rows of ``inv(C) Z``, the latest first: of banded noise.
         self._rows: list[list[Tensor]] = []
+        #: Where every ``z`` came from: of banded noise that is drawn again.
+        self._draws: list[Draw] = []
         #: Where the last ``z`` came from: of one-step noise.
         self._last: Draw | None = None
         self._shapes: Any = None
@@ -52,6 +54,11 @@ class CorrelatedNoise:
             )
         self._shapes = shapes
         draw = self._stream.draw(Purpose.NOISE)
+        if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
+            draws = [*self._draws, draw]
+            row = [self._row_again(draws, number, summed) for number, summed in enumerate(sums)]
+            self._draws = draws  # a step that failed has taken nothing
+            return row
         row = _normals(draw, sums)
         if isinstance(self.mechanism, OneStepNoise):
             if self._last is not None:
@@ -59,11 +66,24 @@ class CorrelatedNoise:
                     w.sub_(z, alpha=self.mechanism.share)
             self._last = draw
         elif isinstance(self.mechanism, BandedNoise):
-            for c, before in zip(self.mechanism.coefficients[1:], self._rows, strict=False):
-                for w, w_before in zip(row, before, strict=True):
-                    w.sub_(w_before, alpha=float(c))
-            self._rows = [row, *self._rows[: self.mechanism.count - 2]]
+            self._rows = self._with_next(row, self._rows)
         return row
+
+    def _with_next(self, z: list[Tensor], rows: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The last rows of banded noise, the latest first, when ``z`` is drawn; it becomes one."""
+        assert isinstance(self.mechanism, BandedNoise)
+        for c, before in zip(self.mechanism.coefficients[1:], rows, strict=False):
+            for w, w_before in zip(z, before, strict=True):
+                w.sub_(w_before, alpha=float(c))
+        return [z, *rows[: self.mechanism.count - 2]]
+
+    def _row_again(self, draws: Sequence[Draw], number: int, summed: Tensor) -> Tensor:
+        """This parameter's noise, from that of all steps: the same arithmetic as that of rows which
+        are kept."""
+        rows: list[list[Tensor]] = []
+        for draw in draws:
+            rows = self._with_next(_normals(draw, [summed], [number]), rows)
+        return rows[0][0]
 
     def __getstate__(self) -> Any:
         raise FlashClippingError(
@@ -73,10 +93,15 @@ class CorrelatedNoise:
         )
 
 
-def _normals(draw: Draw, sums: Sequence[Tensor]) -> list[Tensor]:
-    """The normals of a draw, of unit scale: the same again whenever they are asked for."""
+def _normals(
+    draw: Draw, sums: Sequence[Tensor], numbers: Sequence[int] | None = None
+) -> list[Tensor]:
+    """The normals of a draw, of unit scale: the same again whenever they are asked for.
+
+    ``numbers``: places of these sums among all; ``None``: these are all.
+    """
     nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
-    return noisy_means(nothing, 1.0, 1.0, draw=draw)
+    return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=numbers)
 
 
 class CorrelatedFlashDPOptimizer(FlashDPOptimizer):

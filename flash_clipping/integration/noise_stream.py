@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from opacus import PrivacyEngine
 
+from flash_clipping.integration.accounting import relation_of
 from flash_clipping.randomness import SecretStream
 
 #: Of the stream, in a checkpoint of the engine's.
@@ -40,6 +41,15 @@ def stream_of(
     return SecretStream(seed=int(seed))
 
 
+def seed_notice(*streams: SecretStream | None) -> str:
+    """What a report of ε says besides, where noise or batches come from a seed."""
+    seeds = sorted({s.seed for s in streams if s is not None and s.seed is not None})
+    if not seeds:
+        return ""
+    named = ", ".join(map(str, seeds))
+    return f"   SEEDED ({named}): NO ε HOLDS against whoever knows the seed"
+
+
 class SecretNoiseEngine(PrivacyEngine):
     """Opacus' engine with a secret stream, whose state it keeps in checkpoints.
 
@@ -69,6 +79,22 @@ class SecretNoiseEngine(PrivacyEngine):
         if not self._has_opacus_randomness:
             self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
             self._has_opacus_randomness = True
+
+    def summary(self, delta: float, *, optimizer: Any = None) -> str:
+        """What was spent, in a line to report: ε with δ, and which datasets they compare.
+
+        Args:
+            delta: δ.
+            optimizer: what ``make_private`` returned; its noise may have a seed of its own.
+
+        Guarantees:
+            A seed is named, loudly: the engine's, or that of the optimizer's noise.
+        """
+        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g}"
+        relation = relation_of(self.accountant)
+        return f"{found} ({relation})" + seed_notice(
+            self.stream, getattr(optimizer, "stream", None)
+        )
 
     def save_checkpoint(
         self,

@@ -214,16 +214,18 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """As in Opacus: whether one more step, after those announced before, is skipped.
 
         What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
-        when its loop was left, or goes on without.
+        when its loop was left, or goes on without. Refused where the loader's batches come whole.
         """
         self._signal(do_skip, sys._getframe(1))
 
     def _signal(self, do_skip: bool, caller: FrameType) -> None:
-        if not caller.f_code.co_flags & inspect.CO_GENERATOR:
-            self._loop = None  # by hand
+        by_hand = not caller.f_code.co_flags & inspect.CO_GENERATOR
+        if do_skip or not by_hand:
+            refuse_split_units(self._module, by_hand=by_hand)
+        if by_hand:
+            self._loop = None
             super().signal_skip_step(do_skip)
             return
-        refuse_split_units(self._module)
         if caller is not self._loop:
             self._loop, self._ahead = caller, None
             self._step_skip_queue.clear()

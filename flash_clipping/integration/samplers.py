@@ -165,6 +165,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.drawn = 0
         #: Sizes of the batches of the running epoch that its loader has not given yet.
         self.sizes: deque[int] = deque()
+        #: Of the batch that was drawn last, whichever iterator it is for.
+        self.size_of_last = 0
         self.announce = Announcer()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -175,7 +177,8 @@ class PoissonSampler(UniformWithReplacementSampler):
             for _ in range(self.steps):
                 indices = self._draw()
                 self.drawn += 1
-                sizes.append(self._size(indices))
+                self.size_of_last = self._size(indices)
+                sizes.append(self.size_of_last)
                 yield indices
         finally:  # a loop that was left early, too
             self.announce.end_epoch()

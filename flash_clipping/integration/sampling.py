@@ -228,8 +228,8 @@ class _AnnouncedBatches:
 
     def __init__(self, batches: Any, sampler: Any, ahead: bool):
         self._batches = batches
-        # With workers, the sizes of this epoch: its first batches are drawn by now. Without, of the
-        # epoch that begins with the first batch.
+        # With workers, the sizes of this epoch: its first batches are drawn by now. Without, a
+        # batch is given as soon as it is drawn, also where other iterators are in between.
         sizes = sampler.sizes if ahead else None
         self._announced = _announced(batches, sampler, sizes)
 
@@ -246,7 +246,7 @@ class _AnnouncedBatches:
 def _announced(batches: Any, sampler: Any, sizes: deque[int] | None) -> Iterator[Any]:
     try:
         for batch in batches:
-            sampler.announce((sampler.sizes if sizes is None else sizes).popleft())
+            sampler.announce(sampler.size_of_last if sizes is None else sizes.popleft())
             yield batch
     finally:  # a loop that was left early, too
         sampler.announce.end_epoch()

@@ -253,13 +253,28 @@ def refuse_units(
         )
 
 
-def refuse_split_units(module: Any) -> None:
-    """Refuse physical batches smaller than what was drawn.
+def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
+    """Refuse steps on other batches than were drawn: parts of one, or several.
+
+    Args:
+        module: the wrapped model, or its hooks.
+        by_hand: whether the loop itself skips steps, not ``BatchMemoryManager``.
 
     Raises:
-        FlashClippingError: parts of one unit would be clipped one by one.
+        FlashClippingError: parts of one unit would be clipped one by one; or who is drawn in two
+            batches of one step would add twice the bound.
     """
     if module is None:
+        return
+    if by_hand:
+        if module._session.whole_batches:
+            raise FlashClippingError(
+                "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
+                "one step for each (units, max_batch_size or batches in an order). A step of two "
+                "of them could hold one sample twice, and is accounted for as one. Call "
+                "optimizer.step() after every batch; for larger steps use a loader with a larger "
+                "batch_size. Nothing was released."
+            )
         return
     if module._session.units_of_calls.from_loader:
         raise FlashClippingError(

@@ -32,7 +32,7 @@ def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: in
             f"{MOST_BLOCKS} at most: a nonce has no others."
         )
     found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
-    fill(found, draw, tensor=tensor, shard=shard, first=first)
+    Keystream(draw, tensor=tensor, shard=shard, first=first).fill(found)
     return found
 
 
@@ -40,14 +40,25 @@ def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: in
 _ZEROS = memoryview(bytes(1 << 19))
 
 
-def fill(found: Tensor, draw: Draw, *, tensor: int, shard: int, first: int) -> None:
-    """Write the words of blocks from ``first`` on into ``[blocks, 16]``, int32, contiguous."""
-    size = len(found) * BLOCK_BYTES
-    # The package's nonce is the counter and RFC 8439's nonce, all of them little-endian.
-    nonce = struct.pack("<4I", first & 0xFFFFFFFF, *draw.nonce(tensor, shard))
-    cipher = Cipher(algorithms.ChaCha20(draw.key, nonce), mode=None).encryptor()
-    zeros = _ZEROS[:size] if size <= len(_ZEROS) else bytes(size)
-    cipher.update_into(zeros, found.numpy().view("uint8").data)
+class Keystream:
+    """The words of a nonce, from some block on: one stretch after the other.
+
+    Args:
+        draw: whose words.
+        tensor, shard: which of the draw's nonces.
+        first: counter of the first block. The caller sees to it that none is beyond the last.
+    """
+
+    def __init__(self, draw: Draw, *, tensor: int, shard: int, first: int = 0) -> None:
+        # The package's nonce is the counter and RFC 8439's nonce, all of them little-endian.
+        nonce = struct.pack("<4I", first & 0xFFFFFFFF, *draw.nonce(tensor, shard))
+        self._cipher = Cipher(algorithms.ChaCha20(draw.key, nonce), mode=None).encryptor()
+
+    def fill(self, found: Tensor) -> None:
+        """Write the words of the next blocks into ``[blocks, 16]``, int32, contiguous."""
+        size = len(found) * BLOCK_BYTES
+        zeros = _ZEROS[:size] if size <= len(_ZEROS) else bytes(size)
+        self._cipher.update_into(zeros, found.numpy().view("uint8").data)
 
 
 def uniform_bits(

@@ -25,6 +25,24 @@ KEY_BYTES = 32
 MOST_DRAWS, MOST_TENSORS, MOST_SHARDS = 1 << 32, 1 << 32, 1 << 24
 
 
+#: How often this process's memory was copied by a fork, over all of its ancestors.
+_forks = 0
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def _this_process() -> tuple[int, int]:
+    """What no stream of a parent has: numbers of processes alone are used again."""
+    return os.getpid(), _forks
+
+
 class SeededNoiseWarning(UserWarning):
     """Noise and batches come from a seed: whoever knows it can take the noise away."""
 
@@ -110,7 +128,7 @@ class SecretStream:
 
     def _take(self, key: bytes) -> None:
         self._key = key
-        self._process = os.getpid()
+        self._process = _this_process()
         self._numbers = itertools.count()
         self._drawn = 0
 
@@ -120,7 +138,7 @@ class SecretStream:
         Raises:
             FlashClippingError: all numbers are spent; a key that processes share in a fork.
         """
-        if os.getpid() != self._process:
+        if _this_process() != self._process:
             self._check_own("a process that was forked")
             self.seed = None
             self._take(secrets.token_bytes(KEY_BYTES))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flash_clipping.integration.accounting import relation_of
+from flash_clipping.integration.noise_stream import seed_notice
+from flash_clipping.randomness import SecretStream
 
 
 def accounted_steps(engine: Any) -> int:
@@ -124,7 +126,7 @@ class PrivacyDashboard:
         if every < 1:
             raise ValueError(f"PrivacyDashboard: found every={every}; expected at least 1 step.")
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
-        self._statistics = ClippingStatistics(model)
+        self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = accounted_steps(engine)
         self._named = False
 
@@ -146,11 +148,17 @@ class PrivacyDashboard:
         # Said once: which datasets ε compares.
         named, self._named = self._named, True
         relation = "" if named else f"   (ε: {relation_of(self._engine.accountant)})"
+        relation += seed_notice(getattr(self._engine, "stream", None), self._noise_stream())
         self._shown = accounted_steps(self._engine)
         self._show(
             line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read())
             + relation
         )
+
+    def _noise_stream(self) -> SecretStream | None:
+        """That of the model's optimizer, which may have a seed of its own."""
+        step = getattr(self._model, "running_step", None)
+        return getattr(getattr(step, "follower", None), "stream", None)
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

@@ -197,3 +197,9 @@ def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
     ordinary = accountant(Process())
     ordinary.use()
     ordinary.follow(Process())
+
+
+def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
+    events = Process(samples=50, max_batch_size=9, cycle=5).events(1.0, 0.2, 3)
+    assert [event.event.dataset_size for event in events] == [50, 51]
+    assert [event.event.truncated_batch_size for event in events] == [9, 9]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.integration.correlated_noise import CorrelatedNoise
-from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
@@ -25,6 +25,7 @@ from flash_clipping.randomness.mechanisms import (
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5
 ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
+ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10)]
 
 
 def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
@@ -63,6 +64,7 @@ def test_one_step_noise_keeps_nothing() -> None:
         source.next([torch.zeros(10)])
     assert not any(isinstance(value, Tensor) for value in vars(source).values())
     assert source._rows == []
+    assert source._last is not None and source._last.purpose is Purpose.NOISE
 
 
 def test_banded_noise_keeps_what_it_needs() -> None:
@@ -72,15 +74,29 @@ def test_banded_noise_keeps_what_it_needs() -> None:
     assert len(source._rows) == 2
 
 
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> None:
+    stored = CorrelatedNoise(BandedNoise(count), SecretStream(key=bytes(32)))
+    again = CorrelatedNoise(BandedNoise(count, "drawn_again"), SecretStream(key=bytes(32)))
+    sums = [torch.zeros(11), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(5).bfloat16()]
+    for _ in range(9):
+        for one, other in zip(stored.next(sums), again.next(sums), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    assert len(stored._rows) == count - 1 and not again._rows
+    assert not any(isinstance(value, Tensor) for value in vars(again).values())
+
+
 # -- with an engine --------------------------------------------------------------------------------
 
 
-def private(noise: NoiseMechanism, sampling: str = "fixed_order", **options: Any) -> Any:
+def private(
+    noise: NoiseMechanism, sampling: str = "fixed_order", workers: int = 0, **options: Any
+) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     engine = FlashPrivacyEngine(accountant="pld")
     x, rows = torch.randn(SIZE, 4), torch.arange(SIZE)
-    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES)
+    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES, num_workers=workers)
     module, optimizer, _, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -168,6 +184,7 @@ def test_steps_on_other_batches_are_refused() -> None:
     with pytest.raises(FlashClippingError, match="gave batch 1"):
         step(module, optimizer, x)
     assert not engine.accountant.history
+    assert optimizer.stream.state_dict()["draws"] == 0  # before noise
     for x, _ in loader:
         step(module, optimizer, x)
         with pytest.raises(FlashClippingError, match="found step 1"):
@@ -188,6 +205,39 @@ def test_what_must_stay(change: str) -> None:
         module._module.bias.requires_grad_(False)
     with pytest.raises(FlashClippingError, match="in the steps before|than in the steps before"):
         step(module, optimizer, next(batches)[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
+    """However many were begun, and whatever their workers had drawn ahead: a batch that is not this
+    step's is refused, and what is stepped on is the batch of that number."""
+    engine, module, optimizer, loader = private(BandedNoise(2), workers=workers)
+    numbers = {}
+    for number, (x, rows) in enumerate(loader):
+        numbers[frozenset(rows.tolist())] = number
+        step(module, optimizer, x)
+    old, new = iter(loader), iter(loader)
+    stepped, refused = [], []
+    for batches in (old, old, new, new, new, old, new, iter(loader), old):
+        x, rows = next(batches)
+        number, taken = loader.batch_sampler.announce.given - 1, BATCHES + len(stepped)
+        assert numbers[frozenset(rows.tolist())] == number % BATCHES
+        if number == taken:
+            step(module, optimizer, x)
+            stepped.append(number)
+        else:
+            refused.append(number)
+            with pytest.raises(FlashClippingError, match=f"step {taken} .* gave batch {number}"):
+                step(module, optimizer, x)
+        assert len(engine.accountant) == BATCHES + len(stepped)
+    assert stepped == [*range(BATCHES, BATCHES + len(stepped))] and len(stepped) >= 3
+    assert refused or not workers
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    _, module, optimizer, loader = private(BandedNoise(2))
+    with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+        optimizer.signal_skip_step()
 
 
 def test_copies_and_parts_are_refused() -> None:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.integration.fixed_shapes import FixedShapeSampler
-from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import coin_tosses, subset
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
@@ -294,3 +295,28 @@ def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: 
         options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
     with pytest.raises(ValueError, match=message):
         private(**options)
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    """Which a step of the accountant's would have covered."""
+    engine, _, module, optimizer, criterion, loader = private(noise_multiplier=1.0)
+    for x, y, _ in loader:
+        with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+            optimizer.signal_skip_step(True)
+        optimizer.signal_skip_step(False)
+        criterion(module(x), y).backward()
+        optimizer.step()
+        break
+    assert len(engine.accountant) == 1
+
+
+def test_which_are_left_comes_from_other_words_than_who_is_drawn() -> None:
+    key = bytes(32)
+    sampler = FixedShapeSampler(
+        max_batch_size=5, num_samples=60, sample_rate=0.4, steps=3, stream=SecretStream(key=key)
+    )
+    for number, found in enumerate(sampler):
+        draw = Draw(key, Purpose.SAMPLING, number)
+        drawn = coin_tosses(draw, 60, 0.4).nonzero().flatten()
+        assert found == drawn[subset(draw, len(drawn), 5, tensor=1)].tolist()
+        assert sampler.drawn == number + 1

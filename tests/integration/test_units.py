@@ -12,7 +12,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.integration.unit_sampling import UnitSampler, UnitsOfRows
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
@@ -263,9 +263,11 @@ def test_ways_to_clip(clipping: str) -> None:
         optimizer.step()
 
 
-def test_skipping_steps_by_hand_adds_up_units() -> None:
-    """Several batches of the loader as one logical batch."""
+def test_a_step_on_two_batches_is_refused() -> None:
+    """A user of both would add twice the bound to what is accounted for as one step."""
     module, optimizer, criterion, loader = private()
-    for number, (x, rows) in enumerate(loader):
-        optimizer.signal_skip_step(do_skip=number % 2 == 0)
-        step(module, optimizer, criterion, x, rows)
+    batches = iter(loader)
+    optimizer.signal_skip_step(do_skip=False)
+    step(module, optimizer, criterion, *next(batches))
+    with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+        optimizer.signal_skip_step()

@@ -12,9 +12,12 @@ from flash_clipping.randomness.mechanisms import (
     IndependentNoise,
     NoiseMechanism,
     OneStepNoise,
+    prefix_error,
 )
 
-ALL = [IndependentNoise(), BandedNoise(2), BandedNoise(4), OneStepNoise(0.3), OneStepNoise(0.9)]
+OPTIMISED = BandedNoise.optimised(4, 40)
+ALL = [IndependentNoise(), BandedNoise(2), BandedNoise(4), OPTIMISED]
+ALL += [OneStepNoise(0.3), OneStepNoise(0.9)]
 
 
 def matrix(noise: NoiseMechanism, steps: int) -> np.ndarray:
@@ -85,3 +88,51 @@ def test_shares_outside(share: float) -> None:
 def test_separations_outside() -> None:
     with pytest.raises(ValueError, match="separation"):
         OneStepNoise(0.5).sensitivity(4, 0)
+
+
+def error_by_matrices(weights: np.ndarray, steps: int) -> float:
+    """Of prefix sums, in the mean over steps, at a sensitivity of 1."""
+    noise = BandedNoise(len(weights), weights=tuple(weights))
+    spread = np.tril(np.ones((steps, steps))) @ np.linalg.inv(matrix(noise, steps))
+    return float((spread**2).sum() / steps * noise.sensitivity(steps) ** 2)
+
+
+@pytest.mark.parametrize(("count", "steps"), [(2, 2), (3, 30), (8, 60)])
+def test_optimised_weights_are_better_and_nothing_near_them_is(count: int, steps: int) -> None:
+    closed, found = BandedNoise(count).coefficients, BandedNoise.optimised(count, steps)
+    weights = found.coefficients
+    least = error_by_matrices(weights, steps)
+    assert least < error_by_matrices(closed, steps)
+    assert prefix_error(weights, steps)[0] == pytest.approx(least, rel=1e-12)
+    for j in range(1, count):
+        for change in (0.99, 1.01):
+            other = weights.copy()
+            other[j] *= change
+            if (np.diff(other) <= 0).all():
+                assert error_by_matrices(other, steps) > least * (1 - 1e-7)
+    assert found.settings != BandedNoise(count).settings and found != BandedNoise(count)
+    assert found.settings == BandedNoise.optimised(count, steps, memory="drawn_again").settings
+
+
+def test_derivative_of_the_error() -> None:
+    weights, step = np.array([1.0, 0.6, 0.2]), 1e-6
+    slopes = prefix_error(weights, 20)[1]
+    for j in (1, 2):
+        change = step * np.eye(3)[j]
+        up, down = (prefix_error(weights + s * change, 20)[0] for s in (1, -1))
+        assert slopes[j] == pytest.approx((up - down) / (2 * step), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1.0,), (0.9, 0.5), (1.0, -0.1), (1.0, 1.1), (1.0, float("nan"))]
+)
+def test_weights_without_a_known_sensitivity(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="sensitivities are not known"):
+        BandedNoise(2, weights=weights)
+
+
+def test_fewer_steps_than_diagonals_and_other_memories() -> None:
+    with pytest.raises(ValueError, match="as many steps"):
+        BandedNoise.optimised(4, 3)
+    with pytest.raises(ValueError, match="drawn_again"):
+        BandedNoise(2, "kept")  # type: ignore[arg-type]

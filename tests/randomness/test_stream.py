@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
 from typing import Any
 
@@ -155,6 +156,42 @@ def test_forked_processes_take_new_keys() -> None:
     first, second = keys.get()
     child.join()
     assert first == second != stream.draw(Purpose.NOISE).key
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_with_the_number_of_its_parent_takes_a_new_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers of processes are used again, and two of them may have one in other namespaces."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    stream = SecretStream()
+    before = stream.draw(Purpose.NOISE)
+    shared = SecretStream(key=bytes(32))
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            shared.draw(Purpose.NOISE)
+            os.write(write, b"shared")
+        except FlashClippingError:
+            first, second = (stream.draw(Purpose.NOISE) for _ in range(2))
+            grandchild = os.fork()
+            if grandchild:
+                os.waitpid(grandchild, 0)
+                os.write(write, first.key + second.key)
+            else:
+                os.write(write, stream.draw(Purpose.NOISE).key)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    found = os.read(read, 1000)
+    os.close(read), os.close(write)
+    below, first, second = found[:32], found[32:64], found[64:]
+    assert len(found) == 96 and first == second
+    after = stream.draw(Purpose.NOISE)
+    assert after.key == before.key and after.number == before.number + 1
+    assert len({below, first, after.key}) == 3
 
 
 def test_shared_keys_are_not_copied() -> None:

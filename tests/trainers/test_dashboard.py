@@ -23,7 +23,7 @@ pytestmark = [
 def private(**options: Any) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    engine = FlashPrivacyEngine(accountant="gdp")
+    engine = options.pop("engine", None) or FlashPrivacyEngine(accountant="gdp")
     data = TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
     made = engine.make_private(
         module=model,
@@ -83,6 +83,31 @@ def test_what_it_says(max_grad_norm: Any) -> None:
     assert lines[0].endswith("(ε: add or remove one sample)") and "(ε" not in lines[1]
     first = torch.cat(shares[:2]).float().mean().item()
     assert f"clipped {first:.0%}" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+@pytest.mark.parametrize("of", ["nobody", "engine", "noise"])
+def test_reports_name_relation_and_seed(of: str) -> None:
+    """Loudly, in every line that has an ε."""
+    generator = torch.Generator().manual_seed(3)
+    engine, model, optimizer, criterion, loader = private(
+        **{"noise_generator": generator} if of == "noise" else {},
+        **{"engine": FlashPrivacyEngine(accountant="gdp", seed=41)} if of == "engine" else {},
+    )
+    lines: list[str] = []
+    with PrivacyDashboard(engine, model, delta=1e-3, every=1, show=lines.append) as dashboard:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+    summary = engine.summary(1e-3, optimizer=optimizer)
+    assert summary.startswith(f"ε = {engine.get_epsilon(1e-3):.4g} at δ = 0.001 (add or remove one")
+    assert len(lines) > 1
+    seed = {"nobody": None, "engine": 41, "noise": optimizer.stream.seed}[of]
+    for text in (*lines, summary):
+        assert ("SEEDED" in text) == (seed is not None)
+        assert seed is None or f"SEEDED ({seed}): NO ε HOLDS" in text
 
 
 def test_parts_of_a_logical_batch_are_one_step() -> None:

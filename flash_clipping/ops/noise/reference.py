@@ -8,6 +8,9 @@ has 16 words of 32 bits. Four of them make two normals, by Box and Muller's meth
 * the other two, as a signed number ``a`` of 64 bits, make the angle ``2 pi a / 2^64``;
 * the normals are radius times cosine, and radius times sine.
 
+All of it is computed in float64; noise for fp32 is rounded once. What PyTorch is slow at, for calls
+cost as much as thousands of elements, is left to NumPy, in the same memory.
+
 E elements, N blocks, P pairs of normals.
 """
 
@@ -16,17 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.randomness import Draw
-from flash_clipping.randomness.chacha20 import BLOCK_WORDS, fill
+from flash_clipping.randomness.chacha20 import BLOCK_WORDS, Keystream
 
 #: Normals of a block.
 PER_BLOCK = 8
 #: Blocks that are drawn at a time: fewer cost calls, more do not stay in a cache.
-CHUNK = 8192
+CHUNK = 6144
 
 
 def noisy_means(
@@ -48,13 +52,15 @@ def noisy_means(
     if sums[0].device.type == "cpu":
         for index, start, noise_E in _noise(sums, std, draw, numbers):
             part = slice(start, start + len(noise_E))
-            noisy_E = torch.add(noise_E, flat[index][part], out=noise_E)
-            _rounded_to(noisy_E, grid)
-            out = results[index].view(-1)[part]
-            if out.dtype == noisy_E.dtype:
-                torch.div(noisy_E, divisor, out=out)
-            else:
-                out.copy_(noisy_E.div_(divisor))
+            noisy_E, out_E = noise_E.numpy(), results[index].view(-1)[part]
+            with np.errstate(all="ignore"):  # sums may be anything
+                noisy_E += flat[index][part].to(dtype=noise_E.dtype).numpy()
+                _rounded_to(noise_E, grid)
+                if out_E.dtype == noise_E.dtype:
+                    np.divide(noisy_E, divisor, out=out_E.numpy())
+                else:
+                    noisy_E /= divisor
+                    out_E.copy_(noise_E)
         return results
     # In memory that a GPU copies from while the host goes on.
     drawn = [torch.empty(len(x), dtype=accumulator(x), pin_memory=x.is_cuda) for x in flat]
@@ -85,62 +91,70 @@ def _noise(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Parts of all sums' noise: which sum, from which element on, and the noise in the sum's
     accumulator; its memory is used again for the next."""
-    dtype = accumulator(sums[0])
-    buffer = torch.empty(CHUNK * PER_BLOCK, dtype=dtype)
-    for noise, pieces in _normals([summed.numel() for summed in sums], std, draw, numbers):
-        if dtype != torch.float64:
-            noise = buffer[: len(noise)].copy_(noise)
+    transform = _BoxMuller(std, accumulator(sums[0]))
+    for words_N16, pieces in _words([summed.numel() for summed in sums], draw, numbers):
+        noise = transform(words_N16)
         for index, start, at, length in pieces:
             yield index, start, noise[at : at + length]
 
 
-def _normals(
-    sizes: Sequence[int], std: float, draw: Draw, numbers: Sequence[tuple[int, int]]
+def _words(
+    sizes: Sequence[int], draw: Draw, numbers: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, list[tuple[int, int, int, int]]]]:
-    """Chunks of noise in float64, and whose it is: index, first element, place, length. Small
+    """Chunks of words, and whose their normals are: index, first element, place, length. Small
     tensors share a chunk."""
-    transform = _BoxMuller(std)
     words_N16 = torch.empty(CHUNK, BLOCK_WORDS, dtype=torch.int32)
     pieces: list[tuple[int, int, int, int]] = []
     used = 0
     for index, (size, (tensor, shard)) in enumerate(zip(sizes, numbers, strict=True)):
-        start = 0
+        start, keystream = 0, Keystream(draw, tensor=tensor, shard=shard)
         while start < size:
             blocks = min(-(-(size - start) // PER_BLOCK), CHUNK - used)
-            block = start // PER_BLOCK
-            fill(words_N16[used : used + blocks], draw, tensor=tensor, shard=shard, first=block)
+            keystream.fill(words_N16[used : used + blocks])
             length = min(blocks * PER_BLOCK, size - start)
             pieces.append((index, start, used * PER_BLOCK, length))
             start, used = start + length, used + blocks
             if used == CHUNK:
-                yield transform(words_N16), pieces
+                yield words_N16, pieces
                 pieces, used = [], 0
     if used:
-        yield transform(words_N16[:used]), pieces
+        yield words_N16[:used], pieces
 
 
 class _BoxMuller:
     """Words to normals of some standard deviation, in memory that is used again."""
 
-    def __init__(self, std: float) -> None:
+    def __init__(self, std: float, dtype: torch.dtype) -> None:
         self._variance = std * std
         pairs = CHUNK * PER_BLOCK // 2
-        self._radius, self._angle, self._cosine = torch.empty(3, pairs, dtype=torch.float64)
-        self._normals = torch.empty(pairs, 2, dtype=torch.float64)
+        # Rows a power of 2 apart would want the same lines of a cache.
+        self._memory = torch.empty(3, pairs + 64, dtype=torch.float64)
+        self._normals = torch.empty(pairs, 2, dtype=dtype)
 
     def __call__(self, words_N16: Tensor) -> Tensor:
-        """``[8 N]``, float64."""
-        integers_P2 = words_N16.view(torch.int64).view(-1, 2)
+        """``[8 N]``, in ``dtype``; the next call overwrites it."""
+        integers_P2 = words_N16.numpy().view(np.int64).reshape(-1, 2)
         count = len(integers_P2)
-        radius, angle, cosine = (x[:count] for x in (self._radius, self._angle, self._cosine))
+        in_torch = self._memory[:, :count]
+        x, other, radius = in_torch.numpy()
+        normals_P2 = self._normals[:count]
+        cosines, sines = normals_P2.numpy().T
         # From signed numbers, which are converted faster: the fraction is n / 2^64. To multiply by
         # a power of 2 is exact.
-        radius.copy_(integers_P2[:, 0]).mul_(2.0**-64)
-        radius.sub_(torch.floor(radius, out=cosine)).add_(2.0**-66)
-        radius.log_().mul_(-2 * self._variance).sqrt_()
-        angle.copy_(integers_P2[:, 1]).mul_(2 * math.pi * 2.0**-64)
-        torch.cos(angle, out=cosine)
-        normals_P2 = self._normals[:count]
-        torch.mul(radius, cosine, out=normals_P2[:, 0])
-        torch.mul(radius, angle.sin_(), out=normals_P2[:, 1])
+        x[:] = integers_P2[:, 0]
+        x *= 2.0**-64
+        x -= np.floor(x, out=other)
+        x += 2.0**-66
+        torch.log(in_torch[0], out=in_torch[0])
+        x *= -2 * self._variance
+        np.sqrt(x, out=radius)
+        x[:] = integers_P2[:, 1]
+        x *= 2 * math.pi * 2.0**-64
+        # Assignments round. One function at a time: what it leaves is still in the cache.
+        torch.cos(in_torch[0], out=in_torch[1])
+        other *= radius
+        cosines[:] = other
+        torch.sin(in_torch[0], out=in_torch[0])
+        x *= radius
+        sines[:] = x
         return normals_P2.view(-1)
