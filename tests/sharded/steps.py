@@ -22,7 +22,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.integration.private_state import PrivateState
-from flash_clipping.ops.noise import reference
+from flash_clipping.randomness.chacha20 import Keystream
 from tests.sharded.processes import SAMPLES, C, all_of, batch, error, local, make, message, sharded
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
@@ -77,14 +77,14 @@ def trained(rank: int, shards: dict[str, Any], **options: Any) -> float:
 def counted_blocks() -> Iterator[list[int]]:
     """How many blocks of ChaCha20 (8 numbers each) every draw of noise inside takes."""
     drawn: list[int] = []
-    fill = reference.fill
+    fill = Keystream.fill
 
-    def noted(words_N16: Tensor, *args: Any, **kwargs: Any) -> None:
+    def noted(keystream: Keystream, words_N16: Tensor) -> None:
         drawn.append(len(words_N16))
-        fill(words_N16, *args, **kwargs)
+        fill(keystream, words_N16)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "fill", noted)
+        patch.setattr(Keystream, "fill", noted)
         yield drawn
 
 
