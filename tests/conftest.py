@@ -62,6 +62,19 @@ _seed_only_what_there_is()
 remember_the_language()
 
 
+#: Suites that compare every norm with an oracle of their own, for hundreds of models.
+COMPARE_THEMSELVES = ("rules", "certificate", "factors")
+
+
+@pytest.fixture(autouse=True)
+def _compared_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No comparison of single samples with autograd before first steps, where the test makes one:
+    it is half of such a test's time."""
+    if request.path.parent.name in COMPARE_THEMSELVES:
+        watch = "flash_clipping.integration.model_watch.unfit_outputs"
+        monkeypatch.setattr(watch, lambda *_: {})
+
+
 @pytest.fixture(autouse=True)
 def _keys_by_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of a test get keys by its name, so that its batches are the same in every run.
