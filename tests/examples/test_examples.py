@@ -79,7 +79,11 @@ def test_bf16_autocast(example, name):
 
 @pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
 @pytest.mark.parametrize(
-    ("name", "stop"), [("digits", "between_epochs"), ("language_model", "inside_an_epoch")]
+    ("name", "stop"),
+    [
+        ("digits", "between_epochs"),
+        pytest.param("language_model", "inside_an_epoch", marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_run_equals_uninterrupted_run(example, name, stop):
     command = [*TINY[name], CPU, "--repeatable"]

@@ -12,7 +12,10 @@ from tests.sharded import data_parallel
 from tests.sharded.data_parallel import RATE, SIZE, STEPS
 from tests.sharded.processes import C
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo"),
+]
 
 
 @pytest.fixture(scope="module")
