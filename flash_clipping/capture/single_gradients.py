@@ -267,10 +267,16 @@ class _Comparison:
             checkpoints_replaced(PlainCheckpoint),
         ):
             session.comparing = True
+            # A function that runs a backward of its own (reversible layers) adds to ``p.grad``.
+            before = [(param, param.grad) for param in self.params]
+            for param in self.params:
+                param.grad = None
             try:
                 yield tensors_in(self.forward(*self.args, **self.kwargs))
             finally:
                 session.comparing = False
+                for param, grad in before:
+                    param.grad = grad
 
     def _rows(
         self, outputs: list[Tensor], axes: _Axes | None

@@ -169,3 +169,26 @@ def test_it_leaves_nothing_and_is_not_done_again() -> None:
     calls = model.calls
     squares(flash, x).backward()
     assert model.calls == calls + 1
+
+
+class RunsBackward(torch.autograd.Function):
+    """Computes its layer again in backward, and leaves gradients there by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, m: nn.Module) -> Tensor:
+        ctx.m = m
+        ctx.save_for_backward(h)
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            (ctx.m.gain * 1.0).sum().backward()
+        return grad * 2, None
+
+
+def test_a_backward_within_leaves_no_gradient() -> None:
+    model = Around(lambda m, h: RunsBackward.apply(h, m)).double()
+    flash = GradSampleModuleFlashClipping(model)
+    flash(*float64s(4, 5, 3))
+    assert all(p.grad is None for p in model.parameters())

@@ -127,7 +127,7 @@ class _BoxMuller:
     def __init__(self, std: float, dtype: torch.dtype) -> None:
         self._variance = std * std
         pairs = CHUNK * PER_BLOCK // 2
-        # Rows a power of 2 apart would want the same lines of a cache.
+        # Rows a power of 2 apart may want the same lines of a cache.
         self._memory = torch.empty(3, pairs + 64, dtype=torch.float64)
         self._normals = torch.empty(pairs, 2, dtype=dtype)
 
