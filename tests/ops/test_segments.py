@@ -90,9 +90,12 @@ def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
     assert relative_error(sums, released) <= case.tolerance
     half_gathered = grouped_sums(Rows(A, order), Rows(G[order]), segments, coef, **run)
     again = segment_sqnorms(Rows(A[order]), Rows(G[order]), segments, **run)
-    found = sq_S, doubt_S, sq_S, doubt_S, sums
-    for x, y in zip(found, (*gathered, *again, half_gathered), strict=True):
+    for x, y in zip((sq_S, doubt_S), again, strict=True):
         assert torch.equal(x, y)
+    for x, y in zip((sq_S, doubt_S, sums), (*gathered, half_gathered), strict=True):
+        # A library's product may round by how its operand lies in memory. Ours may not.
+        ours = case.backend == "triton"
+        assert torch.equal(x, y) if ours else relative_error(x, y) <= case.rounding
     each = segment_grads(Rows(A[order]), Rows(G[order]), segments, **run)
     assert relative_error(each, grads.transpose(0, 1)) <= case.rounding
     ones = grouped_sums(Rows(A[order]), Rows(G[order]), segments, None, **run)
