@@ -11,10 +11,11 @@ further than its norm asks for, as rounding may hide a part of it, and the share
 which that is more than :data:`DOUBTFUL`.
 
 The reference is none of them: the plain model on one sample at a time, by ordinary autograd, in
-fp32 with the weights that the methods have (:func:`one_at_a_time`). In 16 bits the same is done
-once more in the methods' own dtype. What that is off by is the model's rounding, which no method
-can be blamed for: a method may be off by :data:`TOLERANCE`, or :data:`MARGIN` times as much as the
-plain model itself. Only a method of ours that is further off is an error; a peer's row says it.
+the next wider dtype with the weights that the methods have (:func:`one_at_a_time`): fp32 for 16
+bits, fp64 for fp32. The same is done once more in the methods' own dtype. What that is off by is
+the model's rounding, which no method can be blamed for: a method may be off by :data:`TOLERANCE`,
+or :data:`MARGIN` times as much as the plain model itself. Only a method of ours that is further
+off is an error; a peer's row says it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from torch import Tensor
 
 from benchmarks.methods import Method, Setting
 from benchmarks.models import loss
-
-REFERENCE = "one sample at a time in fp32"
 
 MARGIN = 3.0
 """A method may be off by so many times the rounding of the plain model in the same dtype."""
@@ -75,6 +74,11 @@ def allowed(dtype: torch.dtype, rounding: Errors | None) -> Errors:
         return Errors(tolerance, tolerance)
     both = rounding.norms or 0.0, rounding.gradients or 0.0
     return Errors(*(max(tolerance, MARGIN * error) for error in both))
+
+
+def reference_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of the reference for methods in ``dtype``."""
+    return torch.float32 if dtype.itemsize < 4 else torch.float64
 
 
 def one_at_a_time(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import agreement
-from benchmarks.agreement import REFERENCE, Errors, Fingerprint
+from benchmarks.agreement import Errors, Fingerprint
 from benchmarks.measure import Clock, PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
@@ -53,7 +53,7 @@ class Session:
             if reason := METHODS[name].missing(setting):
                 row.status, row.note = "missing", reason
         self.reference: str | None = None
-        #: What the plain model itself is off by in the methods' dtype, where that has 16 bits.
+        #: What the plain model itself is off by in the methods' dtype.
         self.rounding: Errors | None = None
         self._batches = setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
@@ -75,15 +75,16 @@ class Session:
             Disagreement: with a line for each method of ours that is further off than allowed.
         """
         setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
-        reference = self._one_at_a_time_in(torch.promote_types(setting.dtype, torch.float32))
+        wide = agreement.reference_dtype(setting.dtype)
+        reference = self._one_at_a_time_in(wide)
         if reference is not None:
-            self.reference = REFERENCE
-            done("took one sample at a time")
-            if setting.dtype in (torch.float16, torch.bfloat16):
+            self.reference = _one_at_a_time(wide)
+            done(f"took {self.reference}")
+            if setting.dtype != wide:
                 rounded = self._one_at_a_time_in(setting.dtype)
                 if rounded is not None:
                     self.rounding = agreement.errors(rounded, reference)
-                done(f"took one sample at a time in {setting.dtype}")
+                done(f"took {_one_at_a_time(setting.dtype)}")
         wrong: list[str] = []
         for name in [name for name in self.running() if METHODS[name].flat]:
             row = self.rows[name]
@@ -118,7 +119,7 @@ class Session:
         plain = dataclasses.replace(
             setting, workload=setting.plain or setting.workload, compile=None, graph=False
         )
-        row = Row(REFERENCE)
+        row = Row(_one_at_a_time(dtype))
 
         def take() -> Fingerprint:
             with _exact_convolutions():
@@ -251,6 +252,11 @@ class Session:
             row.status = "ok"
             return self._attempt(row, work)
         return None
+
+
+def _one_at_a_time(dtype: torch.dtype) -> str:
+    letters = "bf" if dtype == torch.bfloat16 else "fp"
+    return f"one sample at a time in {letters}{8 * dtype.itemsize}"
 
 
 def _fingerprint(name: str, setting: Setting, batch: tuple[Tensor, Tensor]) -> Fingerprint:

@@ -95,7 +95,7 @@ def test_graphs_on_a_gpu(run: Run, quick: tuple[str, ...], extra: tuple[str, ...
     status, printed = run("step", *arguments)
     assert status == 0, printed
     assert printed.count("cannot be captured as CUDA graphs") == 4  # Opacus', twice told
-    assert "compared with one sample at a time in fp32" in printed
+    assert "compared with one sample at a time in fp64" in printed
 
 
 def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_disagreement_is_an_error_exit_and_nothing_is_timed(
     path = tmp_path / "step.json"
     status, printed = run("step", *quick, "--methods", "nonprivate,flash", "--json", path)
     assert status == 1
-    assert "flash is off by" in printed and "from one sample at a time in fp32" in printed
+    assert "flash is off by" in printed and "from one sample at a time in fp64" in printed
     assert "Nothing was timed" in printed
     assert not path.exists()
 
@@ -287,7 +287,7 @@ def test_disagreement_is_an_error_exit_and_nothing_is_timed(
 def test_the_check_sees_the_setting_that_is_timed_but_no_noise() -> None:
     session = session_of("flash", "opacus-hooks", optimizer=True)
     session.check()
-    assert session.reference == "one sample at a time in fp32"
+    assert session.reference == "one sample at a time in fp64"
     assert session.rows["flash"].gradient_error is not None
 
 
@@ -304,7 +304,7 @@ def test_a_peer_that_is_wrong_is_told_and_everything_is_timed(
     status, printed = run("step", *quick, "--methods", methods, "--json", path)
     assert status == 0, printed
     rows = {row.method: row for row in Record.read(path).rows}
-    assert rows["opacus-ghost"].note == "off by 4.6e-02 from one sample at a time in fp32"
+    assert rows["opacus-ghost"].note == "off by 4.6e-02 from one sample at a time in fp64"
     assert rows["opacus-ghost"].note in printed
     assert rows["flash"].norm_error is not None and rows["flash"].norm_error < 1e-5
     assert all(len(row.milliseconds) == 2 for row in rows.values())
