@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import torch
+from torch.cuda import is_current_stream_capturing
 
 from flash_clipping._compat import is_autograd_compiled
 from flash_clipping.errors import FlashClippingError
@@ -32,7 +33,7 @@ def refuse_graph_capture() -> None:
     Raises:
         FlashClippingError: the current stream is being captured.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and is_current_stream_capturing():
         raise FlashClippingError(
             "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
             "would read tables that are gone by then, and leave no norms: capture the step "

@@ -43,7 +43,7 @@ def rehearse(
     held = [each for each in held if each[1].layout == torch.strided]
     counts = [wrapped.running_step.clipped_backwards for wrapped in models]
     randomness = _randomness_of_the_host()
-    with _no_waiting(device):
+    with _no_waiting(device), _as_if_captured():
         output = run()
     if randomness != _randomness_of_the_host():
         refuse(
@@ -79,6 +79,18 @@ def _randomness_of_the_host() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy
+
+
+@contextmanager
+def _as_if_captured() -> Iterator[None]:
+    """Take the way that the capture will take: who asks whether a graph is being captured hears
+    that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
+    before = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = before
 
 
 @contextmanager

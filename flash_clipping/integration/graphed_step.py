@@ -107,7 +107,9 @@ class GraphedStep:
             happens while it is captured and never in a replay; it must not wait for the device,
             draw random numbers on the host or clear gradients.
         model: the module whose parameters it gives gradients to, wrapped or not, or what wraps it.
-        warmup: calls with arguments of one layout before it is captured.
+        warmup: calls with arguments of one layout before it is captured. In the last one the step
+            is told, as in the capture, that a graph is captured
+            (``torch.cuda.is_current_stream_capturing``), so that both take the same way.
         graphs: how many layouts may have a graph at a time. They share their memory, which is that
             of the largest step, beside what steps that run as they are take.
 

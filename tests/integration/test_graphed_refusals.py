@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping.ops.runtime import upload
 from flash_clipping.ops.runtime.upload import to_device
 from tests.support.graphs import GraphedTraining, PlayedByHand, batches, small_network
 from tests.support.oracle import assert_close
@@ -149,8 +151,36 @@ def test_numbers_that_make_no_sense(warmup: int, graphs: int) -> None:
         GraphedStep(lambda: None, small_network(), warmup=warmup, graphs=graphs)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_rehearsed_as_it_will_be_captured(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that wait for the device in no capture (masks of transformers) can be captured."""
+    training, asked = GraphedTraining(None), []
+
+    def asks() -> bool:
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asks)
+
+    def step(x: Tensor) -> None:
+        asked.append(torch.cuda.is_current_stream_capturing())
+        training.step(x)
+        if fails and asked[-1]:
+            raise ZeroDivisionError
+
+    graphed = PlayedByHand(step, training.model)
+    x = batches(1)[0]
+    graphed(x)
+    graphed(x)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        graphed(x)
+    assert asked == [False, False, True]
+    assert torch.cuda.is_current_stream_capturing is asks
+
+
 def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(upload, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     with pytest.raises(FlashClippingError, match="Capture a step with flash_clipping.GraphedStep"):
         to_device([1, 2], torch.device("meta"), torch.int64)

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+    per_sample_loss,
+)
 from tests.support.graphs import assert_same_tensors
 from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close
@@ -183,6 +188,34 @@ def test_a_step_that_waits_is_refused_before_it_is_captured() -> None:
     with pytest.raises(FlashClippingError, match="the step waits for the device"):
         step(*batch)
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@on_gpu
+def test_a_model_that_waits_for_the_device_outside_of_captures_alone() -> None:
+    """The masks of transformers: looked into, to leave them out, where no graph is captured."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts)).cuda()
+    model = GradSampleModuleFlashClipping(plain, max_grad_norm=0.5)
+
+    def run(ids: Tensor) -> None:
+        logits = model(input_ids=ids, use_cache=False).logits
+        per_sample_loss(logits[:, :-1], ids[:, 1:]).mean().backward()
+
+    step = GraphedStep(run, model)
+    for seed in range(6):
+        ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(seed)).cuda()
+        model.zero_grad(set_to_none=True)
+        step(ids)
+        found = [model.get_norm_sample().clone(), *(p.grad.clone() for p in plain.parameters())]
+        model.zero_grad(set_to_none=True)
+        run(ids)
+        expected = [model.get_norm_sample(), *(p.grad for p in plain.parameters())]
+        for x, y in zip(found, expected, strict=True):
+            assert_close(x, y, 1e-5)
+    assert step.replays == 3
 
 
 @on_gpu

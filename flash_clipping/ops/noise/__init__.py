@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import reference
@@ -67,7 +68,7 @@ def noisy_means(
         else:
             results[index] = torch.empty_like(summed, dtype=dtype)
     for (device, summed_dtype, dtype), members in together.items():
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and is_current_stream_capturing():
             raise FlashClippingError(
                 "Noise is being captured as a part of a CUDA graph, whose replays would all add "
                 "the same. Capture forward and backward (flash_clipping.GraphedStep), and call "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from flash_clipping.errors import FlashClippingError
 
@@ -30,7 +31,7 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype)
     if device.type == "cpu":
         return on_host
     pinned = on_host.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
+    if is_current_stream_capturing():
         if not _kept:
             raise FlashClippingError(
                 "An operation of flash clipping is being captured as a CUDA graph, whose replays "
