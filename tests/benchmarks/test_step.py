@@ -95,7 +95,7 @@ def test_graphs_on_a_gpu(run: Run, quick: tuple[str, ...], extra: tuple[str, ...
     status, printed = run("step", *arguments)
     assert status == 0, printed
     assert printed.count("cannot be captured as CUDA graphs") == 4  # Opacus', twice told
-    assert "compared with one sample at a time in fp64" in printed
+    assert "compared with one sample at a time in fp32" in printed
 
 
 def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
