@@ -13,7 +13,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -210,7 +210,7 @@ class _Comparison:
                     grads = torch.autograd.grad(
                         rows, self.params, weights, retain_graph=True, allow_unused=True
                     )
-                    norms = [_norm(g) for g in grads]
+                    norms = [_norm(g) for g in self._with_those_left(grads)]
                     device = next((n.device for n in norms if n is not None), None)
                     norms_P = torch.stack(
                         [
@@ -225,6 +225,16 @@ class _Comparison:
                 return found
         finally:
             session.enabled = before
+
+    def _with_those_left(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What autograd returned, and what functions that run a backward of their own (reversible
+        layers) have left in ``p.grad``, of every parameter."""
+        left = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        return [
+            a if b is None else b if a is None else a + b for a, b in zip(grads, left, strict=True)
+        ]
 
     def _by_taps(self, axes: _Axes | None) -> dict[int, _Gradient]:
         """The same as it will be clipped."""

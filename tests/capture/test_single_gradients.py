@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.autograd import float64s, squares
+from tests.support.autograd import check_by_autograd, float64s, squares
 
 Layers = Callable[[nn.Module, Tensor], Tensor]
 
@@ -172,23 +172,41 @@ def test_it_leaves_nothing_and_is_not_done_again() -> None:
 
 
 class RunsBackward(torch.autograd.Function):
-    """Computes its layer again in backward, and leaves gradients there by itself."""
+    """Computes its layer again in backward, and leaves gradients there by itself, as reversible
+    layers do."""
+
+    ran = 0
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, m: nn.Module) -> Tensor:
         ctx.m = m
         ctx.save_for_backward(h)
-        return h * 2
+        with torch.no_grad():
+            return h + torch.tanh(m.layer(h))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        RunsBackward.ran += 1
+        h = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            (ctx.m.gain * 1.0).sum().backward()
-        return grad * 2, None
+            torch.autograd.backward(h + torch.tanh(ctx.m.layer(h)), grad)
+        return h.grad, None
 
 
 def test_a_backward_within_leaves_no_gradient() -> None:
     model = Around(lambda m, h: RunsBackward.apply(h, m)).double()
     flash = GradSampleModuleFlashClipping(model)
+    before = torch.full_like(model.layer.weight, 7.0)
+    model.layer.weight.grad = before
+    ran = RunsBackward.ran
     flash(*float64s(4, 5, 3))
-    assert all(p.grad is None for p in model.parameters())
+    assert RunsBackward.ran > ran
+    assert model.layer.weight.grad is before and (before == 7).all()
+    assert all(p.grad is None for p in model.parameters() if p is not model.layer.weight)
+
+
+def test_a_backward_within_gives_gradients_that_count() -> None:
+    """``torch.autograd.grad`` returns nothing of them."""
+    torch.manual_seed(0)
+    model = Around(lambda m, h: RunsBackward.apply(h, m)).double()
+    check_by_autograd(model, float64s(4, 5, 3), squares)
