@@ -75,8 +75,8 @@ def _compared_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     it is a fifth of such a test's time."""
     name = request.path.stem.removeprefix("test_")
     if request.path.parent.name in COMPARE_THEMSELVES and name not in RUN_BEFORE:
-        watch = "flash_clipping.integration.model_watch.unfit_outputs"
-        monkeypatch.setattr(watch, lambda *_: {})
+        comparison = "flash_clipping.capture.single_gradients._unfit_outputs"
+        monkeypatch.setattr(comparison, lambda *_: (0, {}))
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,8 @@ class SeenKinds:
         self, training: bool, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """The same of a model whose layers all read a row for each sample: what else they may get
-        is refused by its size, unless it has as many rows by chance."""
+        is refused by its size, unless it has as many rows by chance. What the model returns may
+        depend on other arguments."""
         if size <= 1 or len(self._plain) >= KINDS:
             return True
         return self._plain_kind(training, size, args, kwargs) in self._plain
@@ -63,22 +64,28 @@ class SeenKinds:
     ) -> Hashable:
         shapes = [x.shape for x in batched_inputs(args, kwargs)]
         axes = [tuple([a for a, n in enumerate(of) if size and n % size == 0]) for of in shapes]
-        return training, tuple(axes)
+        return training, tuple(axes), of_arguments(args, kwargs)
 
     def _other_sizes(self, inputs: Sequence[Tensor]) -> list[int]:
         axis = self._axis
         return [n for x in inputs for n in (*x.shape[:axis], *x.shape[axis + 1 :])]
 
     def _kind(self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        sizes = self._other_sizes([x for x in leaves if isinstance(x, Tensor)])
+        sizes = self._other_sizes(
+            [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        )
         return (
             tuple([module.training for module in self._modules]),
-            tuple([x if _is_plain(x) else type(x) for x in leaves]),
-            str(structure),
+            of_arguments(args, kwargs),
             _multiples(size, self._sizes),
             bool(_multiples(size, sizes)),
         )
+
+
+def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What a call was given, tensors' values and shapes aside."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return tuple([x if _is_plain(x) else type(x) for x in leaves]), str(structure)
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,7 +13,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
 from flash_clipping.capture.rehearsal import MODELS_OWN, first_size
 from flash_clipping.capture.row_values import FEATURES, is_low
+from flash_clipping.capture.seen_kinds import of_arguments
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -43,7 +44,8 @@ WRONG, WRONG_LOW = 1e-2, 0.2
 #: Gradients below this part of what they come from are rounding: nothing is said of them.
 NOTHING, NOTHING_LOW = 1e-5, 1e-2
 
-#: Outputs that are looked at one by one where something is wrong with one of them.
+#: Outputs that are looked at one by one where something is wrong with one of them, and the others
+#: together.
 OUTPUTS = 16
 
 #: Parameters that an error names.
@@ -52,36 +54,99 @@ NAMED = 10
 #: Outputs, by their numbers, and the axis of each that holds the samples.
 _Axes = Mapping[int, int]
 
+#: How many tensors the model returned, and the number of one of them.
+_Place = tuple[int, int]
 
-def unfit_outputs(
+
+class UnfitOutputs:
+    """Outputs of a model from which no gradient may come back, in any kind of call so far."""
+
+    def __init__(self) -> None:
+        #: Why, by the kind of the call and by the tensor's place: how many the model returned, and
+        #: its number among them.
+        self._why: dict[Hashable, dict[_Place, str]] = {}
+        #: What was trainable then, as a number that changes with it.
+        self._trainable = 0
+
+    def compare(
+        self,
+        root: nn.Module,
+        forward: Callable[..., Any],
+        session: ClippingSession,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trainable: int,
+    ) -> None:
+        """Note which they are in a call with these arguments.
+
+        Args:
+            root: the model; ``forward`` runs it, and ``session`` is what its taps share.
+            trainable: a number that is another one when other parameters are trainable.
+        """
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._why.clear()
+        count, found = _unfit_outputs(root, forward, session, args, kwargs)
+        known = self._why.setdefault(_kind(root, args, kwargs), {})
+        for number in range(count):  # what was shown once stays
+            place = count, number
+            known[place] = known.get(place) or found.get(number, "")
+
+    def refuse(
+        self,
+        root: nn.Module,
+        session: ClippingSession,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Refuse gradients that come back to this output, of a call with these arguments."""
+        all_whys = [why for found in self._why.values() for why in found.values() if why]
+        if not session.enabled or not all_whys:
+            return
+        tensors = tensors_in(output)
+        known = self._why.get(_kind(root, args, kwargs), {})
+        for number, tensor in enumerate(tensors):
+            # One that was never compared may be any of them.
+            if tensor.requires_grad and (why := known.get((len(tensors), number), all_whys[0])):
+                tensor.register_hook(partial(_refuse_gradient, session, why))
+
+
+def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    return tuple([module.training for module in root.modules()]), of_arguments(args, kwargs)
+
+
+def _refuse_gradient(session: ClippingSession, why: str, _: Any) -> None:
+    if session.enabled:
+        raise FlashClippingError(why)
+
+
+def _unfit_outputs(
     root: nn.Module,
     forward: Callable[..., Any],
     session: ClippingSession,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> dict[int, str]:
-    """Outputs of a model, by their number among its tensors, from which no gradient may come back.
+) -> tuple[int, dict[int, str]]:
+    """How many tensors the model returned, and why no gradient may come back from some of them, by
+    number, in words for who called ``backward()``.
 
     Nothing is found where nothing can be compared: the model returns no tensor with a row for each
     sample, it does not run on this batch, or it does not fit into memory once more.
-
-    Args:
-        root: the model; ``forward`` runs it, and ``session`` is what its taps share.
-
-    Returns:
-        Why, in words for who called ``backward()``.
     """
     size = first_size(args, kwargs, session.batch_axis)
     if not size or not session.trainable() or session.units_of_calls.are_known:
-        return {}
+        return 0, {}
     if session.backward_pass_class is not BackwardPass:  # somebody else watches
-        return {}
+        return 0, {}
+    comparison = _Comparison(root, forward, session, args, kwargs, size)
     try:
-        return _Comparison(root, forward, session, args, kwargs, size).unfit()
+        found = comparison.unfit()
     except FlashClippingError:
         raise
     except MODELS_OWN:  # an error of the model's own comes in its own forward; or out of memory
-        return {}
+        return 0, {}
+    return comparison.count, found
 
 
 @dataclass
@@ -113,6 +178,8 @@ class _Comparison:
         self.samples = sorted({0, size - 1})
         #: Axes of the outputs that may hold the samples, the likely one first; once it was run.
         self.axes: dict[int, list[int]] = {}
+        #: How many tensors the model returned.
+        self.count = 0
 
     def unfit(self) -> dict[int, str]:
         """The same, of this batch."""
@@ -122,10 +189,18 @@ class _Comparison:
         except FlashClippingError:
             pass  # of one of them
         found: dict[int, str] = {}
-        for number, axes in [*self.axes.items()][:OUTPUTS]:
-            complaints = [self._complaint_of(number, axis) for axis in axes]
+        numbers = [*self.axes]
+        for number in numbers[:OUTPUTS]:
+            complaints = [self._complaint_of(number, axis) for axis in self.axes[number]]
             if all(complaints):
                 found[number] = complaints[0] or ""
+        if more := {number: self.axes[number][0] for number in numbers[OUTPUTS:]}:
+            try:
+                why = self._complaint(more)
+            except FlashClippingError as error:
+                why = str(error)
+            if why is not None:
+                found |= dict.fromkeys(more, why)
         return found
 
     def _complaint_of(self, number: int, axis: int) -> str | None:
@@ -293,6 +368,7 @@ class _Comparison:
     ) -> Iterator[tuple[int, list[Tensor], list[Tensor]]]:
         """Sample by sample: its part of each of these outputs, and what goes backward from it."""
         if axes is None:
+            self.count = len(outputs)
             self.axes = {n: of for n, x in enumerate(outputs) if (of := self._axes_of(x))}
             axes = {number: of[0] for number, of in self.axes.items()}
         for b in self.samples if axes else ():

@@ -278,7 +278,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, session.returning = session.returning, None
         if call is None:
             return
-        self._watch.after_forward(args, kwargs, output)
+        self._watch.after_forward(module, args, kwargs, output)
         if not torch.is_grad_enabled():
             return
         call.ended = True

@@ -13,14 +13,12 @@ from torch.compiler import is_dynamo_compiling
 from flash_clipping.capture.batch_axis import rehearse
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.single_gradients import unfit_outputs
+from flash_clipping.capture.single_gradients import UnfitOutputs
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.buffers import BufferWatch
 from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.parallel import refuse_around, refuse_in_pipeline, refuse_since
@@ -61,8 +59,7 @@ class ModelWatch:
         self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
-        #: Outputs, by number, that no gradient may come back from, and why.
-        self._unfit: dict[int, str] = {}
+        self._unfit = UnfitOutputs()
         #: Whether a pipeline's norms are those of all its stages.
         self.in_private_schedule = False
         guards.watch_new()
@@ -152,7 +149,8 @@ class ModelWatch:
         """See whether single samples' gradients are what autograd gives."""
         if self.sharded is None:  # others would have to run the model as often
             with self.taps.regions.as_compiled():
-                self._unfit = unfit_outputs(module, forward, self.session, args, kwargs)
+                given = module, forward, self.session, args, kwargs
+                self._unfit.compare(*given, self.guards.count)
 
     def _rehearse(
         self,
@@ -177,8 +175,10 @@ class ModelWatch:
         if self._buffers is not None:
             self._buffers.refuse_rehearsed()
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Refuse what this forward, of these arguments, has made of the model, and, in backward,
+    def after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Refuse what this forward of ``module``, of these arguments, has made of it; in backward,
         gradients of outputs that are not each sample's own.
 
         Raises:
@@ -189,17 +189,4 @@ class ModelWatch:
             self._buffers.after_forward(args, kwargs)
         if torch.is_grad_enabled():
             self._structure.check()
-            self._refuse_unfit(output)
-
-    def _refuse_unfit(self, output: Any) -> None:
-        if not self._unfit or not self.session.enabled:
-            return
-        tensors = tensors_in(output)
-        for number, why in self._unfit.items():
-            if number < len(tensors) and tensors[number].requires_grad:
-                tensors[number].register_hook(partial(_refuse_gradient, self.session, why))
-
-
-def _refuse_gradient(session: ClippingSession, why: str, _: Any) -> None:
-    if session.enabled:
-        raise FlashClippingError(why)
+            self._unfit.refuse(module, self.session, args, kwargs, output)

@@ -94,6 +94,59 @@ def test_only_a_gradient_of_the_unfit_output_is_refused(by: Any) -> None:
         flash(x)["pairs"].square().sum().backward()
 
 
+class PairsIf(Around):
+    """Similarities of all pairs, if asked for, behind outputs that are the samples' own."""
+
+    def forward(self, x: Tensor, pairs: bool = True, before: int = 0) -> Any:
+        rows = super().forward(x).flatten(1)
+        last = (self.gain[0] * rows) @ rows.T if pairs else rows
+        return [rows * number for number in range(1, before + 1)], last
+
+
+@pytest.mark.parametrize("unfit_first", [True, False])
+def test_what_one_kind_of_call_may_not_give_is_refused_beside_another(unfit_first: bool) -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(PairsIf(lambda m, h: m.layer(h)).double())
+    (x,) = float64s(4, 5, 3)
+    if unfit_first:
+        flash(x)
+    flash(x, pairs=False)[1].square().sum().backward()
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match="rows of other samples"):
+        flash(x)[1].square().sum().backward()
+
+
+def test_an_unfit_output_behind_many_others_is_refused() -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(PairsIf(lambda m, h: m.layer(h)).double())
+    (x,) = float64s(4, 5, 3)
+    flash(x, before=20)[0][0].square().sum().backward()
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match="rows of other samples"):
+        flash(x, before=20)[1].square().sum().backward()
+
+
+class FewerOutputs(PairsIf):
+    """Fewer in later calls, of the same kind."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows, pairs = super().forward(x, before=2)
+        return (rows, pairs) if self.calls < 10 else (rows[:1], pairs)
+
+
+def test_an_unfit_output_at_another_place_is_refused() -> None:
+    torch.manual_seed(0)
+    model = FewerOutputs(lambda m, h: m.layer(h)).double()
+    flash = GradSampleModuleFlashClipping(model)
+    (x,) = float64s(4, 5, 3)
+    flash(x)[0][0].square().sum().backward()
+    assert model.calls < 10
+    model.calls = 10
+    flash.zero_grad()
+    with pytest.raises(FlashClippingError, match="rows of other samples"):
+        flash(x)[1].square().sum().backward()
+
+
 def windows_by_training(m: nn.Module, h: Tensor) -> Tensor:
     """Positions first in evaluation."""
     if m.layer.training:
