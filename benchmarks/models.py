@@ -299,6 +299,10 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
         decoder,
         dict(layers=4, width=256, hidden=1024, vocab=256, batch=16, seq=128, head=64),
     ),
+    "decoder-3b": (
+        decoder,
+        dict(layers=28, width=3072, hidden=8192, vocab=32_000, batch=4, seq=1024),
+    ),
     "long": (decoder, _ROW_1 | dict(layers=4, batch=1, seq=16_384)),
     "llama-1b-lora": (decoder, _ROW_1 | dict(layers=24, batch=8, seq=1024, lora=16)),
     "gpt2-small-shaped": (

@@ -1,0 +1,28 @@
+"""``sharded``: the command as it is started, on two processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+
+
+@pytest.mark.parametrize(("shards", "first"), [("fsdp2", "all-gather"), ("tp", "all-reduce")])
+def test_two_processes(shards: str, first: str, tmp_path: Path) -> None:
+    path = tmp_path / "sharded.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks", "sharded", "--shards", shards, "--model", "decoder-small"]
+    command += ["--layers", "1", "--batch", "2", "--seq", "8", "--rounds", "2", "--steps", "1"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([*command, "--json", str(path)], check=True, env=environment, timeout=120)
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["flash"]["norm_error"] < 1e-5 and rows["flash"]["sum_error"] < 1e-5
+    assert len(rows["flash"]["milliseconds"]) == len(rows["nonprivate"]["milliseconds"]) == 2
+    assert rows["flash"]["collectives"][first][0] >= 1
