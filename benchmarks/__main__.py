@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from benchmarks import (
+    budgets,
     certificate,
     convolutions,
     hyper_connections,
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         memory,
         plot,
         report,
+        budgets,
         certificate,
         mixtures,
         hyper_connections,
