@@ -30,7 +30,7 @@ def describe(device: torch.device, revision: str | None = None) -> dict[str, str
         "opacus": _version("opacus"),
         "flash_clipping": flash_clipping.__version__,
         "revision": revision or _revision(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
