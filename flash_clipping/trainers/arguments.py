@@ -20,7 +20,6 @@ _OWN = {
     "grad_sample_mode",
     "units",
     "max_rows_per_unit",
-    "sample_of",
     "distributed",
     "sampling",
     "max_batch_size",
@@ -48,7 +47,9 @@ class PrivacyArguments:
             had not been interrupted: for tests. Whoever knows the seed can subtract the noise.
         secure_mode: refuses a seed; noise is secure without it too.
         engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
-            ``clipping``, ``mode``, ``sum_dtype``, ``backend``, ...
+            ``clipping``, ``mode``, ``folded_modules``, ``sum_dtype``, ``backend``, ...; for
+            ``PrivateTrainer`` also ``sample_of``, where the data collator makes several rows of an
+            item, or one row of several.
 
     Raises:
         ValueError: arguments that contradict each other.

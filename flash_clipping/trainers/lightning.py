@@ -68,6 +68,12 @@ class PrivateTraining(Callback):
                 "PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
                 "clipping bound of a sample."
             )
+        if "sample_of" in privacy.engine_options:
+            raise ValueError(
+                "PrivateTraining: found engine_options with sample_of; expected samples that are "
+                "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
+                "your own (docs/units.md)."
+            )
         self.privacy = privacy
         self.module = module
         self.max_physical_batch_size = max_physical_batch_size

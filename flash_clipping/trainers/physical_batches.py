@@ -49,6 +49,10 @@ class CollateParts:
         self._collate = CollateWithEmpty(collate, dataset)
         self.part_size = part_size
 
+    def part(self, samples: list[Any]) -> Any:
+        """One part, of these samples."""
+        return self._collate(samples)
+
     def __call__(self, samples: list[Any]) -> LogicalBatch:
         starts = range(0, max(1, len(samples)), self.part_size)
         parts = [samples[start : start + self.part_size] for start in starts]

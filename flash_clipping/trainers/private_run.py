@@ -59,6 +59,8 @@ class PrivateRun:
     ) -> None:
         """Make the model's gradients clipped sums, and the optimizer one that adds noise.
 
+        Again after :meth:`detach`: the accountant, the bound and the noise go on.
+
         Args:
             model: all trainable parameters of it are covered. In several processes: inside of
                 Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
@@ -66,19 +68,17 @@ class PrivateRun:
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
             max_grad_norm: the clipping bound.
             steps: of the whole run.
+
+        Raises:
+            ValueError: with ``target_epsilon``, a higher sample rate than noise was computed for.
         """
-        arguments, self.sample_rate = self.arguments, 1 / len(loader)
-        self.planned_steps, self.max_grad_norm = steps, max_grad_norm
-        if arguments.noise_multiplier is not None:
-            self.noise_multiplier = arguments.noise_multiplier
-        else:
-            self.noise_multiplier = get_noise_multiplier(
-                target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
-                target_delta=arguments.target_delta,
-                sample_rate=self.sample_rate,
-                steps=steps,
-                accountant=arguments.accountant,
-            )
+        arguments, before = self.arguments, self.optimizer
+        if self.steps:
+            self._refuse_other_rate(1 / len(loader))
+        self.sample_rate = 1 / len(loader)
+        if not self.steps:
+            self.planned_steps, self.max_grad_norm = steps, max_grad_norm
+            self.noise_multiplier = self._noise_multiplier()
         modes = [module.training for module in model.modules()]
         model.train()  # Opacus takes no others
         self.hooks, self.optimizer, _, _ = self.engine.make_private(
@@ -92,9 +92,38 @@ class PrivateRun:
             poisson_sampling=False,
             **arguments.engine_options,
         )
+        if before is not None:
+            self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
         self.hooks.forbid_grad_accumulation()
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
+
+    def detach(self) -> None:
+        """Take the hooks off: the model is as it was."""
+        if self.hooks is not None:
+            self.hooks.cleanup()
+            self.hooks = None
+
+    def _noise_multiplier(self) -> float:
+        arguments = self.arguments
+        if arguments.noise_multiplier is not None:
+            return arguments.noise_multiplier
+        return get_noise_multiplier(
+            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
+            target_delta=arguments.target_delta,
+            sample_rate=self.sample_rate,
+            steps=self.planned_steps,
+            accountant=arguments.accountant,
+        )
+
+    def _refuse_other_rate(self, rate: float) -> None:
+        if self.arguments.target_epsilon is not None and rate > self.sample_rate:
+            raise ValueError(
+                f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for steps "
+                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
+                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
+                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
+            )
 
     @property
     def steps(self) -> int:

@@ -80,6 +80,12 @@ def refuse_trainer(trainer: Any, trainer_class: type) -> None:
         "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
         "which returns one loss for each sample, [B]; compute_loss is for evaluation then",
     )
+    _refuse_if(
+        hasattr(trainer.model, "autograd_grad_sample_hooks"),
+        "a model that is private already",
+        "Give the plain model, or take the hooks off first: model.to_standard_module(), or "
+        "hooks.cleanup()",
+    )
     _refuse_if(has_shards(trainer.model), "a model whose parameters are shards", _SEVERAL)
     config = getattr(trainer.model, "config", None)
     _refuse_if(

@@ -4,7 +4,8 @@
 changes how much another one counts. Here each sample's loss depends on that sample only: a mean
 over its own tokens.
 
-Shapes: ``B`` samples, ``T`` positions, ``K`` classes or tokens of the vocabulary.
+Shapes: ``B`` samples, ``T`` positions, ``K`` classes or tokens of the vocabulary; ``R`` rows and
+``U`` units where a sample is no row.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_clipping.integration.token_losses import per_sample_loss
+
 #: Labels with this value count nothing.
 IGNORED = -100
+
+_INSTEAD = "Give compute_loss_func, which returns one loss for each sample, [B]."
 
 
 def sample_losses(
     outputs: Any,
     labels: Mapping[str, Tensor],
     *,
-    shift: bool = False,
+    shift: bool | None = False,
     problem_type: str | None = None,
     label_smoothing: float = 0.0,
+    mask: Tensor | None = None,
+    units: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """One loss for each sample: fp32 ``[B]``; fp64 for logits in fp64.
 
@@ -34,11 +41,17 @@ def sample_losses(
         outputs: of the model, called without labels: ``logits`` ``[B, K]`` or ``[B, T, K]``; or
             ``start_logits`` and ``end_logits`` ``[B, T]``.
         labels: ``labels``: classes ``[B]`` or ``[B, T]``, numbers ``[B]`` or ``[B, K]``
-            (regression), or one 0 or 1 for each class ``[B, K]``; or ``start_positions`` and
-            ``end_positions`` ``[B]``.
-        shift: position ``t`` predicts the label of position ``t + 1``.
+            (regression), one 0 or 1 for each class ``[B, K]``, or integers, for each token
+            ``[B, T]``; or ``start_positions`` and ``end_positions`` ``[B]``.
+        shift: position ``t`` predicts the label of position ``t + 1``; ``None`` if it is not known,
+            which is an error for labels ``[B, T]``.
         problem_type: as in the model's config; chosen as ``transformers`` does if ``None``.
         label_smoothing: weight of a uniform distribution over classes in every target.
+        mask: ``[B, T]``, ``attention_mask``: where it is 0, a token's 0 or 1 counts nothing.
+        units: where a sample is no row: the unit of every row ``[R]``, or of every position
+            ``[R, T]``, -1 for none, and how many units there are. Losses are then ``[U]``: means
+            over a unit's rows, or over its own tokens. With ``shift`` the first label of a unit
+            counts nothing: it is predicted from another unit.
 
     Guarantees:
         No loss depends on another sample. Labels of -100 count nothing; a sample without any other
@@ -52,14 +65,13 @@ def sample_losses(
             _positions_loss(_get(outputs, f"{end}_logits"), labels[f"{end}_positions"])
             for end in ("start", "end")
         ]
-        return (ends[0] + ends[1]) / 2
+        return _of_rows((ends[0] + ends[1]) / 2, units)
     logits = _get(outputs, "logits")
     if labels.keys() != {"labels"} or logits is None:
         raise ValueError(
             f"sample_losses: found labels named {sorted(labels)} and outputs "
             f"{_described(outputs)}; expected 'labels' and 'logits', or start_positions and "
-            "end_positions with their logits. Give compute_loss_func, which returns one loss for "
-            "each sample, [B]."
+            f"end_positions with their logits. {_INSTEAD}"
         )
     target = labels["labels"]
     if problem_type is None:
@@ -69,45 +81,122 @@ def sample_losses(
             problem_type = "multi_label_classification"
         else:
             problem_type = "single_label_classification"
-    logits = _at_least_fp32(logits)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if problem_type == "single_label_classification" and _are_classes(logits, target):
-        return _cross_entropy(logits, target, shift, label_smoothing)
+        return _cross_entropy(logits, target, shift, label_smoothing, units)
     if target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]:
-        target = target.view_as(logits).to(logits.dtype)
+        target = target.view_as(logits)
+        is_binary = problem_type == "single_label_classification" and logits.dim() == 2
+        target = target.to(logits.dtype)
         if problem_type == "regression" and not label_smoothing:
-            return _mean_of_sample(F.mse_loss(logits, target, reduction="none"))
-        if problem_type == "multi_label_classification" and not label_smoothing:
-            return _mean_of_sample(
-                F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-            )
+            return _of_rows(_mean_of_sample(F.mse_loss(logits, target, reduction="none")), units)
+        if (problem_type == "multi_label_classification" or is_binary) and not label_smoothing:
+            losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+            if is_binary and mask is not None:
+                losses = torch.where(mask == 1, losses, 0.0).sum(1) / (mask == 1).sum(1).clamp(1)
+            return _of_rows(_mean_of_sample(losses), units)
     raise ValueError(
         f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
         f"{[*target.shape]}, {target.dtype}, with problem_type={problem_type!r} and "
         f"label_smoothing={label_smoothing}; expected classes [B] or [B, T] for logits "
-        "[B, K] or [B, T, K], or (without smoothing) numbers of the logits' shape. Give "
-        "compute_loss_func, which returns one loss for each sample, [B]."
+        "[B, K] or [B, T, K], or (without smoothing) numbers of the logits' shape. " + _INSTEAD
     )
+
+
+def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Connectionist temporal classification for each sample, ``[B]``, fp32.
+
+    Args:
+        model: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced.
+        inputs: what it was called with: the signal first, ``attention_mask`` if there is one.
+        logits: ``[B, T, K]``.
+        labels: ``[B, L]``, characters, and negative numbers behind the last.
+    """
+    signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(signal.shape[:2], dtype=torch.long, device=signal.device)
+    lengths_B = mask.sum(-1).long()
+    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
+    if frames_of is not None:
+        lengths_B = frames_of(lengths_B).long()
+    counted_B = (labels >= 0).sum(-1)
+    with torch.backends.cudnn.flags(enabled=False):
+        losses_B = F.ctc_loss(
+            F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1),
+            labels.clamp(min=0),
+            lengths_B,
+            counted_B,
+            blank=model.config.pad_token_id,
+            reduction="none",
+            zero_infinity=model.config.ctc_zero_infinity,
+        )
+    if model.config.ctc_loss_reduction == "mean":
+        losses_B = losses_B / counted_B.clamp(min=1)
+    return losses_B
 
 
 def _are_classes(logits: Tensor, target: Tensor) -> bool:
     return logits.dim() in (2, 3) and logits.shape[:-1] == target.shape and logits.shape[-1] > 1
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, shift: bool, smoothing: float) -> Tensor:
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    shift: bool | None,
+    smoothing: float,
+    units: tuple[Tensor, int] | None,
+) -> Tensor:
     """The mean over a sample's own positions."""
     if target.dim() == 1:
-        logits, target = logits.unsqueeze(1), target.unsqueeze(1)
-    elif shift:
+        shift = False
+    if shift is None:
+        raise ValueError(
+            f"sample_losses: found labels of shape {[*target.shape]} for a model without a loss of "
+            "its own; expected one, which tells whether a position predicts its own label or the "
+            f"next one's. {_INSTEAD}"
+        )
+    if units is None or units[0].dim() == 1:
+        losses = per_sample_loss(
+            logits, target, shift=shift, ignore_index=IGNORED, label_smoothing=smoothing
+        )
+        return _of_rows(losses, units)
+    index_RT, count = units
+    if shift:
         logits, target = logits[:, :-1], target[:, 1:]
-    losses_BT = F.cross_entropy(
-        logits.transpose(1, 2),
-        target,
+        # A document's last position would predict the first token of another.
+        apart = index_RT[:, :-1] != index_RT[:, 1:]
+        target, index_RT = target.masked_fill(apart, IGNORED), index_RT[:, 1:]
+    losses_M = F.cross_entropy(
+        logits.flatten(0, -2),
+        target.flatten(),
         reduction="none",
         ignore_index=IGNORED,
         label_smoothing=smoothing,
     )
-    counted_B = (target != IGNORED).sum(1).clamp(min=1)
-    return losses_BT.sum(1) / counted_B
+    return _means(losses_M, target.flatten() != IGNORED, index_RT.flatten(), count)
+
+
+def _of_rows(losses_R: Tensor, units: tuple[Tensor, int] | None) -> Tensor:
+    """Losses of rows, or of the units that the rows are of."""
+    if units is None:
+        return losses_R
+    index_R, count = units
+    if index_R.dim() != 1:
+        raise ValueError(
+            f"sample_losses: found units that are parts of rows, {[*index_R.shape]}, and one loss "
+            f"for each row; expected classes for each position. {_INSTEAD}"
+        )
+    return _means(losses_R, torch.ones_like(losses_R, dtype=torch.bool), index_R, count)
+
+
+def _means(losses_M: Tensor, counted_M: Tensor, index_M: Tensor, count: int) -> Tensor:
+    """Means ``[U]`` of the losses that count; 0 for a unit without any."""
+    counted_M = counted_M & (index_M >= 0)
+    index_M = index_M.clamp(min=0).long()
+    numbers = losses_M.new_zeros(count).index_add(0, index_M, counted_M.to(losses_M.dtype))
+    # Not a product: it would make NaN of a loss that is infinite and does not count.
+    losses_M = torch.where(counted_M, losses_M, 0.0)
+    return losses_M.new_zeros(count).index_add(0, index_M, losses_M) / numbers.clamp(min=1)
 
 
 def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
@@ -115,14 +204,7 @@ def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
     length = logits_BT.shape[1]
     position_B = position_B.flatten()
     outside_B = (position_B < 0) | (position_B >= length)
-    target_B = torch.where(outside_B, IGNORED, position_B)
-    return F.cross_entropy(
-        _at_least_fp32(logits_BT), target_B, reduction="none", ignore_index=IGNORED
-    )
-
-
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return per_sample_loss(logits_BT, torch.where(outside_B, IGNORED, position_B))
 
 
 def _mean_of_sample(losses: Tensor) -> Tensor:

@@ -12,22 +12,26 @@ own gradient accumulation is switched off.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from flash_clipping.capture.units import Offsets, UnitsOfCalls
 from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
+from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
-from flash_clipping.trainers.sample_losses import sample_losses
+from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -50,7 +54,8 @@ class PrivateTrainer(Trainer):
         trainer.save_model("model")  # as from_pretrained takes it
 
     Args:
-        model, args, *more, **kwargs: as in ``Trainer``.
+        *arguments, **kwargs: as in ``Trainer``, or in the trainer that a subclass stands before
+            (``class PrivateDPO(PrivateTrainer, DPOTrainer)``).
         privacy: how private the run is.
 
     What arguments of ``TrainingArguments`` mean here:
@@ -72,18 +77,14 @@ class PrivateTrainer(Trainer):
 
     Raises:
         ValueError: an argument with which a step would not be private; in :meth:`train`, a
-            checkpoint of another run.
+            checkpoint of another run, or sample losses that are not the model's own loss.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        *more: Any,
-        privacy: PrivacyArguments,
-        **kwargs: Any,
-    ):
-        given = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
+        bound = _bound(type(self), arguments, kwargs)
+        given = bound.arguments.get("args")
+        if given is None:
+            given = TrainingArguments(output_dir="tmp_trainer")
         refuse_arguments(given)
         self.privacy = privacy
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
@@ -94,23 +95,35 @@ class PrivateTrainer(Trainer):
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
         own.logging_nan_inf_filter = False  # it waits for the device in every step
+        bound.arguments["args"] = own
+        sample_of = privacy.engine_options.get("sample_of")
+        self._units = None if sample_of is None else UnitsOfCalls(sample_of, batch_first=True)
+        #: Samples of the batch whose losses are computed.
+        self._samples = 0
+        #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
+        self._shifts: bool | None = None
         self.run: PrivateRun | None = None
         self._loader: LogicalLoader | None = None
+        #: What the loader draws from: the dataset as it was given, and its size.
+        self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
         self._statistics: ClippingStatistics | None = None
         self._trainings = 0
         self._steps_before = 0
-        super().__init__(model, own, *more, **kwargs)
+        super().__init__(*bound.args[1:], **bound.kwargs)
         refuse_trainer(self, Trainer)
         self.add_callback(_Watch(self))
 
     # -- before the first step ------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in ``Trainer``. A second call goes on with the same accountant.
+        """As in ``Trainer``. A second call goes on with the same accountant, also on another
+        ``train_dataset``: ε is then for a sample of either. At the end the model is as it was
+        given, without hooks.
 
         Raises:
-            ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before.
+            ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before;
+                sample losses that are not the model's own loss.
         """
         if resume_from_checkpoint and self.run is not None and self.run.steps:
             raise ValueError(
@@ -118,15 +131,23 @@ class PrivateTrainer(Trainer):
                 "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
             )
         self._steps_before = 0 if self.run is None else self.run.steps
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.run is not None:
+                self.run.detach()
 
     def get_train_dataloader(self) -> Any:
         """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
-        if self._loader is None:
+        dataset = self.train_dataset
+        known, size = self._drawn_from or (None, -1)
+        if dataset is None or dataset is not known or len(dataset) != size:  # type: ignore[arg-type]
             plain = super().get_train_dataloader()
             refuse_loader(plain)
             size = len(plain.dataset)  # type: ignore[arg-type]
-            self.run = PrivateRun(self.privacy)
+            self._drawn_from = (dataset, size)
+            if self.run is None:
+                self.run = PrivateRun(self.privacy)
             self._loader = LogicalLoader.of(
                 plain,
                 steps=-(-size // self._logical_batch_size),
@@ -134,25 +155,61 @@ class PrivateTrainer(Trainer):
                 stream=self.run.sampling_stream,
                 distributed=self.args.world_size > 1,
             )
+        assert self._loader is not None
         return self._loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's optimizer, which adds noise to clipped sums."""
         optimizer = super().create_optimizer(*args, **kwargs)
         run = self.run
-        if run is None or run.optimizer is not None:
+        if run is None or run.hooks is not None:
             return optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):  # of a training before
+            optimizer = optimizer.optimizer
+        self._compare_with_own_loss()
         steps = self.args.max_steps
         if steps <= 0:
             steps = -int(-self.args.num_train_epochs * len(self.get_train_dataloader()) // 1)
         assert self.model is not None
         model: nn.Module = self.model
-        if self.args.world_size > 1:
-            model = self._data_parallel = DifferentiallyPrivateDistributedDataParallel(model)
+        if self.args.world_size == 1:
+            self.accelerator.prepare(model)  # before there are hooks, which are to come off again
+        elif self._data_parallel is None:
+            self._data_parallel = DifferentiallyPrivateDistributedDataParallel(model)
+        model = self._data_parallel or model
         run.attach(model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps)
         self._statistics = ClippingStatistics(run.hooks)
         self.optimizer = run.optimizer
         return self.optimizer
+
+    def _compare_with_own_loss(self) -> None:
+        """Ask the model whether its loss shifts labels, and compare its loss with ours.
+
+        Raises:
+            ValueError: they differ.
+        """
+        model, loader = self.accelerator.unwrap_model(self.model), self._loader
+        assert loader is not None
+        cls, own_losses = type(self), PrivateTrainer.compute_sample_losses
+        is_ours = self.compute_loss_func is None and cls.compute_sample_losses is own_losses
+
+        def collate(samples: list[Any]) -> Any:
+            return self._prepare_inputs(loader.collate_fn.part(samples))
+
+        def losses(inputs: Any, samples: int) -> Tensor:
+            self._samples = samples
+            return self._losses(model, inputs, label_smoothing=0.0)
+
+        with asking(model), self.accelerator.autocast():
+            samples = [loader.dataset[index] for index in range(min(8, len(loader.dataset)))]
+            try:
+                self._shifts = shifts_labels(model, samples, collate)
+            except Exception:
+                if is_ours:
+                    raise
+                self._shifts = None  # batches may be for the losses of a subclass only
+            if is_ours:
+                compare(model, samples, collate, losses)
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
         """In several processes: what Opacus has in the place of PyTorch's own."""
@@ -177,7 +234,7 @@ class PrivateTrainer(Trainer):
 
         Losses that are not finite count nothing in the mean, as their samples do in the step.
         """
-        if self.run is None or self.run.optimizer is None or not isinstance(inputs, LogicalBatch):
+        if self.run is None or self.run.hooks is None or not isinstance(inputs, LogicalBatch):
             raise ValueError(
                 f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
                 "one of its own loader, which draws Poisson batches. Do not override "
@@ -193,6 +250,7 @@ class PrivateTrainer(Trainer):
         last = len(inputs.parts) - 1
         for index, (part, size) in enumerate(zip(inputs.parts, inputs.sizes, strict=True)):
             hooks.expect_samples(size)
+            self._samples = size
             with self.compute_loss_context_manager():
                 losses = self.compute_sample_losses(model, self._prepare_inputs(part))
             if losses.shape != (size,):
@@ -220,26 +278,57 @@ class PrivateTrainer(Trainer):
         mean over a sample's own. Override it for another loss, for training; evaluation has the
         Trainer's own ``compute_loss``.
         """
+        return self._losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
+
+    def _losses(
+        self, model: nn.Module, inputs: dict[str, Any], *, label_smoothing: float
+    ) -> Tensor:
         inputs = dict(inputs)
+        plain = self.accelerator.unwrap_model(self.model)
+        units = None
+        if self._units is not None:
+            index, without = self._units.argument(plain, (), inputs)
+            units = _units_of(self._units, index, inputs), self._samples
+            if self.run is None or self.run.hooks is None:  # which would take the argument off
+                inputs = without
         if self.compute_loss_func is not None:
-            labels = inputs.pop("labels", None)
+            target = inputs.pop("labels", None)
             losses: Tensor = self.compute_loss_func(
-                model(**inputs), labels, num_items_in_batch=None
+                model(**inputs), target, num_items_in_batch=None
             )
             return losses
         labels = {name: inputs.pop(name) for name in self.label_names if name in inputs}
-        plain = self.accelerator.unwrap_model(self.model)
-        if "labels" in labels and "decoder_input_ids" not in inputs:
-            shifted = getattr(plain, "prepare_decoder_input_ids_from_labels", None)
-            if shifted is not None:
-                inputs["decoder_input_ids"] = shifted(labels["labels"])
+        called = inputs
+        if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
+            called = self._with_decoder_inputs(plain, inputs, labels["labels"])
+        outputs = model(**called)
+        if labels.keys() == {"labels"} and hasattr(plain.config, "ctc_loss_reduction"):
+            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+            if logits.dim() == 3 and labels["labels"].dim() == 2:
+                return ctc_losses(plain, inputs, logits, labels["labels"])
         return sample_losses(
-            model(**inputs),
+            outputs,
             labels,
-            shift=getattr(self, "_loss_shifts_labels", False),
+            shift=self._shifts,
             problem_type=getattr(plain.config, "problem_type", None),
-            label_smoothing=self.args.label_smoothing_factor,
+            label_smoothing=label_smoothing,
+            mask=inputs.get("attention_mask"),
+            units=units,
         )
+
+    @staticmethod
+    def _with_decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+        """What a decoder reads, made of the labels as the model would."""
+        if any(
+            inputs.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds")
+        ):
+            return inputs
+        shifted = getattr(plain, "prepare_decoder_input_ids_from_labels", None)
+        if shifted is not None:
+            return inputs | {"decoder_input_ids": shifted(labels)}
+        if getattr(plain.config, "is_encoder_decoder", False):
+            return inputs | {"labels": labels}  # it shifts them itself; its loss is left aside
+        return inputs
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Nothing: samples are clipped already."""
@@ -378,3 +467,41 @@ def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float
             "Leave it out of TrainingArguments."
         )
     return of_privacy
+
+
+def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """Arguments by the names of the trainer that comes after ``PrivateTrainer``; ``self`` first."""
+    after = cls.__mro__[cls.__mro__.index(PrivateTrainer) + 1 :]
+    for base in after:
+        signature = inspect.signature(vars(base).get("__init__", _without_args))
+        named = signature.parameters.get("args")
+        if named is None or named.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue  # a mixin, which hands them on
+        bound = signature.bind(None, *arguments, **kwargs)
+        if base is not Trainer and bound.arguments.get("args") is None:
+            raise ValueError(
+                f"PrivateTrainer: found no args; expected those of {base.__name__}, "
+                f"args={named.annotation}."
+            )
+        return bound
+    raise TypeError(f"PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
+
+
+def _without_args() -> None:
+    """The signature of a class without ``__init__`` of its own."""
+
+
+def _units_of(units: UnitsOfCalls, index: Any, inputs: dict[str, Any]) -> Tensor:
+    """The unit of every row, or of every position; -1 for none."""
+    if not isinstance(index, Tensor):
+        raise ValueError(
+            f"PrivateTrainer: sample_of={units.name!r}: found {type(index).__name__} in a batch; "
+            "expected a tensor by that name from data_collator, with the unit of every row, [R], "
+            "or of every position, [R, T]."
+        )
+    if not isinstance(units.sample_of, Offsets):
+        return index
+    rows = next(x for x in inputs.values() if isinstance(x, Tensor) and x.dim() > 1)
+    places_T = torch.arange(rows.shape[1], device=index.device)
+    index_T = torch.searchsorted(index.long(), places_T, right=True) - 1
+    return index_T.masked_fill(index_T >= len(index) - 1, -1).unsqueeze(0)

@@ -26,6 +26,14 @@ RATE = 0.1
 SGD = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant"}
 
 
+class PlainOptimizer(PrivateTrainer):
+    """Fails when training begins, with hooks on the model."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        super().create_optimizer(*args, **kwargs)
+        raise RuntimeError("not private")
+
+
 class Recording(PrivateTrainer):
     """Notes which samples every step draws, and in which parts."""
 
@@ -270,3 +278,72 @@ def test_options_of_the_engine(tmp_path: Path) -> None:
     resumed = trainer(tmp_path, of_privacy=of_privacy, max_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.run.optimizer.max_grad_norm == pytest.approx(private.run.optimizer.max_grad_norm)
+
+
+def test_a_second_training_takes_the_data_of_now(tmp_path: Path) -> None:
+    """Another dataset, and one that has grown: what is drawn, and with which rate."""
+    private = trainer(tmp_path, cls=Recording, max_steps=1, of_privacy={"accountant": "rdp"})
+    private.train()
+    spent = private.epsilon
+    other = Texts(44)
+    other.tokens = 31 - other.tokens
+    private.train_dataset, private.drawn = other, []
+    private.train()
+    assert rows(other, torch.cat(private.drawn[0]))
+    assert private.run.engine.accountant.history == [(1.0, 1 / 4, 1), (1.0, 1 / 8, 1)]
+    assert private.epsilon > spent
+    other.tokens, other.lengths, other.labels = (
+        torch.cat([x, x[:10]]) for x in (other.tokens, other.lengths, other.labels)
+    )
+    private.train()
+    assert private.run.engine.accountant.history[-1] == (1.0, 1 / 9, 1)
+
+
+def test_a_budget_is_for_a_sample_rate(tmp_path: Path) -> None:
+    of_privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    private = trainer(tmp_path, of_privacy=of_privacy, max_steps=4)
+    private.add_callback(Stop())
+    private.train()
+    private.train_dataset = Texts(6)
+    with pytest.raises(ValueError, match=r"probability 0\.25; found .* drawn with 1\."):
+        private.train()
+    assert private.run.steps == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_hooks_come_off_when_training_ends(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Also when it fails. Another trainer then trains the model as it would a fresh one."""
+    model = bert()
+    private = trainer(tmp_path, model, max_steps=1, **settings, **SGD)
+    private.train()
+    failing = trainer(tmp_path, model, cls=PlainOptimizer, max_steps=1)
+    with pytest.raises(RuntimeError, match="not private"):
+        failing.train()
+    assert not any("forward" in vars(module) for module in list(model.modules())[1:])
+    assert not any(module._forward_hooks for module in model.modules())
+    fresh = bert()
+    fresh.load_state_dict(model.state_dict())
+    for trained in (model, fresh):
+        args = arguments(tmp_path, max_steps=2, **settings, **SGD)
+        Trainer(trained, args, train_dataset=Texts(20)).train()
+    for name, tensor in weights(fresh).items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_noise_is_never_drawn_again(tmp_path: Path) -> None:
+    """Neither in a second training, whose optimizer is another object around the same one."""
+    private = trainer(tmp_path, max_steps=1, of_privacy={"max_grad_norm": 1e-6}, **SGD)
+    changes = []
+    for _ in range(2):
+        before = private.model.classifier.weight.detach().clone()
+        private.train()
+        changes.append(private.model.classifier.weight.detach() - before)
+    assert (changes[0] - changes[1]).abs().max() > 0.1 * changes[0].abs().max()
+    assert (
+        private.run.optimizer.original_optimizer is private.optimizer.optimizer.original_optimizer
+    )
