@@ -55,7 +55,14 @@ class PrivateRun:
             loader.batch_sampler.stream = self.sampling_stream
 
     def attach(
-        self, model: nn.Module, optimizer: Any, loader: Any, *, max_grad_norm: float, steps: int
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        loader: Any,
+        *,
+        max_grad_norm: float,
+        steps: int,
+        options: dict[str, Any] | None = None,
     ) -> None:
         """Make the model's gradients clipped sums, and the optimizer one that adds noise.
 
@@ -68,6 +75,7 @@ class PrivateRun:
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
             max_grad_norm: the clipping bound.
             steps: of the whole run.
+            options: of the engine, unless the user gave others.
 
         Raises:
             ValueError: with ``target_epsilon``, a higher sample rate than noise was computed for.
@@ -90,7 +98,7 @@ class PrivateRun:
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
-            **arguments.engine_options,
+            **({} if options is None else options) | arguments.engine_options,
         )
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it

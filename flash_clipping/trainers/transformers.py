@@ -22,6 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
 from flash_clipping.integration.accounting import ADD_OR_REMOVE
@@ -177,7 +178,14 @@ class PrivateTrainer(Trainer):
         elif self._data_parallel is None:
             self._data_parallel = DifferentiallyPrivateDistributedDataParallel(model)
         model = self._data_parallel or model
-        run.attach(model, optimizer, self._loader, max_grad_norm=self._max_grad_norm, steps=steps)
+        run.attach(
+            model,
+            optimizer,
+            self._loader,
+            max_grad_norm=self._max_grad_norm,
+            steps=steps,
+            options=_options_of(self.accelerator.unwrap_model(self.model)),
+        )
         self._statistics = ClippingStatistics(run.hooks)
         self.optimizer = run.optimizer
         return self.optimizer
@@ -485,6 +493,15 @@ def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> ins
             )
         return bound
     raise TypeError(f"PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
+
+
+def _options_of(model: Any) -> dict[str, Any]:
+    """Options of the engine that a kind of model needs."""
+    inside = model.get_base_model() if hasattr(model, "peft_config") else model
+    names = {cls.__name__ for cls in type(inside).__mro__}
+    if names & set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()):
+        return {"folded_modules": ("*",)}  # choices [B, C, T] become rows [B · C, T]
+    return {}
 
 
 def _without_args() -> None:
