@@ -5,6 +5,7 @@ from flash_clipping.capture.units import Offsets
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
 from flash_clipping.finish.clipping import clipping_coefficients
+from flash_clipping.integration.accounting import LargeDeltaWarning
 from flash_clipping.integration.criterion import FlashLoss
 from flash_clipping.integration.ghost_norms import register_flash_norm_samplers
 from flash_clipping.integration.grad_sample_module import (
@@ -35,6 +36,7 @@ __all__ = [
     "GradSampleHooksFlashClipping",
     "GradSampleModuleFlashClipping",
     "GraphedStep",
+    "LargeDeltaWarning",
     "Lookup",
     "Needs",
     "NotPoissonWarning",

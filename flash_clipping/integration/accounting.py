@@ -8,7 +8,9 @@ event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -350,10 +352,38 @@ def relation_of(accountant: Any) -> str:
     return ADD_OR_REMOVE if process is None else str(process.relation)
 
 
+@contextmanager
+def without_hints() -> Iterator[None]:
+    """Without Opacus' hint that other orders of RDP may be tighter: nobody here can give any, and
+    ``"prv"`` takes RDP for the size of its grid only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order is the")
+        yield
+
+
+class LargeDeltaWarning(UserWarning):
+    """δ is not below one over the number of samples: publishing some samples as they are has it."""
+
+
+def check_delta(delta: float, samples: int, *, stacklevel: int) -> bool:
+    """Whether δ is below ``1 / samples``; otherwise there is a ``LargeDeltaWarning``."""
+    if delta * samples < 1:
+        return True
+    warnings.warn(
+        f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
+        f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at random, "
+        f"is (0, 1/{samples})-private. Take delta well below it, such as "
+        f"delta={0.1 / samples:.1g}.",
+        LargeDeltaWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return False
+
+
 def _refuse(found: str, advice: str) -> None:
     raise ValueError(f"make_private: found {found}. {advice}.")
 
 
-__all__ = ["OneStepNoise", "PldAccountant", "Process", "relation_of"]
+__all__ = ["LargeDeltaWarning", "OneStepNoise", "PldAccountant", "Process", "relation_of"]
 
 register_accountant(PldAccountant.mechanism(), PldAccountant, force=True)

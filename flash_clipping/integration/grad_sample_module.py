@@ -26,6 +26,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
@@ -267,6 +268,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             call.batch_size, call.recorded, session.captured is not None
         )
         check_drawn(session, call)
+        self.running_step.awaits_backward |= call.recorded
         session.returning = call
         self._losses.before_forward()
         return args, kwargs
@@ -375,8 +377,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         fp64 for a model in float64.
 
         Raises:
-            FlashClippingError: no backward pass has been recorded yet.
+            FlashClippingError: no backward pass has been recorded yet, or none since the last
+                forward.
         """
+        self._refuse_old_norms()
         norm_B = self.norms_over_stages
         if norm_B is None:
             norm_B = total_norm(norms.published(self.trainable_parameters))
@@ -391,11 +395,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.ops.certificate`).
 
         Raises:
-            FlashClippingError: no backward pass has been recorded yet.
+            FlashClippingError: no backward pass has been recorded yet, or none since the last
+                forward.
         """
+        self._refuse_old_norms()
         norms.published(self.trainable_parameters)
         assert self.upper_bounds is not None
         return self._coefficients(self.upper_bounds)
+
+    def _refuse_old_norms(self) -> None:
+        if self.running_step.awaits_backward:
+            raise FlashClippingError(
+                "There are no per-sample norms of the last forward yet, only those of an earlier "
+                "batch: they are taken during backward. Call loss.backward() first, and run data "
+                "that is not trained on under torch.no_grad()."
+            )
 
     @property
     def max_grad_norm(self) -> Any:

@@ -362,7 +362,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Nothing: :meth:`add_noise` divides in the same pass."""
 
     def pre_step(self, closure: Any = None) -> Any:
-        """As in Opacus; a whole step ends the record, and moves an adaptive bound."""
+        """As in Opacus; a whole step ends the record, and moves an adaptive bound.
+
+        Raises:
+            ValueError: Accelerate divides losses before their backward.
+        """
+        _refuse_divided_losses()
         whole = super().pre_step(closure)
         if whole:
             record, self._record = self._record, None
@@ -405,6 +410,20 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         draw = self.stream.draw(Purpose.COUNT)
         (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
         return noisy
+
+
+def _refuse_divided_losses() -> None:
+    """``Accelerator.backward`` divides every loss by ``gradient_accumulation_steps``."""
+    accelerate = sys.modules.get("accelerate.state")
+    steps = 1 if accelerate is None else accelerate.GradientState().num_steps
+    if steps != 1:
+        raise ValueError(
+            f"optimizer.step(): found an Accelerator with gradient_accumulation_steps={steps}. Its "
+            f"backward() divides losses by {steps}, so that samples are clipped by gradients that "
+            "are too small. Nothing was released. Make batches larger, in parts by "
+            "BatchMemoryManager where they do not fit, and leave it out:\n"
+            "    accelerator = Accelerator(gradient_accumulation_steps=1)"
+        )
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):

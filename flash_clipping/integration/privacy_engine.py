@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_engine
 from flash_clipping.capture.units import Offsets
-from flash_clipping.integration.accounting import PldAccountant, Process, relation_of
+from flash_clipping.integration.accounting import (
+    PldAccountant,
+    Process,
+    check_delta,
+    relation_of,
+    without_hints,
+)
 from flash_clipping.integration.asked_process import asked_process, planned_noise
 from flash_clipping.integration.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.integration.grad_sample_module import (
@@ -96,6 +102,10 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     _processes: Processes | None = None
     #: What make_private was told of rounding noisy sums.
     _noise_grid = False
+    #: How many the dataset of the last make_private has.
+    _samples: int | None = None
+    #: The δ that there was a warning about.
+    _large_deltas: frozenset[float] = frozenset()
     #: The processes of the pipeline that the module is a stage of.
     _pipeline: Any = None
 
@@ -248,6 +258,9 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             )
         finally:
             del self._module_options
+        self._samples = (
+            len(kwargs["data_loader"].dataset) if self._units is None else self._units.count
+        )
         optimizer.follow(module)
         watch_sampling(self, module, optimizer, data_loader)
         if isinstance(self.accountant, PldAccountant):
@@ -267,9 +280,13 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
+
+        Warns:
+            LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
         """
+        delta = kwargs.get("target_delta")
         if grad_sample_mode == "flash" and isinstance(self.accountant, PldAccountant):
-            return self.make_private(
+            made = self.make_private(
                 noise_multiplier=planned_noise(self.accountant, kwargs),
                 backend=backend,
                 mode=mode,
@@ -278,6 +295,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 strict=strict,
                 **kwargs,
             )
+            self.check_delta(delta)
+            return made
         if grad_sample_mode == "flash":
             # Opacus hands what these read on to make_private.
             self._of_epsilon = {
@@ -293,9 +312,14 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 strict=strict,
             )
         try:
-            return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+            with without_hints():
+                made = super().make_private_with_epsilon(
+                    grad_sample_mode=grad_sample_mode, **kwargs
+                )
         finally:
             self._of_epsilon = set()
+        self.check_delta(delta)
+        return made
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if kwargs.get("grad_sample_mode") != _FLASH:
@@ -385,9 +409,24 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             Poisson sampling (:class:`NotPoissonWarning` if not), a sample's loss that depends on
             that sample only, and the bound that every step's noise is for. A sample whose gradient
             is inf or NaN counts as one that adds nothing.
+
+        Warns:
+            LargeDeltaWarning: ``delta`` is not below one over the number of samples; once.
         """
-        epsilon: float = super().get_epsilon(delta)
-        return epsilon
+        self.check_delta(delta)
+        with without_hints():
+            return float(super().get_epsilon(delta))
+
+    def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
+        """Warn of a δ that promises nothing for so many samples; once.
+
+        Warns:
+            LargeDeltaWarning: ``delta`` is not below one over the number of samples.
+        """
+        if delta is None or self._samples is None or delta in self._large_deltas:
+            return
+        if not check_delta(delta, self._samples, stacklevel=stacklevel + 2):
+            self._large_deltas |= {delta}
 
     @property
     def relation(self) -> str:

@@ -28,6 +28,8 @@ class RunningStep:
         record: of the sums that nobody has taken yet, ``None`` without any.
         clipped_backwards: clipped backward passes since the model was wrapped.
         counts_unclipped: whether steps count the samples within the bound: adaptive clipping.
+        awaits_backward: whether a forward was recorded since the last backward: norms that were
+            published are of an earlier batch.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,6 +38,7 @@ class RunningStep:
         self.record: StepRecord | None = None
         self.clipped_backwards = 0
         self.counts_unclipped = False
+        self.awaits_backward = False
         #: What ``p.grad`` holds that is known: clipped sums, or zeros; by the parameter's id the
         #: tensor and its version.
         self._left: dict[int, weakref.ref[Tensor]] = {}
@@ -70,6 +73,7 @@ class RunningStep:
             FlashClippingError: to sums that were clipped otherwise.
             ValueError: to other sums, which ``may_accumulate`` rules out.
         """
+        self.awaits_backward = False
         held, foreign = 0, set()
         for param in params:
             if (grad := param.grad) is not None:

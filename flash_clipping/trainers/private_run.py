@@ -11,6 +11,7 @@ from typing import Any
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
+from flash_clipping.integration.accounting import without_hints
 from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import accounted_steps
@@ -100,6 +101,7 @@ class PrivateRun:
             poisson_sampling=False,
             **({} if options is None else options) | arguments.engine_options,
         )
+        self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
         self.hooks.forbid_grad_accumulation()
@@ -116,13 +118,14 @@ class PrivateRun:
         arguments = self.arguments
         if arguments.noise_multiplier is not None:
             return arguments.noise_multiplier
-        return get_noise_multiplier(
-            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
-            target_delta=arguments.target_delta,
-            sample_rate=self.sample_rate,
-            steps=self.planned_steps,
-            accountant=arguments.accountant,
-        )
+        with without_hints():
+            return get_noise_multiplier(
+                target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
+                target_delta=arguments.target_delta,
+                sample_rate=self.sample_rate,
+                steps=self.planned_steps,
+                accountant=arguments.accountant,
+            )
 
     def _refuse_other_rate(self, rate: float) -> None:
         if self.arguments.target_epsilon is not None and rate > self.sample_rate:

@@ -132,6 +132,8 @@ class PrivateTrainer(Trainer):
                 "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
             )
         self._steps_before = 0 if self.run is None else self.run.steps
+        # Accelerate keeps this number for the process; another Accelerator may have set it.
+        self.accelerator.gradient_accumulation_steps = 1
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -142,6 +142,19 @@ def test_accumulation_is_refused() -> None:
     assert not training.engine.accountant.history
 
 
+@pytest.mark.parametrize("prepare", [ALL, "model loader", ""])
+def test_losses_that_accelerate_divides(prepare: str) -> None:
+    """Without ``accumulate`` nothing is added up, and ``backward`` divides all the same."""
+    training = Training(Accelerator(cpu=True, gradient_accumulation_steps=2), prepare)
+    with pytest.raises(ValueError, match=r"(?s)divides losses by 2.*Accelerator\(grad.*steps=1\)$"):
+        training.epoch()
+    assert not training.engine.accountant.history
+    training.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
+    training.optimizer.zero_grad()
+    training.epoch()
+    assert training.engine.accountant.history == [(1.0, 0.25, 4)]
+
+
 def test_a_scaler_is_refused() -> None:
     """``mixed_precision="fp16"`` on a GPU."""
     accelerator = Accelerator(cpu=True)

@@ -438,7 +438,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         lambda: GPT2LMHeadModel(GPT2), clm, default_data_collator, next_token, 0.15
     ),
     "mlm": lambda: Recipe(
-        lambda: BertForMaskedLM(BertConfig(**SIZES)), mlm, MASKS, accuracy, 0.8, epochs=10
+        lambda: BertForMaskedLM(BertConfig(**SIZES)), mlm, MASKS, accuracy, 0.7, epochs=10
     ),
     "electra": lambda: Recipe(
         lambda: ElectraForPreTraining(ElectraConfig(**SIZES, embedding_size=16)),
@@ -454,7 +454,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         bart, summary, DataCollatorForSeq2Seq(TOKENIZER), accuracy, 0.8
     ),
     "image classification": lambda: Recipe(
-        vit, digit, default_data_collator, accuracy, 0.7, size=256, epochs=10
+        vit, digit, default_data_collator, accuracy, 0.6, size=192, epochs=10
     ),
     "ctc": lambda: Recipe(wav2vec2, speech, padded_speech, letters_right, 0.8, epochs=14),
     "whisper": lambda: Recipe(whisper, spoken, padded_whisper, accuracy, 0.9),
