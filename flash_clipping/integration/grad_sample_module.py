@@ -324,6 +324,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
         captured, step = self._session.captured, self.running_step
+        step.awaits_backward = False
         counted = self._session.counted_rows()
         norms_PB = counted.norms(norms_PB)
         if captured is None:
@@ -380,10 +381,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: no backward pass has been recorded yet, or none since the last
                 forward.
         """
-        self._refuse_old_norms()
         norm_B = self.norms_over_stages
         if norm_B is None:
             norm_B = total_norm(norms.published(self.trainable_parameters))
+        self._refuse_old_norms()
         self.per_sample_gradient_norms = norm_B
         return norm_B
 
@@ -398,8 +399,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: no backward pass has been recorded yet, or none since the last
                 forward.
         """
-        self._refuse_old_norms()
         norms.published(self.trainable_parameters)
+        self._refuse_old_norms()
         assert self.upper_bounds is not None
         return self._coefficients(self.upper_bounds)
 

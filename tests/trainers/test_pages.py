@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertModel, BertTokenizer
@@ -41,6 +44,29 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
     assert names["trainer"].state.global_step == 2
     assert 0 < names["trainer"].epsilon <= 3.0
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_accelerate() -> None:
+    """The page's diff, on a model in evaluation mode."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 2)).eval()
+    AcceleratorState._reset_state(True)
+    data = TensorDataset(torch.randn(8, 3), torch.randint(0, 2, (8,)))
+    names: dict[str, Any] = {
+        "Accelerator": functools.partial(Accelerator, cpu=True),
+        "FlashPrivacyEngine": FlashPrivacyEngine,
+        "model": plain,
+        "optimizer": torch.optim.SGD(plain.parameters(), lr=0.1),
+        "loader": DataLoader(data, batch_size=4),
+    }
+    lines = block("accelerate").removeprefix("diff\n").splitlines()
+    assert not any(line.startswith("-") for line in lines)
+    exec("\n".join(line[1:] for line in lines), names)  # noqa: S102
+    for x, y in names["loader"]:
+        names["accelerator"].backward(nn.functional.cross_entropy(names["model"](x), y))
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    assert names["engine"].accountant.history == [(1.1, 0.5, 2)]
+    AcceleratorState._reset_state(True)
 
 
 def test_a_line_while_training(capsys: pytest.CaptureFixture[str]) -> None:
