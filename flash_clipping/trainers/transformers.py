@@ -21,8 +21,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
+from transformers.trainer import TRAINER_STATE_NAME
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
 from flash_clipping.integration.accounting import ADD_OR_REMOVE
@@ -409,10 +410,12 @@ class PrivateTrainer(Trainer):
                 "save_only_model=True. Resume from one that PrivateTrainer wrote."
             )
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["global_step"] != self.state.global_step:
+        # From the file: transformers 5.0 reads it only after the optimizer's.
+        others = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        if state["global_step"] != others.global_step:
             raise ValueError(
                 f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
-                f"files of {checkpoint} are of step {self.state.global_step}. Resume from another."
+                f"files of {checkpoint} are of step {others.global_step}. Resume from another."
             )
         assert self.run is not None
         self.run.load_state_dict(state)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -14,10 +15,12 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
-from flash_clipping.trainers.sample_losses import sample_losses
+from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
 
 B, T, VOCABULARY = 4, 6, 13
 TOKENS = torch.randint(1, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
@@ -108,6 +111,62 @@ def test_label_smoothing_is_that_of_transformers(shift: bool) -> None:
         one = slice(row, row + 1)
         own = LabelSmoother(epsilon=0.2)({"logits": logits[one]}, PADDED[one], shift_labels=shift)
         torch.testing.assert_close(losses[row], own, rtol=1e-6, atol=1e-6)
+
+
+def test_ctc_is_that_of_the_model() -> None:
+    """Of signals and texts of different length, one at a time."""
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        conv_dim=(8,),
+        conv_kernel=(4,),
+        conv_stride=(4,),
+        num_feat_extract_layers=1,
+        num_conv_pos_embeddings=2,
+        num_conv_pos_embedding_groups=2,
+    )
+    model = Wav2Vec2ForCTC(config).eval()
+    signals = torch.randn(3, 80)
+    mask = (torch.arange(80) < torch.tensor([80, 60, 44])[:, None]).long()
+    for reduction in ("sum", "mean"):
+        model.config.ctc_loss_reduction = reduction
+        inputs = {"input_values": signals, "attention_mask": mask}
+        with torch.no_grad():
+            losses = ctc_losses(model, inputs, model(**inputs).logits, PADDED[:3])
+            for row in range(3):
+                one = {name: value[row : row + 1] for name, value in inputs.items()}
+                own = model(**one, labels=PADDED[row : row + 1]).loss
+                torch.testing.assert_close(losses[row], own, rtol=1e-5, atol=1e-5)
+
+
+def test_replaced_tokens_are_those_of_the_model() -> None:
+    """A 0 or 1 for each token; padding is left out by the mask."""
+    torch.manual_seed(0)
+    logits, mask = torch.randn(3, T), (torch.arange(T) < torch.tensor([6, 4, 2])[:, None]).long()
+    target = torch.randint(0, 2, (3, T)).masked_fill(mask == 0, -100)
+    losses = sample_losses({"logits": logits}, {"labels": target}, mask=mask)
+    for row, length in enumerate((6, 4, 2)):
+        own = F.binary_cross_entropy_with_logits(logits[row, :length], target[row, :length].float())
+        torch.testing.assert_close(losses[row], own)
+
+
+def test_losses_of_documents_and_of_rows_of_one_unit() -> None:
+    logits, tokens = torch.randn(1, 7, VOCABULARY), torch.randint(0, VOCABULARY, (1, 7))
+    index = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
+    losses = sample_losses({"logits": logits}, {"labels": tokens}, shift=True, units=(index, 3))
+    first = F.cross_entropy(logits[0, :2], tokens[0, 1:3])
+    second = F.cross_entropy(logits[0, 3:4], tokens[0, 4:5])
+    torch.testing.assert_close(losses, torch.stack([first, second, torch.zeros(())]))
+    rows = sample_losses(
+        {"logits": logits[0]}, {"labels": tokens[0]}, units=(torch.tensor([1, 0] * 3 + [-1]), 2)
+    )
+    each = F.cross_entropy(logits[0], tokens[0], reduction="none")[:6]
+    torch.testing.assert_close(rows, torch.stack([each[1::2].mean(), each[::2].mean()]))
 
 
 def test_an_answer_outside_of_the_text_counts_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainerState
 
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.trainers import Texts, arguments, bert, trainer, weights
@@ -177,6 +177,22 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     (folder / "privacy.pt").unlink()
     with pytest.raises(ValueError, match=r"no privacy\.pt"):
         trainer(tmp_path).train(resume_from_checkpoint=str(folder))
+
+
+class StateLast(PrivateTrainer):
+    """As transformers 5.0, which reads the optimizer's file before the trainer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        state, self.state = self.state, TrainerState()
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.state = state
+
+
+def test_resuming_where_the_state_is_read_last(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    private = trainer(tmp_path, max_steps=2, cls=StateLast)
+    private.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert private.run.steps == private.state.global_step == 2
 
 
 def test_without_a_seed_a_resumed_run_draws_afresh(tmp_path: Path) -> None:
