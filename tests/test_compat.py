@@ -371,7 +371,7 @@ ALLOWED = {
     "_adjusted_noise_multiplier": "left by Opacus' adaptive criterion; absent means none",
     "_data_source": "of Lightning's fit loop; absent is an error before the first step",
     "_prepare_inputs": "of transformers' Trainer, which subclasses override",
-    "_loss_shifts_labels": "of transformers' Trainer; absent means that labels are not shifted",
+    "_get_feat_extract_output_lengths": "of speech models of transformers; losses are compared",
     "_replace": "of named tuples",
     "_getframe": "of sys",
 }

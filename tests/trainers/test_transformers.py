@@ -351,9 +351,13 @@ def test_hooks_come_off_when_training_ends(tmp_path: Path, settings: dict[str, A
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+#: Beside this noise nothing is seen of the samples.
+NOISY = {"max_grad_norm": 1e-6, "noise_multiplier": 1e4, "accountant": "rdp"}
+
+
 def test_noise_is_never_drawn_again(tmp_path: Path) -> None:
     """Neither in a second training, whose optimizer is another object around the same one."""
-    private = trainer(tmp_path, max_steps=1, of_privacy={"max_grad_norm": 1e-6}, **SGD)
+    private = trainer(tmp_path, max_steps=1, **SGD, of_privacy=NOISY)
     changes = []
     for _ in range(2):
         before = private.model.classifier.weight.detach().clone()
