@@ -73,7 +73,6 @@ class RunningStep:
             FlashClippingError: to sums that were clipped otherwise.
             ValueError: to other sums, which ``may_accumulate`` rules out.
         """
-        self.awaits_backward = False
         held, foreign = 0, set()
         for param in params:
             if (grad := param.grad) is not None:
@@ -102,6 +101,7 @@ class RunningStep:
 
     def count_backward(self, total_B: Tensor) -> None:
         """Add a backward pass, whose samples have these norms, to the record."""
+        self.awaits_backward = False
         self.clipped_backwards += 1
         record = self.record
         assert record is not None

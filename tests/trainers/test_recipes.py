@@ -462,7 +462,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 #: These take more than ten seconds.
-SLOW = {"ctc"}
+SLOW = {"ctc", "image classification"}
 
 
 @pytest.mark.parametrize(
