@@ -125,6 +125,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What the samples of the last backward were clipped by: at least the norms of what is
         #: released of them, ``[B]``, or ``[P, B]`` when per layer.
         self.upper_bounds: Tensor | None = None
+        #: Whether a forward since the last backward of the criterion had an input that requires a
+        #: gradient, which is somebody else's: a generator's, say.
+        self.inputs_want_gradients = False
         #: Of a stage in a pipeline: norms over all stages, ``[B]``.
         self.norms_over_stages: Tensor | None = None
         #: Modules that hold parameters, in the model's order.
@@ -250,6 +253,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
+        self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
         units = session.units_of(given, tensors)
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
