@@ -223,8 +223,8 @@ class _OfSamples:
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
             raise ValueError(
                 f"The loss reductions do not match: {listed}. Norms would be off by the batch "
-                "size. Give all of them the same reduction, 'mean' or 'sum'; or, where the criterion's "
-                "own scalar is such a mean or sum over samples, the scalar itself:\n"
+                "size. Give all of them the same reduction, 'mean' or 'sum'; or, where the "
+                "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
         return SimpleNamespace(reduction=loss_reduction)
@@ -272,7 +272,9 @@ class _OfSamples:
             return losses
         session = getattr(self.module, "_session", None)
         call = None if session is None else session.current_forward
-        samples = None if call is None or session.batch_first else call.batch_size
+        samples = None
+        if session is not None and call is not None and not session.batch_first:
+            samples = call.batch_size
         if samples is not None and samples != len(losses):
             losses = losses.movedim(1, 0)
             ignored = None if ignored is None else ignored.movedim(1, 0)

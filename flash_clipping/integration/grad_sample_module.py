@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from opacus.grad_sample import (
@@ -31,7 +31,14 @@ from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.like_the_model import LikeTheModel
 from flash_clipping.integration.model_watch import ModelWatch
-from flash_clipping.integration.options import Mode, check_options
+from flash_clipping.integration.options import (
+    Backend,
+    Mode,
+    Reduction,
+    SumDtype,
+    WrapperOptions,
+    check_options,
+)
 from flash_clipping.integration.parallel import refuse_new_class
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.running_step import RunningStep
@@ -99,16 +106,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         m: nn.Module,
         *,
         batch_first: bool = True,
-        loss_reduction: str = "mean",
+        loss_reduction: Reduction = "mean",
         strict: bool = True,
         force_functorch: bool = False,
         max_grad_norm: float | Sequence[float] = 1.0,
         use_ghost_clipping: bool = True,
-        backend: str = "auto",
+        backend: Backend = "auto",
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
-        sum_dtype: str = "float32",
+        sum_dtype: SumDtype = "float32",
         sample_of: str | Offsets | None = None,
     ):
         check_options(loss_reduction, mode, backend, sum_dtype, clipping)
@@ -463,9 +470,9 @@ class GradSampleModuleFlashClipping(
     loaded as well. ``to_standard_module()`` gives the model back as it was.
     """
 
-    def __init__(self, m: nn.Module, **kwargs: Any):
+    def __init__(self, m: nn.Module, **options: Unpack[WrapperOptions]):
         nn.Module.__init__(self)
-        GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
+        GradSampleHooksFlashClipping.__init__(self, m, **options)
         self.grad_accumulation_hook = None
         self._constructed = True
 

@@ -181,7 +181,9 @@ def test_a_mean_of_another_kind_is_refused() -> None:
     wrapped, _, returned = private(OfItsOwnKind())
     x, target = batch("values")
     for _ in range(2):  # not the first time only
-        with pytest.raises(ValueError, match=r"(?s)OfItsOwnKind.*lambda \*args: criterion\(\*args\)"):
+        with pytest.raises(
+            ValueError, match=r"(?s)OfItsOwnKind.*lambda \*args: criterion\(\*args\)"
+        ):
             returned(wrapped(x), target)
     criterion = OfItsOwnKind()
     wrapped, _, returned = private(lambda *args: criterion(*args))
