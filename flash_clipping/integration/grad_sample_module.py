@@ -261,7 +261,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
         self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
-        units = session.units_of(given, tensors)
+        draw = session.draw_of(tensors)
+        units = session.units_of(given, tensors, draw)
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
         elif session.may_rehearse():
@@ -274,9 +275,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
         call.made_up = self._sharded is not None and self._sharded.is_empty
-        call.counted_rows = session.padding.of_call(
-            call.batch_size, call.recorded, session.captured is not None
-        )
+        call.draw = draw
+        call.counted_rows = session.padding.of_call(draw, session.captured is not None)
         check_drawn(session, call)
         session.returning = call
         self._losses.before_forward()
@@ -317,6 +317,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """
         self._session.drawn = n
 
+    def expect_rows(self, order: Tensor | None) -> None:
+        """Tell which row of the loader's batch each row of the model's input is.
+
+        Needed where it matters (``units``, ``max_batch_size``, batches in an order), and the model
+        is called with other tensors than the batch's: rows that the loop has changed, or put into
+        another order. It holds for the batch that the loader gave last.
+
+        Args:
+            order: ``[rows]``, integers; ``None``: the batch's own tensors again.
+
+        Raises:
+            FlashClippingError: there is no batch, or it has no such rows.
+        """
+        self._session.draws.expect_rows(order)
+
     def check_losses(self, losses: Tensor) -> None:
         """Refuse per-sample losses that are not as many as the samples of the last forward.
 
@@ -345,7 +360,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             upper = doubts.bound_total(total_B)
         self.upper_bounds = upper = counted.bounds(upper)
         if captured is None:
-            step.count_backward(total_B)
+            step.count_backward(total_B, self._session.draw_of_calls())
         else:
             captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
         return self._coefficients(upper)
