@@ -65,6 +65,9 @@ class FlashTensor(DPTensorFastGradientClipping):
             reduce = torch.sum if summed or self.loss_reduction == "sum" else torch.mean
             reduce(losses).backward()
 
+    def __float__(self) -> float:
+        return float(self.item())
+
     @classmethod
     def of(cls, loss: DPTensorFastGradientClipping) -> FlashTensor:
         return cls(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)

@@ -55,7 +55,7 @@ class Migration:
         return make(criterion=criterion, **options)
 
 
-# -- images: mnist.py, cifar10.py, the tutorial on image classifiers --------------------------------
+# -- images: mnist.py, cifar10.py, the tutorial on image classifiers -------------------------------
 
 
 class Digits(nn.Module):
@@ -104,19 +104,20 @@ def mnist(migration: Migration) -> nn.Module:
     return model
 
 
-def small_resnet() -> nn.Module:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-            self.relu = nn.ReLU(inplace=True)
+class Block(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.relu = nn.ReLU(inplace=inplace)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.relu(self.norm(self.conv(x)) + x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.conv(x)) + x)
 
-    stem = [nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)]
+
+def small_resnet(inplace: bool) -> nn.Module:
+    stem = [nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=inplace)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)]
-    return nn.Sequential(*stem, Block(), Block(), *head)
+    return nn.Sequential(*stem, Block(inplace), Block(inplace), *head)
 
 
 def cifar10(migration: Migration) -> nn.Module:
@@ -150,7 +151,7 @@ def cifar10(migration: Migration) -> nn.Module:
 
 def image_classifier(migration: Migration) -> nn.Module:
     """A model that Opacus' validator mends, a target ε, physical batches."""
-    model = small_resnet()
+    model = small_resnet(inplace=migration.to_flash)  # Opacus' hooks do not stand it
     assert ModuleValidator.validate(model, strict=False)
     model = ModuleValidator.fix(model)
     assert not ModuleValidator.validate(model, strict=False)
@@ -180,7 +181,7 @@ def image_classifier(migration: Migration) -> nn.Module:
     return model
 
 
-# -- texts: imdb.py, char-lstm-classification.py, the tutorials on names and on BERT ----------------
+# -- texts: imdb.py, char-lstm-classification.py, the tutorials on names and on BERT ---------------
 
 
 class Texts(Dataset[Any]):
@@ -335,12 +336,12 @@ def text_classifier(migration: Migration) -> nn.Module:
     return model
 
 
-# -- a generator and a discriminator: dcgan.py ------------------------------------------------------
+# -- a generator and a discriminator: dcgan.py -----------------------------------------------------
 
 
 def dcgan(migration: Migration) -> nn.Module:
     """Two optimizers; the discriminator is private, and runs on both halves of a step."""
-    nz = 5
+    nz, inplace = 5, migration.to_flash  # Opacus' hooks do not stand it
     generator = nn.Sequential(
         nn.ConvTranspose2d(nz, 8, 4, 1, 0, bias=False), nn.GroupNorm(4, 8), nn.ReLU(True),
         nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False), nn.Tanh(),
@@ -350,9 +351,10 @@ def dcgan(migration: Migration) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.main = nn.Sequential(
-                nn.Conv2d(1, 6, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
+                nn.Conv2d(1, 6, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=inplace),
                 nn.Conv2d(6, 8, 3, 1, 1, bias=False), nn.GroupNorm(4, 8),
-                nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(8, 1, 4, 1, 0, bias=False), nn.Sigmoid(),
+                nn.LeakyReLU(0.2, inplace=inplace),
+                nn.Conv2d(8, 1, 4, 1, 0, bias=False), nn.Sigmoid(),
             )  # fmt: skip
 
         def forward(self, x: Tensor) -> Tensor:
