@@ -14,7 +14,12 @@ def check_drawn(session: ClippingSession, forward: ForwardCall) -> None:
     drawn = session.drawn
     if drawn is None and forward.draw is not None and not session.draws.strict:
         drawn = forward.draw.rows
-    if drawn is None or not forward.recorded or drawn in forward.batch_sizes:
+    if (
+        drawn is None
+        or not forward.recorded
+        or (forward.made_up and not drawn)
+        or drawn in forward.batch_sizes
+    ):
         return
     if forward.units is not None:
         return  # what was drawn are units, and the map was compared with their number

@@ -210,8 +210,12 @@ class ClippingSession:
         """
         self._running.check(call, self.backward_pass)
 
-    def draw_of(self, tensors: list[Tensor]) -> DrawnBatch | None:
+    def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
         """The loader's batch that the root is called with.
+
+        Args:
+            tensors: the inputs.
+            made_up: whether their samples were made up, because there are none.
 
         Raises:
             FlashClippingError: a call that is recorded is of several, or of other rows.
@@ -220,6 +224,7 @@ class ClippingSession:
             return None
         axis = self.batch_axis
         sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
+        sizes = [0] if made_up else sizes
         if not torch.is_grad_enabled():
             self.draws.look(sizes)
             return None

@@ -261,7 +261,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
         self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
-        draw = session.draw_of(tensors)
+        made_up = self._sharded is not None and self._sharded.is_empty
+        draw = session.draw_of(tensors, made_up)
         units = session.units_of(given, tensors, draw)
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
@@ -274,7 +275,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if self._watch.rehearse_if(wanted, module, args, kwargs):
                 session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
-        call.made_up = self._sharded is not None and self._sharded.is_empty
+        call.made_up = made_up
         call.draw = draw
         call.counted_rows = session.padding.of_call(draw, session.captured is not None)
         check_drawn(session, call)
