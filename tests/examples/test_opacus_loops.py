@@ -414,6 +414,7 @@ def test_a_loop_of_opacus_trains_the_same_parameters(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_tutorial_on_bert_trains_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     use_randomness_of_opacus(monkeypatch)
     expected = trained(text_classifier, Migration(to_flash=False))
