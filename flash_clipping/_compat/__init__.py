@@ -52,6 +52,7 @@ from flash_clipping._compat.modules import (
 from flash_clipping._compat.opacus import (
     check_engine,
     check_optimizer,
+    explain_flash_mode,
     functions_of_optimizer,
     without_validator,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "compiles",
     "constant_in_traces",
     "early_start",
+    "explain_flash_mode",
     "functions_of_optimizer",
     "gate_of_experts",
     "gluon",

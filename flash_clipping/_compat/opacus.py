@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,30 @@ def check_engine(engine: type) -> None:
     for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
         if not hasattr(engine, f"_prepare{name}"):
             refuse(f"opacus.PrivacyEngine._prepare{name}", "Opacus")
+
+
+def explain_flash_mode() -> None:
+    """Have Opacus' own engines say where ``grad_sample_mode="flash"`` is. Without: they say which
+    modes they know."""
+    from opacus.grad_sample import utils
+
+    def explained(known: Any) -> Any:
+        @functools.wraps(known)
+        def find(grad_sample_mode: str) -> Any:
+            if grad_sample_mode == "flash":
+                raise ValueError(
+                    'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
+                    "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
+                    "and, in the place of PrivacyEngineAdaptiveClipping, give it "
+                    'clipping="adaptive".'
+                )
+            return known(grad_sample_mode)
+
+        return find
+
+    for name in ("get_gsm_class", "get_hooks_class"):
+        if (known := getattr(utils, name, None)) is not None:
+            setattr(utils, name, explained(known))
 
 
 @contextmanager

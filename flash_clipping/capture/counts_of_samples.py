@@ -11,13 +11,21 @@ from flash_clipping.errors import FlashClippingError
 
 def check_drawn(session: ClippingSession, forward: ForwardCall) -> None:
     """Refuse a batch that is not what the loader drew."""
-    if session.drawn is None or not forward.recorded or session.drawn in forward.batch_sizes:
+    drawn = session.drawn
+    if drawn is None and forward.draw is not None and not session.draws.strict:
+        drawn = forward.draw.rows
+    if (
+        drawn is None
+        or not forward.recorded
+        or (forward.made_up and not drawn)
+        or drawn in forward.batch_sizes
+    ):
         return
     if forward.units is not None:
         return  # what was drawn are units, and the map was compared with their number
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
     raise FlashClippingError(
-        f"the model: the loader drew {session.drawn} samples, but the model is called with a "
+        f"the model: the loader drew {drawn} samples, but the model is called with a "
         f"batch of {sizes} (the size of axis {session.batch_axis} of its inputs). Samples that "
         "are packed end to end into one row, or flattened into their tokens, are not "
         "recognised: give the model one row per sample, padded to one length. If samples lie "

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.padding import CountedRows
 from flash_clipping.capture.units import Units
 
@@ -118,6 +119,8 @@ class ForwardCall:
     units: Units | None = None
     #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.padding`).
     counted_rows: CountedRows | None = None
+    #: The loader's batch that it is called with, if that is known.
+    draw: DrawnBatch | None = None
     #: Memory of the root's tensor inputs.
     input_storages: frozenset[int] = frozenset()
     #: Whether autograd is on: what then runs without it in this call is checkpointed.

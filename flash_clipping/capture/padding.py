@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 
 
@@ -23,17 +24,21 @@ class CountedRows:
     Args:
         rows: B.
         count: how many count.
+        order_B: which row of the batch each row is; ``None``: they are in its order.
     """
 
-    def __init__(self, rows: int | None = None, count: int = 0):
-        self.rows, self.count = rows, count
+    def __init__(self, rows: int | None = None, count: int = 0, order_B: Tensor | None = None):
+        self.rows, self.count, self.order_B = rows, count, order_B
         self._mask_B: Tensor | None = None
 
     def mask(self, device: torch.device) -> Tensor:
         """``[B]``, bool: whether each row only fills the batch up. Made without waiting."""
         assert self.rows is not None
         if self._mask_B is None or self._mask_B.device != device:
-            self._mask_B = torch.arange(self.rows, device=device) >= self.count
+            if self.order_B is None:
+                self._mask_B = torch.arange(self.rows, device=device) >= self.count
+            else:
+                self._mask_B = (self.order_B >= self.count).to(device, non_blocking=True)
         return self._mask_B
 
     def norms(self, norms_PB: Tensor) -> Tensor:
@@ -63,51 +68,36 @@ class Padding:
 
     def __init__(self) -> None:
         self.rows: int | None = None
-        self._announced: CountedRows | None = None
         #: What CUDA graphs read: memory that stays, with the mask of the next replay.
         self._lasting: CountedRows | None = None
 
     def __getstate__(self) -> dict[str, object]:  # a copy's next forward is of no loader's batch
-        return self.__dict__ | {"_announced": None, "_lasting": None}
+        return self.__dict__ | {"_lasting": None}
 
-    def announce(self, count: int | None) -> None:
-        """So many rows of the next batch count; ``None``: nothing is known of it."""
-        self._announced = None if count is None else CountedRows(self.rows, count)
-
-    def of_call(self, batch_size: int | None, recorded: bool, captured: bool) -> CountedRows:
+    def of_call(self, draw: DrawnBatch | None, captured: bool) -> CountedRows:
         """The rows of a call of the model that begins now.
 
         Args:
-            batch_size: of its inputs.
-            recorded: whether it may be followed by a backward.
+            draw: the batch that it is called with.
             captured: whether a CUDA graph is being made of it.
 
         Raises:
-            FlashClippingError: a call that is recorded is not of the batch that was announced.
+            FlashClippingError: rows of the batch are there twice, or not at all.
         """
-        if self.rows is None or not recorded:
+        if self.rows is None:
             return EVERY_ROW
-        found = self._known()
-        if batch_size != self.rows:
+        if captured:
+            assert self._lasting is not None  # see prepare
+            return self._lasting
+        if draw is None:
+            return EVERY_ROW
+        order = draw.order_R
+        if order is not None and not torch.equal(order.sort()[0], torch.arange(self.rows)):
             raise FlashClippingError(
-                f"the model: called with a batch of {batch_size} rows; expected the "
-                f"{self.rows} rows of the loader's batch (max_batch_size), at once: the last of "
-                "them may be padding."
+                f"expect_rows: found {len(order)} rows with max_batch_size={self.rows}; expected "
+                "every row of the batch once."
             )
-        if not captured:
-            return found
-        assert self._lasting is not None  # see prepare
-        return self._lasting
-
-    def _known(self) -> CountedRows:
-        if self._announced is None:
-            raise FlashClippingError(
-                "the model: make_private was called with max_batch_size=..., and no batch of the "
-                "loader that it returned was announced for this forward, so that nobody knows "
-                "which of its rows are padding. Take batches from that loader, one for each step, "
-                "and not ahead of it; run other data under torch.no_grad()."
-            )
-        return self._announced
+        return CountedRows(self.rows, draw.samples, order)
 
     # -- CUDA graphs ----------------------------------------------------------------------------
 
@@ -118,18 +108,13 @@ class Padding:
         if self._lasting is None or self._lasting.mask(device).device != device:
             self._lasting = CountedRows(self.rows, 0)
             self._lasting.mask(device)
-        self.before_replay(device)
 
-    def before_replay(self, device: torch.device) -> None:
-        """Let graphs read the mask of the batch that was announced.
-
-        Raises:
-            FlashClippingError: none was.
-        """
+    def before_replay(self, draw: DrawnBatch | None, device: torch.device) -> None:
+        """Let graphs read the mask of this batch."""
         if self.rows is None:
             return
         assert self._lasting is not None
-        self._lasting.mask(device).copy_(self._known().mask(device))
+        self._lasting.mask(device).copy_(self.of_call(draw, captured=False).mask(device))
 
 
 #: Of batches as they were drawn.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
+from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
@@ -81,6 +82,8 @@ class ClippingSession:
         self.sum_dtype = sum_dtype
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
+        #: The batches that the loader has given.
+        self.draws = Draws()
         #: Which rows of a batch are padding.
         self.padding = Padding()
         #: Whether the loader's batches must come whole.
@@ -207,15 +210,47 @@ class ClippingSession:
         """
         self._running.check(call, self.backward_pass)
 
-    def units_of(self, given: Any, tensors: list[Tensor]) -> Units | None:
-        """The units of a call of the root with these tensors; ``given`` is the map, if it got one.
+    def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
+        """The loader's batch that the root is called with.
+
+        Args:
+            tensors: the inputs.
+            made_up: whether their samples were made up, because there are none.
+
+        Raises:
+            FlashClippingError: a call that is recorded is of several, or of other rows.
+        """
+        if in_backward() or self.captured is not None:
+            return None
+        axis = self.batch_axis
+        sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
+        sizes = [0] if made_up else sizes
+        if not torch.is_grad_enabled():
+            self.draws.look(sizes)
+            return None
+        if self.draws.paused:
+            return None
+        if not self.draws.strict and (
+            self.drawn is not None or self.units_of_calls.sample_of is not None
+        ):
+            return self.draws.next()  # somebody else counts; or rows are no samples
+        return self.draws.of_forward(tensors, sizes, axis)
+
+    def units_of(
+        self, given: Any, tensors: list[Tensor], draw: DrawnBatch | None = None
+    ) -> Units | None:
+        """The units of a call of the root with these tensors; ``given`` is the map, if it got one,
+        ``draw`` the loader's batch.
 
         Raises:
             FlashClippingError: a call that is recorded has no map, or one that does not fit.
         """
         if not self.units_of_calls.are_known or not torch.is_grad_enabled() or in_backward():
             return None
-        return self.units_of_calls.of_call(given, tensors, self.drawn)
+        drawn = self.drawn
+        if drawn is None and draw is not None and not self.draws.ahead:
+            drawn = draw.samples
+        return self.units_of_calls.of_call(given, tensors, drawn, draw)
 
     def begin_forward(
         self,
@@ -448,6 +483,10 @@ class ClippingSession:
     def counted_rows(self) -> CountedRows:
         """Which rows of the calls whose norms have not been taken are no padding."""
         return counted_rows(f.counted_rows for f in self._forwards if not f.spent and f.recorded)
+
+    def draw_of_calls(self) -> DrawnBatch | None:
+        """The draw of the calls whose norms have not been taken."""
+        return of_one_draw(f.draw for f in self._forwards if not f.spent and f.recorded)
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import assert_async
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, UnitMap, by_units
 
@@ -139,8 +140,7 @@ class UnitsOfCalls:
         batch_first: whether rows are axis 0 of the model's inputs.
 
     Attributes:
-        from_loader: whether a loader must announce the map of every batch.
-        announced: what it said of the next batch: the map and the number of its units.
+        from_loader: whether the map comes with the loader's batch.
         are_items: whether the units of a batch must be exactly what the loader drew.
     """
 
@@ -153,15 +153,11 @@ class UnitsOfCalls:
         self.sample_of = sample_of
         self.batch_first = batch_first
         self.from_loader = False
-        self.announced: tuple[Tensor, int] | None = None
         self.are_items = False
         #: Where units are parts of rows: layers that were rehearsed, and kinds of calls in which
         #: documents were seen not to reach each other.
         self.proven: set[str] = set()
         self.apart: set[Any] = set()
-
-    def __getstate__(self) -> dict[str, Any]:  # a copy's next forward is of no loader's batch
-        return self.__dict__ | {"announced": None}
 
     @property
     def name(self) -> str | None:
@@ -197,12 +193,15 @@ class UnitsOfCalls:
             return kwargs.get(name), kwargs  # attention reads it
         return kwargs.get(name), {key: kwargs[key] for key in kwargs if key != name}
 
-    def of_call(self, given: Any, tensors: list[Tensor], drawn: int | None) -> Units:
+    def of_call(
+        self, given: Any, tensors: list[Tensor], drawn: int | None, draw: DrawnBatch | None = None
+    ) -> Units:
         """The units of a call with these tensor inputs.
 
         Args:
             given: the argument that holds the map.
             drawn: how many units the loader drew, if that is known.
+            draw: the loader's batch, if it says which unit each row is of.
 
         Raises:
             FlashClippingError: no map, or one that does not fit.
@@ -210,7 +209,9 @@ class UnitsOfCalls:
         axis = 0 if self.batch_first else 1
         rows = next((x.shape[axis] for x in tensors if x.dim() > axis), 0)
         if self.from_loader:
-            return self._of_loader(rows)
+            assert draw is not None and draw.unit_R is not None
+            index_R = draw.in_order(draw.unit_R)
+            return Units(index_R, draw.samples, index_R)
         where = f"the model: sample_of={self.name!r}"
         if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
             found = given.dtype if isinstance(given, Tensor) else type(given).__name__
@@ -236,22 +237,6 @@ class UnitsOfCalls:
                 f"rows; expected [{rows}], or [{rows}, positions] as the model's own inputs have."
             )
         return self._checked(where, given, given, drawn)
-
-    def _of_loader(self, rows: int) -> Units:
-        if self.announced is None:
-            raise FlashClippingError(
-                "the model: make_private was called with units=..., and no batch of the loader "
-                "that it returned was announced for this forward. Take batches from that loader, "
-                "one for each step, and not ahead of it; run other data under torch.no_grad()."
-            )
-        index_R, count = self.announced
-        if len(index_R) != rows:
-            raise FlashClippingError(
-                f"the model: called with a batch of {rows} rows, but the loader gave "
-                f"{len(index_R)} rows of {count} units. Call the model with all rows of the batch "
-                "at once: what one unit adds is clipped as a whole."
-            )
-        return Units(index_R, count, index_R)
 
     def _checked(self, where: str, index: Tensor, given: Tensor, drawn: int | None) -> Units:
         """The map, with its values in range."""

@@ -2,7 +2,7 @@
 
 A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
 event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
-(``pip install flash-clipping[accounting]``); it is imported when an ε is asked for.
+(``pip install flash-clipping[accounting]``); it is imported when such an accountant is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from opacus.accountants import IAccountant, register_accountant
+from opacus.accountants import (
+    IAccountant,
+    PRVAccountant,
+    RDPAccountant,
+    register_accountant,
+)
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness.mechanisms import (
@@ -36,6 +41,11 @@ ZERO_OUT = "zero out one sample"
 LOSS_GRID = 1e-3
 
 _MOST_NOISE = 1e6
+
+#: Points of a privacy loss's distribution that are computed: a minute, and a few GB.
+_MOST_POINTS = 2**25
+#: The largest ε that is computed from them; ``exp(ε)`` overflows above 709.
+_MOST_LOSS = 600.0
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,39 @@ class Process:
         }
 
 
+class FeasiblePrvAccountant(PRVAccountant):
+    """Opacus' default, which has an answer where there is next to no noise.
+
+    The distribution of the privacy loss is as wide as ε. Where it would not fit in memory, or its
+    exponential not in float64 (Opacus' ε of 5300 is 705 then), ε is that of Opacus' RDP accountant,
+    an upper bound too; without noise it is infinite.
+    """
+
+    def get_epsilon(
+        self,
+        delta: float,
+        *,
+        eps_error: float = 0.01,
+        delta_error: float | None = None,
+        **kwargs: Any,
+    ) -> float:
+        """As in Opacus."""
+        if any(multiplier == 0 for multiplier, _, _ in self.history):
+            return math.inf
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Optimal order")
+            rdp = RDPAccountant()
+            rdp.history = [*self.history]
+            upper = float(rdp.get_epsilon(delta))
+        error = delta / 1000 if delta_error is None else delta_error
+        steps = sum(steps for _, _, steps in self.history)
+        points = 2 * upper / eps_error * math.sqrt(steps * math.log(12 / error) / 2)
+        if upper > _MOST_LOSS or points > _MOST_POINTS:
+            return upper
+        found = super().get_epsilon(delta, eps_error=eps_error, delta_error=delta_error, **kwargs)
+        return float(found)
+
+
 class PldAccountant(IAccountant):
     """Privacy loss distributions of dp-accounting's, ``FlashPrivacyEngine(accountant="pld")``.
 
@@ -173,9 +216,13 @@ class PldAccountant(IAccountant):
     Attributes:
         process: how batches are drawn and noise is made; set by ``make_private``.
         history: (noise multiplier, sample rate, steps in a row).
+
+    Raises:
+        ImportError: ``dp-accounting`` is not installed.
     """
 
     def __init__(self) -> None:
+        dp_accounting()  # said now, not when training has ended
         super().__init__()
         self.process = Process()
         #: Whether the next step begins with noise that knows nothing of the steps before.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import functions_of_optimizer
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.optimizer import FlashDPOptimizer
 from flash_clipping.ops.noise import noisy_means
@@ -112,7 +113,8 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
 
     Args:
         mechanism: how noise is correlated.
-        before_noise: called before a step's noise is drawn; raises if the step may not be taken.
+        before_noise: called before a step's noise is drawn, with the step's batch; raises if the
+            step may not be taken.
         **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
 
     Raises:
@@ -124,7 +126,7 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
         optimizer: Any,
         *,
         mechanism: NoiseMechanism,
-        before_noise: Callable[[], None],
+        before_noise: Callable[[DrawnBatch | None], None],
         **kwargs: Any,
     ):
         super().__init__(optimizer, **kwargs)
@@ -139,7 +141,7 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
 
     def add_noise(self) -> None:
         std, divisor = self._noise_std(), self._divisor()
-        self._before_noise()
+        self._before_noise(None if self._record is None else self._record.draw)
         settings = self._multiplier(), std
         if self._settings not in (None, settings):
             raise FlashClippingError(

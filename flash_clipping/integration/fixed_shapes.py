@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.integration.samplers import Announcer, PoissonSampler
 from flash_clipping.randomness import Purpose
 from flash_clipping.randomness.choices import coin_tosses, subset
 
@@ -39,7 +39,7 @@ class FixedShapeSampler(PoissonSampler):
                 f"the {self.num_samples} samples of the dataset."
             )
         self.max_batch_size = max_batch_size
-        self.announce: PaddedAnnouncer = PaddedAnnouncer()
+        self.announce = Announcer(strict=True)
         self._counted = 0
 
     def _draw(self) -> list[int]:
@@ -54,15 +54,5 @@ class FixedShapeSampler(PoissonSampler):
         indices: list[int] = torch.cat([counted, padding]).tolist()
         return indices
 
-    def _size(self, indices: list[Any]) -> int:
+    def _samples(self, indices: list[Any]) -> int:
         return self._counted
-
-
-class PaddedAnnouncer(StrictAnnouncer):
-    """Tells the wrapped model how many rows of its next batch count."""
-
-    def __call__(self, samples: int | None) -> None:
-        self.give(samples)
-
-    def _announce(self, module: Any, batch: Any) -> None:
-        module._session.padding.announce(batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from opacus.grad_sample import (
@@ -32,7 +32,14 @@ from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.like_the_model import LikeTheModel
 from flash_clipping.integration.model_watch import ModelWatch
-from flash_clipping.integration.options import Mode, check_options
+from flash_clipping.integration.options import (
+    Backend,
+    Mode,
+    Reduction,
+    SumDtype,
+    WrapperOptions,
+    check_options,
+)
 from flash_clipping.integration.parallel import refuse_new_class
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.running_step import RunningStep
@@ -100,16 +107,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         m: nn.Module,
         *,
         batch_first: bool = True,
-        loss_reduction: str = "mean",
+        loss_reduction: Reduction = "mean",
         strict: bool = True,
         force_functorch: bool = False,
         max_grad_norm: float | Sequence[float] = 1.0,
         use_ghost_clipping: bool = True,
-        backend: str = "auto",
+        backend: Backend = "auto",
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
-        sum_dtype: str = "float32",
+        sum_dtype: SumDtype = "float32",
         sample_of: str | Offsets | None = None,
     ):
         check_options(loss_reduction, mode, backend, sum_dtype, clipping)
@@ -126,6 +133,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What the samples of the last backward were clipped by: at least the norms of what is
         #: released of them, ``[B]``, or ``[P, B]`` when per layer.
         self.upper_bounds: Tensor | None = None
+        #: Whether a forward since the last backward of the criterion had an input that requires a
+        #: gradient, which is somebody else's: a generator's, say.
+        self.inputs_want_gradients = False
         #: Of a stage in a pipeline: norms over all stages, ``[B]``.
         self.norms_over_stages: Tensor | None = None
         #: Modules that hold parameters, in the model's order.
@@ -251,7 +261,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
-        units = session.units_of(given, tensors)
+        self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
+        made_up = self._sharded is not None and self._sharded.is_empty
+        draw = session.draw_of(tensors, made_up)
+        units = session.units_of(given, tensors, draw)
         if session.may_rehearse() and units is not None and units.by_position:
             self._watch.rehearse(module, args, kwargs, positions=units)
         elif session.may_rehearse():
@@ -263,10 +276,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if self._watch.rehearse_if(wanted, module, args, kwargs):
                 session.rehearsed = self._guards.count
         call = session.begin_forward(tensors, units=units)
-        call.made_up = self._sharded is not None and self._sharded.is_empty
-        call.counted_rows = session.padding.of_call(
-            call.batch_size, call.recorded, session.captured is not None
-        )
+        call.made_up = made_up
+        call.draw = draw
+        call.counted_rows = session.padding.of_call(draw, session.captured is not None)
         check_drawn(session, call)
         self.running_step.awaits_backward |= call.recorded
         session.returning = call
@@ -308,6 +320,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """
         self._session.drawn = n
 
+    def expect_rows(self, order: Tensor | None) -> None:
+        """Tell which row of the loader's batch each row of the model's input is.
+
+        Needed where it matters (``units``, ``max_batch_size``, batches in an order), and the model
+        is called with other tensors than the batch's: rows that the loop has changed, or put into
+        another order. It holds for the batch that the loader gave last.
+
+        Args:
+            order: ``[rows]``, integers; ``None``: the batch's own tensors again.
+
+        Raises:
+            FlashClippingError: there is no batch, or it has no such rows.
+        """
+        self._session.draws.expect_rows(order)
+
     def check_losses(self, losses: Tensor) -> None:
         """Refuse per-sample losses that are not as many as the samples of the last forward.
 
@@ -337,7 +364,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             upper = doubts.bound_total(total_B)
         self.upper_bounds = upper = counted.bounds(upper)
         if captured is None:
-            step.count_backward(total_B)
+            step.count_backward(total_B, self._session.draw_of_calls())
         else:
             captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
         return self._coefficients(upper)
@@ -474,9 +501,9 @@ class GradSampleModuleFlashClipping(
     loaded as well. ``to_standard_module()`` gives the model back as it was.
     """
 
-    def __init__(self, m: nn.Module, **kwargs: Any):
+    def __init__(self, m: nn.Module, **options: Unpack[WrapperOptions]):
         nn.Module.__init__(self)
-        GradSampleHooksFlashClipping.__init__(self, m, **kwargs)
+        GradSampleHooksFlashClipping.__init__(self, m, **options)
         self.grad_accumulation_hook = None
         self._constructed = True
 

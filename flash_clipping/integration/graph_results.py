@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.integration import norms
@@ -31,8 +32,10 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
         model.upper_bounds = upper
 
 
-def take_over(model: GradSampleHooksFlashClipping, captured: GraphedResults) -> None:
-    """Leave what the backward passes of a replayed CUDA graph would have left."""
+def take_over(
+    model: GradSampleHooksFlashClipping, captured: GraphedResults, draw: DrawnBatch | None
+) -> None:
+    """Leave what the backward passes of a replayed CUDA graph would have left, of this batch."""
     step = model.running_step
     for number, (params, norms_PB, upper) in enumerate(captured.norms):
         if not number:
@@ -41,6 +44,6 @@ def take_over(model: GradSampleHooksFlashClipping, captured: GraphedResults) -> 
         norms_PB = norms_PB.clone()
         norms.publish(params, norms_PB)
         total_B = model.per_sample_gradient_norms = total_norm(norms_PB)
-        step.count_backward(total_B)
+        step.count_backward(total_B, draw)
     for coef in captured.coefs:
         model._session.non_finite.note(coef)

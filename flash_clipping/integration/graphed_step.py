@@ -339,11 +339,14 @@ class GraphedStep:
         with torch.no_grad():
             for fixed, given in zip(graph.inputs, inputs, strict=True):
                 fixed.copy_(given, non_blocking=True)
+            draws = []
             for wrapped, _ in graph.of_modules:
-                wrapped._session.padding.before_replay(graph.device)
+                session = wrapped._session
+                draws.append(session.draws.of_replay(inputs, session.batch_axis))
+                session.padding.before_replay(draws[-1], graph.device)
             graph.replay()
-            for wrapped, captured in graph.of_modules:
-                take_over(wrapped, captured)
+            for (wrapped, captured), draw in zip(graph.of_modules, draws, strict=True):
+                take_over(wrapped, captured, draw)
             for param, grad in graph.grads:
                 if param.grad is not None:
                     param.grad.add_(grad)

@@ -9,6 +9,7 @@ from typing import Any
 from opacus import PrivacyEngine
 
 from flash_clipping.integration.adaptive import AdaptiveBound
+from flash_clipping.integration.options import PrivateOptions
 
 #: What only ``clipping="adaptive"`` takes.
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
@@ -17,9 +18,7 @@ ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = {*inspect.signature(PrivacyEngine.make_private).parameters, *of_epsilon}
-    known |= {"backend", "mode", "folded_modules", "sum_dtype", "strict", "distributed"}
-    known |= {"sample_of", "units", "max_rows_per_unit", "noise_grid"}
-    known |= {"sampling", "max_batch_size", "noise", "pipeline"}
+    known |= {*PrivateOptions.__annotations__} - {*ADAPTIVE}
     if clipping == "adaptive":
         known |= {*ADAPTIVE}
     if unknown := [name for name in given if name not in known]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants import PRVAccountant
 
-from flash_clipping.integration.accounting import relation_of
+from flash_clipping.integration.accounting import FeasiblePrvAccountant, relation_of
 from flash_clipping.randomness import SecretStream
 
 #: Of the stream, in a checkpoint of the engine's.
@@ -56,6 +57,7 @@ class SecretNoiseEngine(PrivacyEngine):
     Arguments and attributes: see :class:`~flash_clipping.FlashPrivacyEngine`.
     """
 
+    accountant: Any
     #: Whether Opacus' own source of randomness was asked for.
     _has_opacus_randomness = False
 
@@ -71,6 +73,8 @@ class SecretNoiseEngine(PrivacyEngine):
             # That noise is not secure: it is. Modes of Opacus warn where they are used.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)
+        if type(self.accountant) is PRVAccountant:
+            self.accountant = FeasiblePrvAccountant()
         self.secure_mode = secure_mode
         self.stream = SecretStream(seed=seed)
 

@@ -89,6 +89,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         noise_grid: bool = False,
         **kwargs: Any,
     ):
+        _refuse_many_closures(optimizer)
         self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
         self.noise_grid = noise_grid
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
@@ -98,6 +99,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
                 "make_private, or integration.sharded_optimizer.ShardedFlashDPOptimizer."
             )
+
+    def __getstate__(self) -> Any:
+        # Opacus' own state cannot be copied: it breaks every optimizer's step on the way.
+        raise FlashClippingError(
+            f"{type(self).__name__}: a private optimizer cannot be copied or pickled: it takes the "
+            "sums of one model, with noise that is drawn once. Copy what it has learnt:\n"
+            "    saved = copy.deepcopy(optimizer.state_dict()); optimizer.load_state_dict(saved)"
+        )
 
     # -- the model whose sums it takes ----------------------------------------------------------
 
@@ -423,6 +432,19 @@ def _refuse_divided_losses() -> None:
             "are too small. Nothing was released. Make batches larger, in parts by "
             "BatchMemoryManager where they do not fit, and leave it out:\n"
             "    accelerator = Accelerator(gradient_accumulation_steps=1)"
+        )
+
+
+def _refuse_many_closures(optimizer: Any) -> None:
+    """Refuse optimizers that need a closure: they call it as often as they like in one step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer: found {name}, whose step evaluates the loss several times. Each "
+            "evaluation would be a release of its own, which nobody adds noise to or accounts "
+            "for. Use an optimizer of one gradient a step:\n"
+            "    optimizer = torch.optim.AdamW(model.parameters())"
         )
 
 

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.integration.samplers import Announcer, PoissonSampler
 from flash_clipping.randomness import Purpose
 from flash_clipping.randomness.choices import coin_tosses, subset
-
-
-class _SizeOfBatch(int):
-    """Samples of a batch, with the batch's number: it may be handed out long after it was drawn."""
-
-    number: int
 
 
 class OrderedSampler(PoissonSampler):
@@ -30,31 +25,29 @@ class OrderedSampler(PoissonSampler):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.announce: OrderAnnouncer = OrderAnnouncer()
+        self.announce = Announcer(strict=True)
         self.taken = 0
         self._next = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._next = self.announce.given = self.taken
+        self._next = self.taken
         return super().__iter__()
 
-    def _size(self, indices: list[Any]) -> int:
-        size = _SizeOfBatch(len(indices))
-        size.number = self._next - 1
-        return size
+    def _number(self) -> int:
+        return self._next - 1
 
-    def check_step(self) -> None:
+    def check_step(self, draw: DrawnBatch | None) -> None:
         """Refuse a step on another batch than this step's.
 
         Raises:
-            FlashClippingError: the loop has left one out, took one twice, or fetches ahead.
+            FlashClippingError: the loop has left one out, or took one twice.
         """
-        if self.announce.given != self.taken + 1:
+        if draw is None or draw.number != self.taken:
+            found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
-                f"optimizer.step(): found step {self.taken} (from 0) after the loader gave batch "
-                f"{self.announce.given - 1}. Noise is correlated over steps, and epsilon is for "
-                "one step on every batch, in order. Call optimizer.step() once for each batch "
-                "before the next is taken; do not leave batches out or fetch them ahead of time. "
+                f"optimizer.step(): found step {self.taken} (from 0) with {found} of the loader. "
+                "Noise is correlated over steps, and epsilon is for one step on every batch, in "
+                "order. Call optimizer.step() once for each batch; do not leave batches out. "
                 "Nothing was released."
             )
 
@@ -108,21 +101,3 @@ class CyclicPoissonSampler(OrderedSampler):
         mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
         batch: list[int] = (mask.nonzero().flatten() * self.cycle + group).tolist()
         return batch
-
-
-class OrderAnnouncer(StrictAnnouncer):
-    """Knows which batch the loop was given.
-
-    Attributes:
-        given: the number behind that of the batch.
-    """
-
-    given = 0
-
-    def __call__(self, samples: int | None) -> None:
-        assert isinstance(samples, _SizeOfBatch)
-        self.given = samples.number + 1
-        self.give(samples)
-
-    def _announce(self, module: Any, batch: Any) -> None:
-        module.expect_samples(batch)

@@ -152,6 +152,7 @@ class PrivateSchedule:
         before = session.drawn, schedule.scale_grads
         # Of the batch; the module is called with micro-batches. Sums are no means.
         session.drawn, schedule.scale_grads = None, False
+        session.draws.paused = True
         self._running = True
         try:
             self.module.running_step.begin_backward(
@@ -167,6 +168,7 @@ class PrivateSchedule:
             self._running = False
             self._stage.forget()
             session.drawn, schedule.scale_grads = before
+            session.draws.paused = False
 
     def _recorded(self, run: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
         """A method of the stage, for one micro-batch, whose number comes first."""
@@ -192,6 +194,9 @@ class PrivateSchedule:
     def _count(self, args: Any, kwargs: Any, target: Any) -> int:
         """Samples in the batch."""
         axis, drawn = self._session.batch_axis, self._session.drawn
+        self._draw = self._session.draws.next()
+        if drawn is None and self._draw is not None and not self._session.draws.ahead:
+            drawn = self._draw.samples
         found = (
             samples_in((args, kwargs), axis, "arguments"),
             samples_in(target, 0, "a target"),
@@ -230,7 +235,7 @@ class PrivateSchedule:
         total = torch.cat([one.total_n for one in found])
         module.per_sample_gradient_norms = module.norms_over_stages = total
         module.upper_bounds = torch.cat([one.upper_n for one in found])
-        module.running_step.count_backward(total)
+        module.running_step.count_backward(total, self._draw)
 
     def _check_optimizer(self) -> None:
         follower = self.module.running_step.follower

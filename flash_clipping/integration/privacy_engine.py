@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from flash_clipping._compat import check_engine
+from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.integration.accounting import (
     PldAccountant,
@@ -30,7 +31,15 @@ from flash_clipping.integration.grad_sample_module import (
 from flash_clipping.integration.keywords import ADAPTIVE, check_keywords
 from flash_clipping.integration.noise_stream import SecretNoiseEngine
 from flash_clipping.integration.optimizer import FlashDPOptimizer
-from flash_clipping.integration.options import Mode
+from flash_clipping.integration.options import (
+    Backend,
+    EpsilonOptions,
+    Mode,
+    PrivateOptions,
+    Reduction,
+    Sampling,
+    SumDtype,
+)
 from flash_clipping.integration.parallel import refuse_alone
 from flash_clipping.integration.pipeline_optimizer import pipeline_group
 from flash_clipping.integration.private_optimizer import private_optimizer
@@ -52,6 +61,16 @@ if TYPE_CHECKING:
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
+
+explain_flash_mode()
+
+Private: TypeAlias = tuple[
+    GradSampleModuleFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]
+]
+#: With ``wrap_model=False``.
+PrivateHooks: TypeAlias = tuple[
+    GradSampleHooksFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]
+]
 
 
 class FlashPrivacyEngine(SecretNoiseEngine):
@@ -92,6 +111,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     #: What make_private was told of the rows of the dataset.
     _units: UnitsOfRows | None = None
     dataset: Any
+    #: Whether it was said that a mode of Opacus' returns three things.
+    _explained_mode = False
     #: Whether it was said that batches are not drawn by Poisson sampling.
     _warned_not_poisson = False
     #: How batches are drawn and noise is made.
@@ -109,21 +130,67 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     #: The processes of the pipeline that the module is a stage of.
     _pipeline: Any = None
 
+    @overload
     def make_private(
         self,
         *,
+        noise_multiplier: float,
+        grad_sample_mode: Literal["flash"] = "flash",
+        wrap_model: Literal[True] = True,
+        **options: Unpack[PrivateOptions],
+    ) -> Private: ...
+
+    @overload
+    def make_private(
+        self,
+        *,
+        noise_multiplier: float,
+        grad_sample_mode: Literal["flash"] = "flash",
+        wrap_model: Literal[False],
+        **options: Unpack[PrivateOptions],
+    ) -> PrivateHooks: ...
+
+    @overload
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Any,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        grad_sample_mode: str,
+        wrap_model: bool = True,
+        **options: Any,
+    ) -> Any: ...
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Any,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        criterion: Callable[..., Any] | None = None,
         grad_sample_mode: str = "flash",
         clipping: str = "flat",
-        backend: str = "auto",
+        wrap_model: bool = True,
+        batch_first: bool = True,
+        loss_reduction: Reduction = "mean",
+        poisson_sampling: bool = True,
+        noise_generator: Any = None,
+        rand_on_empty: bool = False,
+        backend: Backend = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
-        sum_dtype: str = "float32",
+        sum_dtype: SumDtype = "float32",
         strict: bool = True,
         distributed: bool | None = None,
         sample_of: str | Offsets | None = None,
         units: Sequence[int] | Tensor | None = None,
         max_rows_per_unit: int | None = None,
-        sampling: str = "poisson",
+        sampling: Sampling = "poisson",
         max_batch_size: int | None = None,
         noise: NoiseMechanism | None = None,
         noise_grid: bool = False,
@@ -137,7 +204,13 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         outputs that reduces over samples by ``loss_reduction`` works as well.
 
         Args:
+            module, optimizer, data_loader, noise_multiplier, max_grad_norm, wrap_model,
+                batch_first, loss_reduction, poisson_sampling: as in Opacus.
+            criterion: a loss, whose own ``reduction`` is ``loss_reduction``
+                (:class:`~flash_clipping.FlashLoss`); by default ``nn.CrossEntropyLoss``.
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
+            noise_generator: a seed.
+            rand_on_empty: must be false.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
                 parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the returned criterion
                 moves the bound at the end of every step
@@ -173,7 +246,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
                 stages' processes make this call, with the same dataset. They draw the same batches
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
-            **kwargs: as in Opacus; ``rand_on_empty`` must be false. ``noise_generator`` is a seed.
+            **kwargs: of ``clipping="adaptive"``; of Opacus' modes.
 
         Guarantees:
             Every step draws every sample independently with probability ``1 / len(data_loader)``,
@@ -197,7 +270,24 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             max_rows_per_unit,
             sample_of=sample_of,
             flash=grad_sample_mode == "flash",
-            poisson=kwargs.get("poisson_sampling", True),
+            poisson=poisson_sampling,
+        )
+        if criterion is None and grad_sample_mode == "flash":
+            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
+        if criterion is not None:
+            kwargs["criterion"] = criterion
+        kwargs.update(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            wrap_model=wrap_model,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            noise_generator=noise_generator,
+            rand_on_empty=rand_on_empty,
         )
         process = asked_process(
             self.accountant,
@@ -214,23 +304,24 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             if noise_grid:
                 raise ValueError("noise_grid: found with another grad_sample_mode than 'flash'.")
             self._use_opacus_randomness()
+            self._explain(grad_sample_mode)
             return super().make_private(
                 grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
             )
         check_engine(PrivacyEngine)
         self._process = process
         check_keywords(kwargs, clipping, self._of_epsilon)
-        if isinstance(kwargs.get("module"), GradSampleHooksFlashClipping):
-            FlashDPOptimizer.check_alone(kwargs["module"], kwargs.get("optimizer"))
-        self._is_sharded = has_shards(kwargs.get("module"))
+        if isinstance(module, GradSampleHooksFlashClipping):
+            FlashDPOptimizer.check_alone(module, optimizer)
+        self._is_sharded = has_shards(module)
         asked: dict[str, Any] = {"mode": mode, "clipping": clipping, "distributed": distributed}
         asked |= {"units": units, "sample_of": sample_of, "sampling": sampling, "noise": noise}
         self._pipeline = pipeline_group(
             pipeline, asked | {"max_batch_size": max_batch_size} | kwargs
         )
         if self._pipeline is None:
-            refuse_alone(kwargs.get("module"), distributed)
-        self._processes = processes_of(kwargs.get("module"))
+            refuse_alone(module, distributed)
+        self._processes = processes_of(module)
         if self._is_sharded and units is not None:
             raise NotImplementedError(
                 "units: found a model whose parameters are shards. Processes would have to "
@@ -249,77 +340,118 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         }
         self._units = None
         if units is not None:
-            rows = len(plain_dataset(kwargs["data_loader"]))
-            sample_rate = 1 / len(kwargs["data_loader"])
+            rows = len(plain_dataset(data_loader))
+            sample_rate = 1 / len(data_loader)
             self._units = UnitsOfRows(units, rows, sample_rate, max_rows_per_unit)
         try:
-            module, optimizer, criterion, data_loader = super().make_private(
+            wrapper, private, loss, loader = super().make_private(
                 grad_sample_mode=_FLASH, clipping=clipping, **kwargs
             )
         finally:
             del self._module_options
-        self._samples = (
-            len(kwargs["data_loader"].dataset) if self._units is None else self._units.count
-        )
-        optimizer.follow(module)
-        watch_sampling(self, module, optimizer, data_loader)
+        dataset: Any = data_loader.dataset
+        self._samples = len(dataset) if self._units is None else self._units.count
+        private.follow(wrapper)
+        watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
             self.accountant.use()
-        return module, optimizer, criterion, data_loader
+        return wrapper, private, loss, loader
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        grad_sample_mode: Literal["flash"] = "flash",
+        wrap_model: Literal[True] = True,
+        **options: Unpack[EpsilonOptions],
+    ) -> Private: ...
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        grad_sample_mode: Literal["flash"] = "flash",
+        wrap_model: Literal[False],
+        **options: Unpack[EpsilonOptions],
+    ) -> PrivateHooks: ...
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        grad_sample_mode: str,
+        wrap_model: bool = True,
+        **options: Any,
+    ) -> Any: ...
 
     def make_private_with_epsilon(
         self,
         *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
         grad_sample_mode: str = "flash",
-        backend: str = "auto",
-        mode: Mode = "one_pass",
-        folded_modules: Sequence[str] = (),
-        sum_dtype: str = "float32",
-        strict: bool = True,
-        **kwargs: Any,
+        **options: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
         additional arguments.
 
+        Args:
+            target_epsilon, target_delta: what may be spent, by the end of the last epoch.
+            epochs: how many there will be.
+            grad_sample_mode: as of :meth:`make_private`.
+            **options: all arguments of :meth:`make_private` but ``noise_multiplier``; what the
+                accountant's ``get_epsilon`` takes.
+
         Warns:
             LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
         """
-        delta = kwargs.get("target_delta")
-        if grad_sample_mode == "flash" and isinstance(self.accountant, PldAccountant):
-            made = self.make_private(
-                noise_multiplier=planned_noise(self.accountant, kwargs),
-                backend=backend,
-                mode=mode,
-                folded_modules=folded_modules,
-                sum_dtype=sum_dtype,
-                strict=strict,
-                **kwargs,
-            )
-            self.check_delta(delta)
-            return made
+        options.update(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
         if grad_sample_mode == "flash":
+            options.setdefault("criterion", None)  # Opacus' default is a mean
+            if isinstance(self.accountant, PldAccountant):
+                made = self.make_private(
+                    noise_multiplier=planned_noise(self.accountant, options), **options
+                )
+                self.check_delta(target_delta)
+                return made
             # Opacus hands what these read on to make_private.
             self._of_epsilon = {
                 *inspect.signature(PrivacyEngine.make_private_with_epsilon).parameters,
                 *inspect.signature(get_noise_multiplier).parameters,
                 *inspect.signature(self.accountant.get_epsilon).parameters,
             } - {"delta", "steps"}
-            kwargs.update(
-                backend=backend,
-                mode=mode,
-                folded_modules=folded_modules,
-                sum_dtype=sum_dtype,
-                strict=strict,
-            )
         try:
             with without_hints():
                 made = super().make_private_with_epsilon(
-                    grad_sample_mode=grad_sample_mode, **kwargs
+                    grad_sample_mode=grad_sample_mode, **options
                 )
         finally:
             self._of_epsilon = set()
-        self.check_delta(delta)
+        self.check_delta(target_delta)
         return made
+
+    def _explain(self, grad_sample_mode: str) -> None:
+        """Say how many things a mode of Opacus' returns, where that is fewer; once."""
+        if "ghost" in grad_sample_mode or self._explained_mode:
+            return
+        self._explained_mode = True
+        warnings.warn(
+            f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
+            "clipping, not this library's, and returns (module, optimizer, data_loader). For flash "
+            "clipping leave grad_sample_mode out:\n"
+            "    model, optimizer, criterion, data_loader = engine.make_private(...)",
+            stacklevel=4,
+        )
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if kwargs.get("grad_sample_mode") != _FLASH:

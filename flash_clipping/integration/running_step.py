@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.integration.step_record import Bound, StepRecord, added
 
 
@@ -99,8 +100,12 @@ class RunningStep:
         self.record = running or StepRecord(bound, clipping, backwards=0)
         self._left, self._foreign = {}, foreign
 
-    def count_backward(self, total_B: Tensor) -> None:
-        """Add a backward pass, whose samples have these norms, to the record."""
+    def count_backward(self, total_B: Tensor, draw: DrawnBatch | None = None) -> None:
+        """Add a backward pass, whose samples have these norms and are of this draw, to the record.
+
+        Raises:
+            FlashClippingError: the record is of another draw.
+        """
         self.awaits_backward = False
         self.clipped_backwards += 1
         record = self.record
@@ -109,7 +114,10 @@ class RunningStep:
         if self.counts_unclipped:
             within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
             unclipped = added(unclipped, within)
-        self.record = replace(record, backwards=record.backwards + 1, unclipped=unclipped)
+        draw = of_one_draw((record.draw, draw))
+        self.record = replace(
+            record, backwards=record.backwards + 1, unclipped=unclipped, draw=draw
+        )
 
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """The sums of these parameters are in ``p.grad``."""

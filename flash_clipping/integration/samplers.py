@@ -18,95 +18,48 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
+from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses
 
 
 class Announcer:
-    """Tells the wrapped model how many samples the loader drew for its next forward.
+    """Gives the wrapped model's ledger what the loader gives to the loop.
 
-    It does not where batches are fetched ahead of their forward, or left out: then nothing is known
-    about the next forward, and the model is told that (``None``).
+    Args:
+        strict: whether forwards must be of such batches, row by row.
+
+    Attributes:
+        last: the batch that was drawn last, whichever iterator it is for.
+        given: of how many draws the loop was given something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
         self._module: weakref.ref[Any] | None = None
-        self._waiting = False
-        self._ahead = False
+        self.last = DrawnBatch(-1, 0, 0)
+        self.given = 0
+        self._number: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a worker has no model
         return self.__dict__ | {"_module": None}
 
     def follow(self, module: Any) -> None:
-        """Announce to this wrapped model, or hooks, from now on."""
+        """Give to this wrapped model, or hooks, from now on."""
         self._module = weakref.ref(module)
-        # In front of what may refuse the forward: the batch after a refusal is announced as well.
-        handle = module._module.register_forward_pre_hook(self._note_forward, prepend=True)
-        module.autograd_grad_sample_hooks.append(handle)
+        module._session.draws = Draws(self.strict)
 
-    def _note_forward(self, module: Any, args: Any) -> None:
-        self._waiting = False
+    @property
+    def draws(self) -> Draws:
+        """Of the wrapped model; without one, of nobody."""
+        module = None if self._module is None else self._module()
+        return Draws() if module is None else module._session.draws
 
-    def new_epoch(self) -> None:
-        """The loader starts anew."""
-        self._waiting = self._ahead = False
-
-    def end_epoch(self) -> None:
-        """The loader has given its last batch, or nobody asks it for more."""
-        self.new_epoch()
-        self._tell(None)
-
-    def __call__(self, samples: int | None) -> None:
-        self._ahead = self._ahead or self._waiting
-        self._waiting = True
-        self._tell(None if self._ahead else samples)
-
-    def _tell(self, samples: int | None) -> None:
-        module = self._module() if self._module is not None else None
-        expect = getattr(module, "expect_samples", None)
-        if expect is not None:
-            expect(samples)
-
-
-class StrictAnnouncer(Announcer):
-    """Tells what a forward must know: without it, it is refused.
-
-    That is so where batches are fetched ahead of their forward: then nothing is known about the
-    next one.
-    """
-
-    #: Whether the loader was left before the forward of its last batch (``next(iter(loader))``).
-    _left = False
-    #: Whether that forward has begun: it reads the announcement, and no forward after it does.
-    _over = False
-
-    def _note_forward(self, module: Any, args: Any) -> None:
-        super()._note_forward(module, args)
-        if self._over:
-            self.end_epoch()
-        self._over, self._left = self._left, False
-
-    def end_epoch(self) -> None:
-        self._left, self._over = self._waiting, False
-        if not self._waiting:
-            super().end_epoch()
-
-    def give(self, batch: Any, *, may_be_left_out: bool = False) -> None:
-        """The loader gives this batch to the loop."""
-        self._ahead = self._ahead or self._waiting
-        self._waiting, self._left, self._over = not may_be_left_out, False, False
-        self._tell_of(None if self._ahead else batch)
-
-    def _tell(self, samples: int | None) -> None:
-        self._tell_of(None)
-
-    def _tell_of(self, batch: Any) -> None:
-        if self._module is not None and (module := self._module()) is not None:
-            self._announce(module, batch)
-
-    def _announce(self, module: Any, batch: Any) -> None:
-        """Tell the wrapped model; ``None`` if nothing is known of the next batch."""
-        raise NotImplementedError
+    def __call__(self, draw: DrawnBatch) -> None:
+        """The loop is given this batch, or a part of one."""
+        self.given += draw.number != self._number
+        self._number = draw.number
+        self.draws.give(draw)
 
 
 def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
@@ -163,28 +116,32 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.steps = steps
         self.stream = sampling_stream(generator) if stream is None else stream
         self.drawn = 0
-        #: Sizes of the batches of the running epoch that its loader has not given yet.
-        self.sizes: deque[int] = deque()
-        #: Of the batch that was drawn last, whichever iterator it is for.
-        self.size_of_last = 0
+        #: Batches of the running epoch that its loader has not given yet.
+        self.pending: deque[DrawnBatch] = deque()
         self.announce = Announcer()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.announce.new_epoch()
-        sizes: deque[int] = deque()
-        self.sizes = sizes
+        self.announce.draws.begin_epoch()
+        pending: deque[DrawnBatch] = deque()
+        self.pending = pending
         try:
             for _ in range(self.steps):
                 indices = self._draw()
                 self.drawn += 1
-                self.size_of_last = self._size(indices)
-                sizes.append(self.size_of_last)
+                self.announce.last = DrawnBatch(
+                    self._number(), self._samples(indices), len(indices)
+                )
+                pending.append(self.announce.last)
                 yield indices
         finally:  # a loop that was left early, too
-            self.announce.end_epoch()
+            self.announce.draws.end_epoch()
 
-    def _size(self, indices: list[Any]) -> int:
-        """How many samples of the batch that was drawn last are announced."""
+    def _number(self) -> int:
+        """Of the batch that was drawn last, from 0."""
+        return self.drawn - 1
+
+    def _samples(self, indices: list[Any]) -> int:
+        """How many samples of the batch that was drawn last count."""
         return len(indices)
 
     def _draw(self) -> list[Any]:

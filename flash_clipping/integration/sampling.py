@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from opacus.data_loader import DPDataLoader
@@ -27,6 +28,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from flash_clipping.capture.draws import DrawnBatch
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.integration.accounting import Process
 from flash_clipping.integration.fixed_shapes import FixedShapeSampler
@@ -40,7 +43,6 @@ from flash_clipping.integration.samplers import (
     Announcer,
     PoissonSampler,
     ShardedPoissonSampler,
-    StrictAnnouncer,
 )
 from flash_clipping.randomness import SecretStream
 
@@ -180,11 +182,10 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        if isinstance(self.batch_sampler.announce, StrictAnnouncer):
-            return _AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
-        if not self.num_workers and getattr(self.collate_fn, "counts", True):
+        strict = self.batch_sampler.announce.strict
+        if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
-        return _AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
+        return AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
 
 
 def _sampler(process: Process, **options: Any) -> PoissonSampler:
@@ -212,28 +213,45 @@ class _AnnouncingCollate(CollateWithEmpty):
         #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
         #: Batches of such a dataset are announced by the loader; those of others' loaders are not.
         self.counts = not callable(getattr(dataset, "__getitems__", None))
-        if isinstance(announce, StrictAnnouncer):
+        if announce.strict:
             self.counts = False
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
         if self.counts and get_worker_info() is None:
-            self.announce(len(samples))
+            count = len(samples)
+            self.announce(replace(self.announce.last, samples=count, rows=count))
         return batch
 
 
-class _AnnouncedBatches:
-    """An iterator over batches that workers have collated ahead, or whose samples cannot be counted
-    when they are collated."""
+class AnnouncedBatches:
+    """An iterator over batches that workers have collated ahead, whose samples cannot be counted
+    when they are collated, or whose rows are compared with what the model is called with.
 
-    def __init__(self, batches: Any, sampler: Any, ahead: bool):
+    Args:
+        batches: a loader's own iterator.
+        sampler: what draws for it.
+        ahead: whether workers draw ahead.
+        taken_apart: makes of what is collated the batch, and what is known of it.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        sampler: Any,
+        ahead: bool,
+        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] = lambda batch, draw: (
+            batch,
+            draw,
+        ),
+    ):
         self._batches = batches
-        # With workers, the sizes of this epoch: its first batches are drawn by now. Without, a
+        # With workers, those of this epoch: its first batches are drawn by now. Without, a
         # batch is given as soon as it is drawn, also where other iterators are in between.
-        sizes = sampler.sizes if ahead else None
-        self._announced = _announced(batches, sampler, sizes)
+        pending = sampler.pending if ahead else None
+        self._announced = _announced(batches, sampler.announce, pending, taken_apart)
 
-    def __iter__(self) -> _AnnouncedBatches:
+    def __iter__(self) -> AnnouncedBatches:
         return self
 
     def __len__(self) -> int:
@@ -243,13 +261,20 @@ class _AnnouncedBatches:
         return next(self._announced)
 
 
-def _announced(batches: Any, sampler: Any, sizes: deque[int] | None) -> Iterator[Any]:
+def _announced(
+    batches: Any, announce: Announcer, pending: deque[DrawnBatch] | None, taken_apart: Any
+) -> Iterator[Any]:
     try:
-        for batch in batches:
-            sampler.announce(sampler.size_of_last if sizes is None else sizes.popleft())
+        for collated in batches:
+            drawn = announce.last if pending is None else pending.popleft()
+            batch, draw = taken_apart(collated, drawn)
+            if announce.strict:
+                draw = replace(draw, tensors=tensors_in(batch))
+            announce(draw)
             yield batch
     finally:  # a loop that was left early, too
-        sampler.announce.end_epoch()
+        announce.given += 0 if pending is None else len(pending)  # drawn, and never given
+        announce.draws.end_epoch()
 
 
 def _refuse_different(size: int, steps: int) -> None:

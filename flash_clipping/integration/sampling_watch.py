@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from flash_clipping.integration.ordered_sampling import OrderedSampler
-from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.integration.samplers import PoissonSampler
 from flash_clipping.integration.sampling import NotPoissonWarning, is_accounted_for
 from flash_clipping.integration.unit_sampling import UnitSampler
 
@@ -22,28 +22,37 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     """
     sampler, session = loader.batch_sampler, module._session
     units = session.units_of_calls
-    units.from_loader, units.announced = isinstance(sampler, UnitSampler), None
+    units.from_loader = isinstance(sampler, UnitSampler)
     units.are_items = isinstance(sampler, PoissonSampler)
     session.padding.rows = getattr(sampler, "max_batch_size", None)
-    session.whole_batches = isinstance(getattr(sampler, "announce", None), StrictAnnouncer)
+    announce = getattr(sampler, "announce", None)
+    session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):
         sampler.announce.follow(module)
     elif not is_accounted_for(loader):
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
-    steps_before, account = 0, optimizer.step_hook
+    #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
+    silent, account = 0, optimizer.step_hook
 
     def note_step(optimizer: Any) -> None:
-        nonlocal steps_before
-        steps_before += 1
+        nonlocal silent
+        record = optimizer.step_record
+        draw = None if record is None else record.draw
         if isinstance(sampler, OrderedSampler):
-            sampler.check_step()  # before noise is drawn, too, where it is correlated
+            sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
             sampler.taken += 1
-        elif isinstance(sampler, PoissonSampler) and steps_before > sampler.drawn:
-            _warn(
-                engine,
-                f"{steps_before} steps, and {sampler.drawn} batches drawn by the loader that "
-                "make_private returned",
-            )
+        elif isinstance(sampler, PoissonSampler):
+            silent += draw is None
+            if draw is not None and draw.stepped:
+                _warn(engine, f"a second step on batch {draw.number} of the loader")
+            elif draw is None and silent > sampler.drawn - sampler.announce.given:
+                _warn(
+                    engine,
+                    "a step on a batch that the loader which make_private returned did not give "
+                    "for it",
+                )
+        if draw is not None:
+            draw.stepped = True
         account(optimizer)
 
     optimizer.attach_step_hook(note_step)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.errors import FlashClippingError
 
 #: One bound, or one for each trainable parameter (per-layer clipping).
@@ -26,6 +27,7 @@ class StepRecord:
         params: ``id`` of every parameter that has a sum.
         unclipped: adaptive clipping: over all samples, the sum of 1/2 for each one within the bound
             and of -1/2 for each other one; ``[]``.
+        draw: the loader's batch whose samples they are, if that is known.
     """
 
     bound: float | tuple[float, ...]
@@ -33,6 +35,7 @@ class StepRecord:
     backwards: int = 1
     params: frozenset[int] = frozenset()
     unclipped: Tensor | None = None
+    draw: DrawnBatch | None = None
 
     @property
     def sensitivity(self) -> float:
@@ -60,7 +63,8 @@ class StepRecord:
         """The record of these sums and of those of a later part of the same step.
 
         Raises:
-            FlashClippingError: the parts were clipped differently, or have other parameters.
+            FlashClippingError: the parts were clipped differently, have other parameters, or are
+                of several draws.
         """
         self.check_same_bound(later.bound, later.clipping)
         if self.params != later.params:
@@ -74,6 +78,7 @@ class StepRecord:
             later,
             backwards=max(self.backwards, later.backwards),
             unclipped=added(self.unclipped, later.unclipped),
+            draw=of_one_draw((self.draw, later.draw)),
         )
 
 

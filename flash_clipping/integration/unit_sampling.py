@@ -7,17 +7,20 @@ goes with the batch through the workers, and is announced to the wrapped model f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.row_order import OrderedCollate
-from flash_clipping.integration.samplers import PoissonSampler, StrictAnnouncer
+from flash_clipping.integration.samplers import Announcer, PoissonSampler
+from flash_clipping.integration.sampling import AnnouncedBatches
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import subset
 
@@ -96,7 +99,10 @@ class UnitSampler(PoissonSampler):
             stream=stream,
         )
         self.units = units
-        self.announce: UnitAnnouncer = UnitAnnouncer()
+        self.announce = Announcer(strict=True)
+
+    def _samples(self, indices: list[Any]) -> int:
+        return indices[-1][1] + 1 if indices else 0
 
     def _draw(self) -> list[Any]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -105,19 +111,6 @@ class UnitSampler(PoissonSampler):
             for place, unit in enumerate(self._places(draw).tolist())
             for row in self.units.rows_of(unit, draw)
         ]
-
-
-class UnitAnnouncer(StrictAnnouncer):
-    """Tells the wrapped model which unit each row of its next forward belongs to."""
-
-    def of_batch(self, index_R: Tensor) -> None:
-        """The next batch has these rows."""
-        count = int(index_R.max()) + 1 if len(index_R) else 0
-        # A loop may leave out a batch without rows; it cannot be taken for another one.
-        self.give((index_R, count), may_be_left_out=not count)
-
-    def _announce(self, module: Any, batch: Any) -> None:
-        module._session.units_of_calls.announced = batch
 
 
 class _OwnedRows(Dataset[Any]):
@@ -207,16 +200,14 @@ class UnitLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Any:
-        return _announced(super().__iter__(), self.batch_sampler.announce)  # type: ignore[union-attr]
+        ahead = bool(self.num_workers)
+        return AnnouncedBatches(super().__iter__(), self.batch_sampler, ahead, _with_units)
 
 
-def _announced(batches: Iterator[Any], announce: UnitAnnouncer) -> Iterator[Any]:
-    try:
-        for index_R, batch in batches:
-            announce.of_batch(index_R)
-            yield batch
-    finally:  # a loop that was left early, too
-        announce.end_epoch()
+def _with_units(collated: tuple[Tensor, Any], draw: DrawnBatch) -> tuple[Any, DrawnBatch]:
+    """The batch, and what was drawn with the unit of each row."""
+    unit_R, batch = collated
+    return batch, replace(draw, unit_R=unit_R)
 
 
 def plain_dataset(loader: Any) -> Any:

@@ -51,8 +51,6 @@ class EmptyBatches:
         if not sizes or sizes[0] or (self._has_bags and any(sizes)):
             return None
         self.running = True
-        if session.drawn == 0:
-            session.drawn = None  # it is so; what follows sees other samples
         # Of ones: lengths, and masks of what is to be seen, must not be 0.
         return made_up(args, kwargs, axis, _COUNT, fill=1)
 

@@ -1,0 +1,317 @@
+"""What a loader drew, and what the model is called with: one draw for every step, by number.
+
+A loader gives its batches with their numbers. A forward that records gradients is of one of those
+that were given and not used yet: of the one with as many rows; and where it matters which row is
+which (privacy units, padding, batches in an order), of the one with the same rows, in the same
+order. Rows are compared by content: by a hash of their bytes, which is exact and the same on every
+device. On a GPU the comparison waits for nothing.
+
+Shape suffixes: ``R`` rows of a batch, ``N`` elements of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping._compat import assert_async
+from flash_clipping.errors import FlashClippingError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Elements that are hashed at once.
+_AT_ONCE = 1 << 22
+
+_OTHER_ROWS = """the rows of this call are not those of the loader's batch. Give the model the \
+tensors of the batch themselves (change them in the dataset or inside of the model), or say which \
+row of the batch each row is, once for each batch:
+    model.expect_rows(torch.arange(rows))"""
+
+
+@dataclass(eq=False)
+class DrawnBatch:
+    """One batch, or a part of one, as a loader gives it.
+
+    Args:
+        number: which of the sampler's batches it is.
+        samples: how many samples, or units, were drawn.
+        rows: of its tensors.
+        unit_R: int64, which unit each row belongs to; ``None``: rows are samples.
+        tensors: those of the batch, where rows are compared.
+    """
+
+    number: int
+    samples: int
+    rows: int
+    unit_R: Tensor | None = None
+    tensors: Sequence[Tensor] = ()
+    #: Whether a forward has used it, a step was taken on it, and its loop is over.
+    used: bool = False
+    stepped: bool = False
+    left: bool = False
+    #: Which row of the batch each row of the model's input is, if the loop said so.
+    order_R: Tensor | None = None
+    _versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._versions = [x._version for x in self.tensors]
+
+    def in_order(self, of_rows_R: Tensor) -> Tensor:
+        """What holds for rows of the batch, for those of the model's input."""
+        return of_rows_R if self.order_R is None else of_rows_R[self.order_R]
+
+    def fits(self, inputs: Sequence[Tensor], axis: int) -> bool | Tensor:
+        """Whether the inputs are rows of this batch, in its order; ``[]``, bool, on their device.
+
+        One input with rows that differ must have the batch's rows in their order, or all inputs
+        must; and none may have them in another order.
+        """
+        own = [
+            x
+            for x, version in zip(self.tensors, self._versions, strict=True)
+            if x._version == version and x.dim() > axis and x.shape[axis] == self.rows
+        ]
+        some: Any = False  # these become tensors on the inputs' device
+        every: Any = True
+        in_order: Any = True
+        for given in inputs:
+            if given.is_meta or given.dim() <= axis or given.shape[axis] != self.rows:
+                continue
+            if any(given is x for x in own):
+                some = True
+                continue
+            alike = [x for x in own if x.numel() == given.numel()]
+            if given.layout != torch.strided or not alike:
+                every = False
+                continue
+            mine = row_hashes(given, axis)
+            hashes = [row_hashes(x.to(given.dtype), axis) for x in alike]
+            theirs = [of_x.to(given.device, non_blocking=True) for of_x in hashes]
+            same = torch.stack([(mine == of_x).all() for of_x in theirs]).any()
+            ordered = mine.sort()[0]
+            moved = torch.stack([(ordered == of_x.sort()[0]).all() for of_x in theirs]).any()
+            some = some | (same & (mine != mine[0]).any() if self.rows > 1 else same)
+            every = every & same
+            in_order = in_order & (same | ~moved)
+        found: bool | Tensor = in_order & (some | every)
+        return found
+
+
+def row_hashes(x: Tensor, axis: int = 0) -> Tensor:
+    """A number for every row, by the bytes of its elements and their places.
+
+    Args:
+        x: of any dtype, with rows along ``axis``.
+
+    Returns:
+        ``[R]``, int64: equal for equal rows; the same on every device.
+    """
+    x = x.detach().movedim(axis, 0)
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    flat_RN = x.reshape(len(x), -1).contiguous()
+    flat_RN = flat_RN.view(_INTEGERS[flat_RN.element_size()])
+    total_R = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    step = max(1, _AT_ONCE // max(1, len(x)))
+    for start in range(0, flat_RN.shape[1], step):
+        part = flat_RN[:, start : start + step].long()
+        place = torch.arange(start + 1, start + 1 + part.shape[1], device=x.device)
+        weight = place * 0x1E3779B97F4A7C15  # wraps, as all of this does
+        weight = (weight ^ (weight >> 29)) * 0x3F58476D1CE4E5B9
+        weight = (weight ^ (weight >> 32)) | 1
+        total_R += (part * weight).sum(1)
+    return total_R
+
+
+class Draws:
+    """The batches that a loader has given to the loop, until forwards have used them.
+
+    Args:
+        strict: whether rows must be the batch's own, in its order.
+
+    Attributes:
+        waiting: in the order in which they were given.
+        paused: whether forwards are of parts that somebody else counts.
+        ahead: whether batches were given before those in front of them were used.
+    """
+
+    def __init__(self, strict: bool = False):
+        self.strict = strict
+        self.waiting: list[DrawnBatch] = []
+        self.paused = self.ahead = False
+        self._was_seen = False
+
+    def __getstate__(self) -> dict[str, object]:  # a copy's next forward is of no loader's batch
+        return self.__dict__ | {"waiting": [], "ahead": False}
+
+    # -- the loader ---------------------------------------------------------------------------
+
+    def give(self, draw: DrawnBatch) -> None:
+        """The loop is given this batch."""
+        self.waiting = [other for other in self.waiting if not other.used]
+        self.ahead = self.ahead or any(other.rows and not other.left for other in self.waiting)
+        self.waiting.append(draw)
+
+    def begin_epoch(self) -> None:
+        """The loader starts anew: what was given before it is not used any more, but the last."""
+        left = [draw for draw in self.waiting if draw.left]
+        self.waiting = [draw for draw in self.waiting if not draw.left] + left[-1:]
+        self.ahead = False
+
+    def end_epoch(self) -> None:
+        """The loader has given its last batch, or nobody asks it for more."""
+        for draw in self.waiting:
+            draw.left = True
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    @property
+    def current(self) -> DrawnBatch | None:
+        """The batch that was used last, if the loader has given no other since."""
+        used = [draw for draw in self.waiting if draw.used]
+        return used[-1] if used else None
+
+    def next(self) -> DrawnBatch | None:
+        """The batch of a step whose rows are counted by somebody else."""
+        return self._use(next(iter(self._in_turn()), None))
+
+    def look(self, sizes: Sequence[int]) -> None:
+        """A forward without gradients: the batch is used, though not for a step."""
+        unused = [draw for draw in self.waiting if not draw.used]
+        if len(unused) == 1 and unused[0].rows in sizes:
+            self._use(unused[0])
+
+    def of_forward(
+        self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int
+    ) -> DrawnBatch | None:
+        """The batch of a forward that records gradients; ``None`` if it is of no known one.
+
+        Args:
+            inputs: the tensors that the model is called with.
+            sizes: of their batch axis.
+            axis: that axis.
+
+        Raises:
+            FlashClippingError: it is of several batches, or of parts of one; with ``strict``, of
+                other rows than a batch's, or of these in another order.
+        """
+        if self.strict:
+            return self._use(self._with_rows(inputs, sizes, axis))
+        in_turn = self._in_turn()
+        for place, draw in enumerate(in_turn):
+            if draw.rows in sizes and (not draw.left or not place):
+                return self._use(draw)
+        unused = [draw for draw in self.waiting if not draw.used]
+        for first in range(len(unused)):
+            total = unused[first].rows
+            for draw in unused[first + 1 :]:
+                total += draw.rows
+                if total in sizes and draw.rows and total != draw.rows:
+                    raise FlashClippingError(
+                        f"the model: called with {total} rows, those of batches "
+                        f"{unused[first].number} to {draw.number} of the loader together. A step "
+                        "is accounted for as one draw. Call optimizer.step() for each batch; for "
+                        "larger steps use a larger batch size:\n"
+                        "    DataLoader(dataset, batch_size=..., shuffle=True)"
+                    )
+        if in_turn and not self.ahead and not in_turn[-1].left:
+            return self._use(in_turn[-1])  # the only one: it is said what was expected
+        self.waiting = [draw for draw in self.waiting if not draw.left]
+        return None
+
+    def of_replay(self, inputs: Sequence[Tensor], axis: int) -> DrawnBatch | None:
+        """The batch of a step that is replayed, with these arguments.
+
+        Raises:
+            FlashClippingError: with ``strict``, they are no batch's rows.
+        """
+        if not self.strict:
+            return self.next()
+        sizes = [x.shape[axis] for x in inputs if x.dim() > axis]
+        return self._use(self._with_rows(inputs, sizes, axis))
+
+    def expect_rows(self, order: Tensor | None) -> None:
+        """Which row of the batch that was given last each row of the model's input is.
+
+        Raises:
+            FlashClippingError: no batch was given, or it has no such rows.
+        """
+        if not self.waiting:
+            raise FlashClippingError(
+                "expect_rows: no batch of the loader that make_private returned was given. Call it "
+                "after the batch is taken, and before the model."
+            )
+        draw = self.waiting[-1]
+        if order is not None:
+            order = torch.as_tensor(order).detach().cpu().long()
+            if order.dim() != 1 or bool(((order < 0) | (order >= draw.rows)).any()):
+                raise FlashClippingError(
+                    f"expect_rows: found a tensor of shape {tuple(order.shape)}; expected, for "
+                    f"every row of the model's input, a row of the batch, 0 to {draw.rows - 1}."
+                )
+        draw.order_R = order
+
+    def _use(self, draw: DrawnBatch | None) -> DrawnBatch | None:
+        """Those before it were left out."""
+        if draw is not None:
+            for other in self.waiting[: self.waiting.index(draw) + 1]:
+                other.used = True
+        return draw
+
+    def _in_turn(self) -> list[DrawnBatch]:
+        """In the order in which forwards use them: of one batch as many as there are before its
+        step, and others (a generator's) after it where no other batch is meant."""
+        current = self.current
+        found = [draw for draw in self.waiting if not draw.used]
+        if current is None:
+            return found
+        return [*found, current] if current.stepped else [current, *found]
+
+    def _with_rows(self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int) -> DrawnBatch:
+        in_turn = self._in_turn()
+        if not in_turn:
+            raise FlashClippingError(
+                "the model: make_private was called with units=..., max_batch_size=... or batches "
+                "in an order, and no batch of the loader that it returned was given for this "
+                "forward. Take batches from that loader; run other data under torch.no_grad()."
+            )
+        rows = [len(draw.order_R) if draw.order_R is not None else draw.rows for draw in in_turn]
+        fitting = [draw for draw, count in zip(in_turn, rows, strict=True) if count in sizes]
+        if not sizes or not fitting:
+            found = " or ".join(map(str, sizes)) or "unknown size"
+            raise FlashClippingError(
+                f"the model: called with a batch of {found} rows; expected the {rows[-1]} rows of "
+                "the loader's batch, all at once."
+            )
+        for draw in fitting:
+            if draw.order_R is not None or not draw.rows:
+                return draw
+            verdict = draw.fits(inputs, axis)
+            if isinstance(verdict, Tensor) and verdict.is_cuda and self._was_seen:
+                assert_async(verdict, "flash_clipping: " + _OTHER_ROWS[:200])
+                return draw
+            if bool(verdict):
+                self._was_seen = True
+                return draw
+        raise FlashClippingError(f"the model: {_OTHER_ROWS}")
+
+
+def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
+    """The draw that they all are parts of.
+
+    Raises:
+        FlashClippingError: they are several.
+    """
+    found = {draw.number: draw for draw in draws if draw is not None}
+    if len(found) > 1:
+        listed = ", ".join(map(str, sorted(found)))
+        raise FlashClippingError(
+            f"One step has gradients of batches {listed} of the loader, and is accounted for as "
+            "one draw. Call optimizer.step() for each batch; for larger steps use a larger batch "
+            "size:\n    DataLoader(dataset, batch_size=..., shuffle=True)"
+        )
+    return found.popitem()[1] if found else None
