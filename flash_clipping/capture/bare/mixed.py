@@ -168,7 +168,11 @@ class _MixedFunction(torch.autograd.Function):
             by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
         if session.enabled:
             operation.tap.record(
-                [*by_param], [*by_param.values()], operation.recomputed, operation.readers
+                [*by_param],
+                [*by_param.values()],
+                operation.recomputed,
+                operation.readers,
+                samples=operation.samples,
             )
             return None, None, *grads, *[None] * len(operation.params)
         # An ordinary backward: ordinary gradients.
@@ -210,7 +214,9 @@ def run_mixed(operation: MixedOperation, plain: list[Tensor]) -> Tensor:
     session = operation.tap.session
     session.count_use(params)
     call = session.current_forward
-    if call is not None and name_of(operation.func) in READS_ROWS:
-        operation.readers = call, call.note_reader(plain[0])
+    if call is not None:
+        operation.samples = call.batch_size
+        if name_of(operation.func) in READS_ROWS:
+            operation.readers = call, call.note_reader(plain[0])
     output: Tensor = _apply(operation, len(plain), *plain, *params)
     return output

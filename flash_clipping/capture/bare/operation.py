@@ -58,6 +58,8 @@ class MixedOperation:
     is_searched: bool = False
     #: Which layers read the same rows, where that is of use.
     readers: Readers | None = None
+    #: Samples in the call of the root that it belongs to, if there is one.
+    samples: int | None = None
 
     @property
     def tap(self) -> FactorSource:
