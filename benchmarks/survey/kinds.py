@@ -50,12 +50,12 @@ class Kind:
     #: Where the model's own code does not run in float64.
     dtype: torch.dtype = torch.float64
 
-    def build(self) -> nn.Module:
-        """The model, with random weights."""
+    def build(self, chance: bool = False) -> nn.Module:
+        """The model, with random weights; ``chance``: with the dropout of its configuration."""
         import transformers
 
         cls = getattr(transformers, self.cls)
-        config = cls.config_class(**tiny(cls.config_class, self.changes))
+        config = cls.config_class(**tiny(cls.config_class, self.changes, chance))
         model: nn.Module = cls(config)
         return model
 

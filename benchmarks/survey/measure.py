@@ -1,7 +1,7 @@
 """One model against each sample by itself through an ordinary backward.
 
-In float64 samples run alone. In other dtypes, and with dropout, they go backward one by one from one
-forward of the batch, as another forward rounds, and draws, otherwise.
+In float64 samples run alone. In other dtypes, and with dropout, they go backward one by one from
+one forward of the batch, as another forward rounds, and draws, otherwise.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -32,8 +32,11 @@ TOLERANCE_32, TOLERANCE_16 = 1e-3, 5e-2
 #: Gradients below this part of the whole are rounding, by the tolerance.
 SMALL = {TOLERANCE: 1e-3, TOLERANCE_FLOAT32: 1e-3, TOLERANCE_32: 1e-2, TOLERANCE_16: 0.1}
 
-#: (what the model returned, samples) -> a loss of each sample ``[B]``.
-Losses = Callable[[Any, int], Tensor]
+#: In a batch: what the loss reads, and the model does not.
+LABELS = "labels of the survey"
+
+#: (what the model returned, the batch, samples) -> a loss of each sample ``[B]``.
+Losses = Callable[[Any, Mapping[str, Any], int], Tensor]
 
 #: What a model is called with, and how many samples that is.
 Batch = tuple[Mapping[str, Any], int]
@@ -89,10 +92,14 @@ def _floats(output: Any, B: int) -> Iterator[Tensor]:
             yield from _floats(value, B)
 
 
-def losses_of(output: Any, B: int) -> Tensor:
-    """``[B]``: a number of each sample that all of its outputs take part in, none of others'."""
+def losses_of(output: Any, given: Mapping[str, Any], B: int) -> Tensor:
+    """``[B]``: a number of each sample that all of its outputs take part in, none of others', and
+    no padding."""
+    mask = given.get("attention_mask")
     losses: Any = 0
     for x in _floats(output, B):
+        if mask is not None and x.dim() >= mask.dim() and x.shape[: mask.dim()] == mask.shape:
+            x = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())) > 0, x, 0)
         x = torch.where(x.detach().abs() < 1e4, x, 0).double().reshape(B, -1)
         weights = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device)
         turn = torch.arange(x[0].numel(), dtype=x.dtype, device=x.device).cos().view(x.shape[1:])
@@ -182,7 +189,8 @@ def measure(
     def losses_in(run: Any, given: Mapping[str, Any], B: int) -> Tensor:
         _seed()
         with around():
-            return losses(run(**given), B)
+            read = {name: x for name, x in given.items() if name != LABELS}
+            return losses(run(**read), given, B)
 
     try:
         for given, n in batches:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 from benchmarks.survey import END, PAGE, START
 from benchmarks.survey.kinds import all_kinds
-from benchmarks.survey.measure import WRONG
+from benchmarks.survey.measure import EXACT, WRONG, measure
 from tests.benchmarks.conftest import Run
 
 
@@ -26,3 +31,47 @@ def test_rows_are_measured(run: Run) -> None:
     assert status == 0, printed
     assert all(f"{name}: exact" in printed for name in names)
     assert run("survey", "--only", "Nothing")[0] == 2
+
+
+def test_modes_are_measured_in_parts(run: Run, tmp_path: Path) -> None:
+    """Columns of one table, from as many processes as there are parts."""
+    names = ["BertForMaskedLM", "OPTForCausalLM"]
+    asked = ["--modes", "left", "dropout", "--limit", "300"]
+    files = [str(tmp_path / f"{i}.json") for i in (1, 2)]
+    for i, file in enumerate(files, 1):
+        status, printed = run(
+            "survey", "--only", *names, *asked, "--part", f"{i}/2", "--json", file
+        )
+        assert status == 0, printed
+        assert [name in printed for name in names] == [i == 1, i == 2]
+        for mode in ("padded left", "dropout"):
+            assert f"{names[i - 1]}, {mode}: exact" in printed
+    status, printed = run("survey", "--show", *files)
+    assert status == 0
+    assert "| padded left, cpu, float64 | 2 | 2 | 0 |" in printed
+    assert run("survey", "--part", "3/2")[0] == run("survey", "--modes", "nothing")[0] == 2
+
+
+class Draws(nn.Module):
+    """A layer with dropout, which may draw from another seed than the survey's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(3, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.other:
+            torch.rand(1)
+        return F.dropout(self.layer(x), 0.5, self.training)
+
+
+def test_other_draws_are_another_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, dtype=torch.float64)
+    assert measure(Draws().double(), {"x": x}, 3, chance=True).verdict == EXACT
+
+    def prepare(model: Draws) -> None:
+        model.other = True
+
+    outcome = measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare)
+    assert outcome.verdict == WRONG
