@@ -59,6 +59,29 @@ class Where:
         }
 
 
+def with_group_norm(model: nn.Module) -> nn.Module:
+    """What ``ModuleValidator.fix`` does, without its copy of the model, which hooks and
+    parametrizations do not allow."""
+    from opacus.validators import ModuleValidator
+
+    fixers = ModuleValidator.FIXERS
+    for path, module in list(model.named_modules()):
+        if path and type(module) in fixers:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, fixers[type(module)](module))
+    return model
+
+
+def mixes_by_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _made(kind: Kind, where: Where, chance: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The same, with GroupNorm in the place of BatchNorm."""
+    model, batch = where.made(kind, chance)
+    return (with_group_norm(model) if mixes_by_batch_norm(model) else model), batch
+
+
 @dataclass(frozen=True)
 class Mode:
     """One way to run a model.
@@ -73,13 +96,13 @@ class Mode:
 
 
 def _whole(kind: Kind, where: Where) -> Outcome:
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     return measure(model, batch, SAMPLES, tolerance=where.tolerance)
 
 
 def _padded(side: str, kind: Kind, where: Where) -> Outcome | None:
     """Samples of several lengths."""
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     ids = batch.get("input_ids")
     if ids is None or ids.shape[-1] < 5 or len(ids) != SAMPLES:
         return None
@@ -96,7 +119,7 @@ def _padded(side: str, kind: Kind, where: Where) -> Outcome | None:
 
 def _labels(kind: Kind, where: Where) -> Outcome | None:
     """A loss of some tokens: the label of the others is -100."""
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     with torch.no_grad():
         output = without_chance(model)(**batch)
     logits = output.get("logits") if isinstance(output, Mapping) else None
@@ -118,7 +141,7 @@ def _labels(kind: Kind, where: Where) -> Outcome | None:
 
 def _dropout(kind: Kind, where: Where) -> Outcome | None:
     """With what the configuration leaves out by chance."""
-    model, batch = where.made(kind, chance=True)
+    model, batch = _made(kind, where, chance=True)
     chances = (
         value
         for module in model.modules()
@@ -131,7 +154,7 @@ def _dropout(kind: Kind, where: Where) -> Outcome | None:
 
 
 def _checkpointing(kind: Kind, where: Where) -> Outcome | None:
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     if not getattr(model, "supports_gradient_checkpointing", False):
         return None
 
@@ -146,14 +169,14 @@ def _autocast(kind: Kind, where: Where) -> Outcome | None:
     if where.dtype not in (None, "float32"):
         return None
     where = Where(where.device, "float32")
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     around = partial(torch.autocast, where.device, torch.bfloat16)
     return measure(model, batch, SAMPLES, around=around, tolerance=TOLERANCE_16)
 
 
 def _second(kind: Kind, where: Where) -> Outcome | None:
     """A second batch, of more samples, in another order, and of shorter texts."""
-    model, batch = where.made(kind)
+    model, batch = _made(kind, where)
     order = [2, 0, 1, 0]
 
     def row(x: Any) -> Any:

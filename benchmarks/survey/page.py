@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.report import table
 from benchmarks.survey.kinds import Kind
-from benchmarks.survey.measure import EXACT, FAILED, MIXES, REFUSED, WRONG, Outcome
+from benchmarks.survey.measure import DRAWS, EXACT, FAILED, MIXES, REFUSED, WRONG, Outcome
 from benchmarks.survey.modes import MODES
 from benchmarks.survey.pool import GROUP_NORM, Finding
 
@@ -98,7 +98,7 @@ def show(files: Sequence[Path]) -> str:
         of = found.setdefault((part["device"], part["dtype"] or "float64"), {})
         for mode, outcomes in part["modes"].items():
             of.setdefault(mode, {}).update(outcomes)
-    verdicts = [EXACT, REFUSED, MIXES, WRONG, FAILED]
+    verdicts = [EXACT, REFUSED, MIXES, DRAWS, WRONG, FAILED]
     lines, others = [], []
     for (device, dtype), modes in found.items():
         for mode, findings in modes.items():

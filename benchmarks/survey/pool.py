@@ -13,12 +13,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.survey.inputs import SAMPLES
 from benchmarks.survey.kinds import Help, Kind, all_kinds
 from benchmarks.survey.measure import EXACT, FAILED, REFUSED, Outcome, measure
-from benchmarks.survey.modes import MODES, Where
+from benchmarks.survey.modes import MODES, Where, mixes_by_batch_norm, with_group_norm
 
 GROUP_NORM = Help(
     "GroupNorm in the place of BatchNorm (`opacus.validators.ModuleValidator.fix(model)`)"
@@ -57,15 +56,15 @@ def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding
         return None if outcome is None else Finding(outcome)
     model, inputs = where.made(kind)
     measured = partial(measure, tolerance=where.tolerance)
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if mixes_by_batch_norm(model):
         refused = Outcome(REFUSED, message="BatchNorm mixes samples")
-        return Finding(refused, GROUP_NORM, measured(_replaced(model), inputs, SAMPLES))
+        return Finding(refused, GROUP_NORM, measured(with_group_norm(model), inputs, SAMPLES))
     outcome = measured(model, inputs, SAMPLES)
     if outcome.verdict != REFUSED:
         return Finding(outcome)
     for help in kind.help:
         model, inputs = where.made(kind)
-        model = _replaced(model) if help.replaces else model
+        model = with_group_norm(model) if help.replaces else model
         for name, param in model.named_parameters():
             if name.startswith(help.frozen):
                 param.requires_grad_(False)
@@ -73,19 +72,6 @@ def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding
         if helped.verdict == EXACT:
             return Finding(outcome, help, helped)
     return Finding(outcome)
-
-
-def _replaced(model: nn.Module) -> nn.Module:
-    """What ``ModuleValidator.fix`` does, without its copy of the model, which hooks and
-    parametrizations do not allow."""
-    from opacus.validators import ModuleValidator
-
-    fixers = ModuleValidator.FIXERS
-    for path, module in list(model.named_modules()):
-        if path and type(module) in fixers:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, fixers[type(module)](module))
-    return model
 
 
 def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:

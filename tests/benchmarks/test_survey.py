@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.survey import END, PAGE, START
 from benchmarks.survey.kinds import all_kinds
-from benchmarks.survey.measure import EXACT, WRONG, measure
+from benchmarks.survey.measure import DRAWS, EXACT, WRONG, measure
 from tests.benchmarks.conftest import Run
 
 
@@ -52,26 +53,40 @@ def test_modes_are_measured_in_parts(run: Run, tmp_path: Path) -> None:
     assert run("survey", "--part", "3/2")[0] == run("survey", "--modes", "nothing")[0] == 2
 
 
+class Turned(torch.autograd.Function):
+    """Nothing in forward; backward turns the sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:
+        return -G
+
+
 class Draws(nn.Module):
-    """A layer with dropout, which may draw from another seed than the survey's."""
+    """A layer with dropout, which may draw from another seed, or go backward by another formula."""
+
+    other = ""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.other = nn.Linear(3, 3), False
+        self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.other:
+        if self.other == "draws":
             torch.rand(1)
-        return F.dropout(self.layer(x), 0.5, self.training)
+        x = F.dropout(self.layer(x), 0.5, self.training)
+        return Turned.apply(x) if self.other == "gradient" else x
 
 
-def test_other_draws_are_another_gradient() -> None:
+@pytest.mark.parametrize(("other", "verdict"), [("", EXACT), ("draws", DRAWS), ("gradient", WRONG)])
+def test_dropout_is_that_of_a_plain_forward(other: str, verdict: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 3, dtype=torch.float64)
-    assert measure(Draws().double(), {"x": x}, 3, chance=True).verdict == EXACT
 
-    def prepare(model: Draws) -> None:
-        model.other = True
+    def prepare(model: Draws) -> None:  # once the truth is known
+        model.other = other
 
-    outcome = measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare)
-    assert outcome.verdict == WRONG
+    assert measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare).verdict == verdict
