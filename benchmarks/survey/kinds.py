@@ -6,6 +6,7 @@ their own (``docs/mixtures.md``).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,8 @@ class Kind:
         import transformers
 
         cls = getattr(transformers, self.cls)
-        config = cls.config_class(**tiny(cls.config_class, self.changes, chance))
+        changes = copy.deepcopy(self.changes)  # configurations take out of what they are made of
+        config = cls.config_class(**tiny(cls.config_class, changes, chance))
         model: nn.Module = cls(config)
         return model
 

@@ -90,3 +90,10 @@ def test_dropout_is_that_of_a_plain_forward(other: str, verdict: str) -> None:
         model.other = other
 
     assert measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare).verdict == verdict
+
+
+def test_a_kind_is_built_twice_alike() -> None:
+    """A process measures it in one mode after another."""
+    kind = all_kinds()["Several modalities"]["Donut (Swin and MBart)"]
+    sizes = [sum(p.numel() for p in kind.build().parameters()) for _ in range(2)]
+    assert sizes[0] == sizes[1]
