@@ -66,7 +66,15 @@ remember_the_language()
 COMPARE_THEMSELVES = ("rules", "certificate", "factors", "capture")
 
 #: What of them is about runs before the first step, or about models of others.
-RUN_BEFORE = ("rows", "rehearsals", "found_rows", "row_layouts", "single_gradients", "hugging_face")
+RUN_BEFORE = (
+    "rows",
+    "rehearsals",
+    "found_rows",
+    "row_layouts",
+    "single_gradients",
+    "hugging_face",
+    "attention_biases",
+)
 
 
 @pytest.fixture(autouse=True)

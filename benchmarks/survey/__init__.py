@@ -2,12 +2,23 @@
 
 Small models of every kind (``kinds.py``) take one step, each in a process of its own. Norms and
 clipped sums are compared with those of one sample at a time through an ordinary backward
-(``measure.py``). A wrong norm is exit status 1.
+(``measure.py``), in ways in which people run models (``modes.py``). A wrong norm is exit status 1.
+
+On a machine with a GPU and many cores::
+
+    for i in $(seq 12); do
+        python -m benchmarks survey --device cuda --dtype bfloat16 --modes all --part $i/12 \\
+            --processes 1 --json part-$i.json &
+    done; wait
+    python -m benchmarks survey --show part-*.json
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +26,8 @@ from rich.console import Console
 from benchmarks.options import UsageError
 from benchmarks.survey.kinds import Kind, all_kinds
 from benchmarks.survey.measure import WRONG
-from benchmarks.survey.page import END, PAGE, START, render, written
+from benchmarks.survey.modes import MODES, Where
+from benchmarks.survey.page import END, PAGE, START, render, show, written
 from benchmarks.survey.pool import Finding, measure_all
 
 __all__ = ["END", "PAGE", "START", "Finding", "add_parser", "run"]
@@ -28,8 +40,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="The exit status is 1 if a norm or a sum is wrong.",
     )
     parser.add_argument("--only", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--modes", nargs="*", metavar="MODE", default=["whole"], help=f"{', '.join(MODES)}; or all"
+    )
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="default: float64"
+    )
+    parser.add_argument("--part", metavar="I/N", help="every N-th kind, from the I-th on")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--limit", type=float, default=60, help="seconds for each model")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for each model and mode")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", metavar="FILE", help="print tables of these, and end"
+    )
     parser.add_argument(
         "--write",
         action="store_true",
@@ -40,11 +64,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    if options.show:
+        console.print(show(options.show), markup=False, soft_wrap=True)
+        return 0
     try:
         import transformers
     except ImportError as error:
         raise UsageError(f"install transformers: {error}") from error
     transformers.logging.set_verbosity_error()
+    modes = list(MODES) if options.modes == ["all"] else options.modes
+    if unknown := set(modes) - MODES.keys():
+        raise UsageError(f"unknown modes {sorted(unknown)}: {', '.join(MODES)}, or all")
+    where = Where(options.device, options.dtype)
+    if options.write and ("whole" not in modes or where != Where()):
+        raise UsageError("the page holds the mode `whole`, on a CPU: --write without --device")
     sections = all_kinds()
     chosen: dict[str, Kind] = {
         name: kind for kinds in sections.values() for name, kind in kinds.items()
@@ -53,17 +86,54 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if unknown := set(options.only) - chosen.keys():
             raise UsageError(f"unknown kinds {sorted(unknown)}: {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in options.only}
-    found: dict[str, Finding] = {}
-    for name, finding in measure_all(chosen, options.processes, options.limit):
-        found[name] = finding
-        console.print(f"{name}: {finding.line()}", markup=False, soft_wrap=True)
-    wrong = [name for name, finding in found.items() if finding.outcome.verdict == WRONG]
-    for name in wrong:
-        console.print(f"{name}: a norm or a sum is wrong", style="bold red")
+    names = _part(list(chosen), options.part)
+    found: dict[str, dict[str, Finding | None]] = {mode: {} for mode in modes}
+    measured = measure_all(names, options.processes, options.limit, modes, where)
+    for name, mode, finding in measured:
+        found[mode][name] = finding
+        label = name if mode == "whole" else f"{name}, {MODES[mode].words}"
+        words = "nothing to run" if finding is None else finding.line()
+        console.print(f"{label}: {words}", markup=False, soft_wrap=True)
+        if options.json:  # what is there stays if the rest does not come
+            options.json.write_text(_as_json(found, where), encoding="utf-8")
+    wrong = [
+        (name, mode)
+        for mode, of_mode in found.items()
+        for name, finding in of_mode.items()
+        if finding is not None and finding.outcome.verdict == WRONG
+    ]
+    for name, mode in wrong:
+        console.print(f"{name} ({mode}): a norm or a sum is wrong", style="bold red")
     if options.write:
         before, rest = options.page.read_text(encoding="utf-8").split(START)
         tables, after = rest.split(END)
-        text = f"{before}{START}\n\n{render(sections, found, written(tables))}\n{END}{after}"
+        whole = {name: finding for name, finding in found["whole"].items() if finding is not None}
+        text = f"{before}{START}\n\n{render(sections, whole, written(tables))}\n{END}{after}"
         options.page.write_text(text, encoding="utf-8")
         console.print(f"wrote {options.page}")
     return int(bool(wrong))
+
+
+def _part(names: Sequence[str], part: str | None) -> list[str]:
+    """The kinds of one shard."""
+    try:
+        i, n = (1, 1) if part is None else (int(number) for number in part.split("/"))
+    except ValueError as error:
+        raise UsageError(f"--part: found {part!r}, expected I/N, as in 1/12") from error
+    if not 1 <= i <= n:
+        raise UsageError(f"--part: found {part!r}, expected I from 1 to N")
+    return list(names[i - 1 :: n])
+
+
+def _as_json(found: dict[str, dict[str, Finding | None]], where: Where) -> str:
+    import torch
+
+    tables = {
+        mode: {
+            name: None if finding is None else dataclasses.asdict(finding)
+            for name, finding in of_mode.items()
+        }
+        for mode, of_mode in found.items()
+    }
+    about = {"torch": torch.__version__, "device": where.device, "dtype": where.dtype}
+    return json.dumps({**about, "modes": tables}, indent=1)

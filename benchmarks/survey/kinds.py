@@ -6,6 +6,7 @@ their own (``docs/mixtures.md``).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +51,13 @@ class Kind:
     #: Where the model's own code does not run in float64.
     dtype: torch.dtype = torch.float64
 
-    def build(self) -> nn.Module:
-        """The model, with random weights."""
+    def build(self, chance: bool = False) -> nn.Module:
+        """The model, with random weights; ``chance``: with the dropout of its configuration."""
         import transformers
 
         cls = getattr(transformers, self.cls)
-        config = cls.config_class(**tiny(cls.config_class, self.changes))
+        changes = copy.deepcopy(self.changes)  # configurations take out of what they are made of
+        config = cls.config_class(**tiny(cls.config_class, changes, chance))
         model: nn.Module = cls(config)
         return model
 

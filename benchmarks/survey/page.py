@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.report import table
 from benchmarks.survey.kinds import Kind
-from benchmarks.survey.measure import EXACT, FAILED, Outcome
+from benchmarks.survey.measure import DRAWS, EXACT, FAILED, MIXES, REFUSED, WRONG, Outcome
+from benchmarks.survey.modes import MODES
 from benchmarks.survey.pool import GROUP_NORM, Finding
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
@@ -80,6 +84,40 @@ def summary(cells: Collection[Cells], kinds: int) -> str:
         f"BatchNorm. Of the other {rest}, {exact} ({100 * exact / max(rest, 1):.0f} %) are exact "
         f"as they are. With the help of the last column, {helped} more are exact, of all."
     )
+
+
+def show(files: Sequence[Path]) -> str:
+    """Markdown: how many kinds came out how in each mode, and which did not come out exact.
+
+    Args:
+        files: JSON of ``--json``; those of one device and dtype are parts of one table.
+    """
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for file in files:
+        part = json.loads(file.read_text(encoding="utf-8"))
+        of = found.setdefault((part["device"], part["dtype"] or "float64"), {})
+        for mode, outcomes in part["modes"].items():
+            of.setdefault(mode, {}).update(outcomes)
+    verdicts = [EXACT, REFUSED, MIXES, DRAWS, WRONG, FAILED]
+    lines, others = [], []
+    for (device, dtype), modes in found.items():
+        for mode, findings in modes.items():
+            run = {name: x["outcome"] for name, x in findings.items() if x is not None}
+            counts = Counter(outcome["verdict"] for outcome in run.values())
+            title = f"{MODES[mode].words}, {device}, {dtype}"
+            largest = max(
+                (max(x["norms"], x["sums"]) for x in run.values() if x["verdict"] == EXACT),
+                default=0.0,
+            )
+            cells = [str(counts[verdict]) for verdict in verdicts]
+            lines.append([title, str(len(run)), *cells, f"{largest:.0e}"])
+            for name, x in run.items():
+                if x["verdict"] != EXACT:
+                    errors = f"{x['norms']:.0e}, {x['sums']:.0e}"
+                    words = (x["message"].splitlines() or [errors])[0][:SHOWN]
+                    others.append(f"* {name}, {title}: {x['verdict']}: {words}")
+    headings = ["mode", "run", *verdicts, "largest error of an exact one"]
+    return "\n".join([table(headings, lines), *others])
 
 
 def _cells(finding: Finding) -> Cells:

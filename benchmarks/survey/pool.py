@@ -1,4 +1,4 @@
-"""Every kind in a process of its own, with a limit on its time."""
+"""Every kind in a process of its own, in one mode after another, with a limit on their time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import importlib
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.survey.inputs import SAMPLES
-from benchmarks.survey.kinds import Help, Kind
+from benchmarks.survey.kinds import Help, Kind, all_kinds
 from benchmarks.survey.measure import EXACT, FAILED, REFUSED, Outcome, measure
+from benchmarks.survey.modes import MODES, Where, mixes_by_batch_norm, with_group_norm
 
 GROUP_NORM = Help(
     "GroupNorm in the place of BatchNorm (`opacus.validators.ModuleValidator.fix(model)`)"
@@ -46,99 +47,110 @@ def _words(outcome: Outcome) -> str:
     return f"{outcome.verdict} {outcome.norms:.0e}, {outcome.sums:.0e}{notes}"
 
 
-def find(kind: Kind) -> Finding:
-    """Measure a kind; where it is refused, with what helps."""
-    mixing = (nn.modules.batchnorm._BatchNorm,)
-    model, inputs = _made(kind)
-    if any(isinstance(module, mixing) for module in model.modules()):
+def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding | None:
+    """Measure a kind in a mode; as it is, where it is refused, with what helps. ``None``: there is
+    nothing to run."""
+    where = where or Where()
+    if mode != "whole":
+        outcome = MODES[mode].run(kind, where)
+        return None if outcome is None else Finding(outcome)
+    model, inputs = where.made(kind)
+    measured = partial(measure, tolerance=where.tolerance)
+    if mixes_by_batch_norm(model):
         refused = Outcome(REFUSED, message="BatchNorm mixes samples")
-        return Finding(refused, GROUP_NORM, measure(_replaced(model), inputs, SAMPLES))
-    outcome = measure(model, inputs, SAMPLES)
+        return Finding(refused, GROUP_NORM, measured(with_group_norm(model), inputs, SAMPLES))
+    outcome = measured(model, inputs, SAMPLES)
     if outcome.verdict != REFUSED:
         return Finding(outcome)
     for help in kind.help:
-        model, inputs = _made(kind)
-        model = _replaced(model) if help.replaces else model
+        model, inputs = where.made(kind)
+        model = with_group_norm(model) if help.replaces else model
         for name, param in model.named_parameters():
             if name.startswith(help.frozen):
                 param.requires_grad_(False)
-        helped = measure(model, inputs, SAMPLES, **help.options)
+        helped = measured(model, inputs, SAMPLES, **help.options)
         if helped.verdict == EXACT:
             return Finding(outcome, help, helped)
     return Finding(outcome)
 
 
-def _replaced(model: nn.Module) -> nn.Module:
-    """What ``ModuleValidator.fix`` does, without its copy of the model, which hooks and
-    parametrizations do not allow."""
-    from opacus.validators import ModuleValidator
-
-    fixers = ModuleValidator.FIXERS
-    for path, module in list(model.named_modules()):
-        if path and type(module) in fixers:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, fixers[type(module)](module))
-    return model
-
-
-def _made(kind: Kind) -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(kind.dtype)  # some models make tensors beside their parameters
-    model = kind.build().to(kind.dtype)
-    inputs = {
-        name: x.to(kind.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in kind.inputs(model).items()
-    }
-    return model, inputs
-
-
-def _work(kind: Kind, out: Connection) -> None:
+def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        out.send(find(kind))
-    except Exception as error:  # the survey goes on
-        out.send(Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}")))
+    torch.backends.cudnn.allow_tf32 = False
+    kind = next(kinds[name] for kinds in all_kinds().values() if name in kinds)
+    for mode in modes:
+        try:
+            out.send(find(kind, mode, where))
+        except Exception as error:  # the survey goes on
+            out.send(Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}")))
+
+
+#: What takes longer to import than a measurement.
+_IMPORTS = ("opacus.validators", "transformers.modeling_utils")
+_IMPORTS += ("transformers.models.auto.modeling_auto", "benchmarks.survey.modes")
+
+
+@dataclass
+class _Running:
+    """A process and what it has still to measure, the first of it now."""
+
+    name: str
+    modes: list[str]
+    process: Any
+    end: float
 
 
 def measure_all(
-    kinds: Mapping[str, Kind], processes: int, limit: float
-) -> Iterator[tuple[str, Finding]]:
-    """Every kind and what was found, as they come.
+    names: Iterable[str],
+    processes: int,
+    limit: float,
+    modes: Sequence[str] = ("whole",),
+    where: Where | None = None,
+) -> Iterator[tuple[str, str, Finding | None]]:
+    """Every kind, mode, and what was found, as they come.
 
     Args:
-        kinds: by name.
+        names: of kinds.
         processes: how many run at once.
-        limit: seconds for each.
+        limit: seconds for each kind in each mode.
     """
-    # Before any process is forked: importing takes each as long as the measurement.
-    importlib.import_module("opacus.validators")
-    importlib.import_module("transformers.modeling_utils")
-    importlib.import_module("transformers.models.auto.modeling_auto")
-    context = multiprocessing.get_context("fork")
-    waiting = list(kinds.items())
-    running: dict[Connection, tuple[str, Any, float]] = {}
+    where = where or Where()
+    if where.device == "cpu":
+        for module in _IMPORTS:  # before any process is forked
+            importlib.import_module(module)
+        context: Any = multiprocessing.get_context("fork")
+    else:  # a process that was forked from one that asked for a device has none
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_IMPORTS))
+    waiting = [(name, list(modes)) for name in names]
+    running: dict[Connection, _Running] = {}
     while waiting or running:
         while waiting and len(running) < processes:
-            name, kind = waiting.pop(0)
+            name, of_kind = waiting.pop(0)
             receive, send = context.Pipe(False)
-            process = context.Process(target=_work, args=(kind, send), daemon=True)
+            process = context.Process(target=_work, args=(name, of_kind, where, send), daemon=True)
             process.start()
             send.close()
-            running[receive] = name, process, time.monotonic() + limit
+            running[receive] = _Running(name, of_kind, process, time.monotonic() + limit)
         ready = set(wait(list(running), timeout=1))
-        for connection, (name, process, end) in list(running.items()):
+        for connection, run in list(running.items()):
+            is_over = True
             if connection in ready:
                 try:
-                    finding = connection.recv()
+                    finding, is_over = connection.recv(), False
                 except EOFError:
                     finding = Finding(Outcome(FAILED, message="the process died"))
-            elif time.monotonic() > end:
+            elif time.monotonic() > run.end:
                 finding = Finding(Outcome(FAILED, message=f"more than {limit:.0f} s"))
             else:
                 continue
-            process.kill()
-            process.join()
-            connection.close()
-            del running[connection]
-            yield name, finding
+            mode, run.end = run.modes.pop(0), time.monotonic() + limit
+            if is_over or not run.modes:
+                run.process.kill()
+                run.process.join()
+                connection.close()
+                del running[connection]
+                if run.modes:
+                    waiting.insert(0, (run.name, run.modes))
+            yield run.name, mode, finding

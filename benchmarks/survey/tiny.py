@@ -52,12 +52,15 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def tiny(cls: Any, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def tiny(
+    cls: Any, changes: Mapping[str, Any] | None = None, chance: bool = False
+) -> dict[str, Any]:
     """Arguments that make a small configuration of this class.
 
     Args:
         cls: a ``PreTrainedConfig``.
         changes: fields with other values; a mapping, for a configuration inside, those of its own.
+        chance: probabilities of leaving something out stay as they are.
     """
     changes = dict(changes or {})
     inner = {name: kind for name, kind in cls.sub_configs.items() if isinstance(kind, type)}
@@ -72,11 +75,15 @@ def tiny(cls: Any, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 found[name] = SIZES[name]
             elif name in ("image_size", "patch_size"):
                 found[name] = [SIZES[name]] * len(default)
-        elif any(part in name for part in _CHANCE) and isinstance(field.default, float):
+        elif (
+            not chance
+            and any(part in name for part in _CHANCE)
+            and isinstance(field.default, float)
+        ):
             found[name] = 0.0
     for name, kind in inner.items():
         if hasattr(kind, "sub_configs") and name not in changes and kind.__name__ != "AutoConfig":
-            found[name] = tiny(kind)
+            found[name] = tiny(kind, None, chance)
         elif isinstance(changes.get(name), Mapping) and "model_type" not in changes[name]:
-            found[name] = tiny(kind, changes.pop(name))
+            found[name] = tiny(kind, changes.pop(name), chance)
     return {**found, **changes}

@@ -47,16 +47,23 @@ class FactorSource:
         recomputed: bool,
         readers: Readers | None = None,
         rows: DeclaredRows | None = None,
+        samples: int | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to the running backward pass.
 
-        ``rows``: they are of rows, which belong to these samples."""
+        Args:
+            recomputed: the layer ran in backward itself (activation checkpointing).
+            readers: which layers read the same input, where that is of use.
+            rows: they are of rows, which belong to these samples.
+            samples: how many there are in the call of the root that they are of, where ``readers``
+                does not tell.
+        """
         if rows is not None:
             backward_pass = self.running_backward_pass(recomputed)
             of_samples = [rows.of_samples(factor) for factor in factors]
             backward_pass.record(self.path, params, of_samples)
             return
-        self.record_on(self.running_backward_pass(recomputed), params, factors, readers)
+        self.record_on(self.running_backward_pass(recomputed), params, factors, readers, samples)
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
         """The running backward pass; a new one if this is the first layer that it reached.
@@ -91,17 +98,21 @@ class FactorSource:
         params: Sequence[nn.Parameter],
         factors: Sequence[Factor],
         readers: Readers | None = None,
+        samples: int | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to this backward pass."""
         if self.folded and not self.session.keeps_rows:
-            factors = [self._fold(factor) for factor in factors]
+            if readers is not None:
+                samples = readers[0].batch_size
+            factors = [self._fold(factor, samples) for factor in factors]
         backward_pass.record(self.path, params, factors, readers)
 
-    def _fold(self, factor: Factor) -> Factor:
-        """Rows that the user declared to be parts of samples, as samples."""
+    def _fold(self, factor: Factor, samples: int | None) -> Factor:
+        """Rows that the user declared to be parts of samples, as samples; ``samples``: how many
+        there are in the call of the root that they are of, if that is known."""
         if self.session.positions is not None:
             return factor  # of positions, which become units
-        samples = self.session.samples()
+        samples = self.session.samples() if samples is None else samples
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(
                 f"{self.path}: its rows are parts of samples (declared in folded_modules, or found "

@@ -8,7 +8,9 @@ end to end (``Factor.fold``). That is concluded only where values show it:
   have the same values there;
 * they have not in any other regular order of the same rows (all first parts, then all second ones),
   nor along another axis.
-  Rows that are all alike, as behind a gate that is still 0, show nothing;
+  Rows that are all alike, as behind a gate that is still 0, show nothing. Ids that are all alike
+  (token types, all 0) are taken for rows that lie together: they were made for tokens that do, and
+  gradients must show it (:mod:`flash_clipping.capture.row_gradients`);
 * no value of a sample decided which rows there are, or their order (a router, a sort): it would
   decide otherwise in the next batch (:meth:`~flash_clipping.capture.taint.Taint.is_chosen`).
 
@@ -125,6 +127,13 @@ def _layout(a: Note, whole: Run, b: Note, other: Run) -> tuple[int, Layout] | No
                 rows = _rows(parts, outer, whole.size, order)
                 if are_alike(first[rows], second, different):
                     alike.append((parts, Layout(axis, outer)))
+        if (
+            axis == 0
+            and a.ids
+            and alike[:1] == [(parts, TOGETHER)]
+            and bool((first == first[0]).all())
+        ):
+            return parts, TOGETHER
     if len(alike) != 1 or not (a.free or alike[0][1] == TOGETHER):
         return None
     return alike[0]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
@@ -131,6 +132,9 @@ class ForwardCall:
     witness: Witness | None = None
     #: How often each layer that is not proven was called, and has read something in its last call.
     turns: dict[str, list[int]] = field(default_factory=dict)
+    #: Whether what layers that are not proven read are samples, by the layer and by the shape and
+    #: dtype of what is read; ``None``: of some it is.
+    answers: dict[tuple[str, torch.Size, torch.dtype], bool | None] = field(default_factory=dict)
     #: Reads of which no rehearsal has told yet whether they are samples, and what was assumed.
     guesses: dict[Read, bool] = field(default_factory=dict)
     #: Those of them in which samples may lie along another axis as well, by its size.
@@ -150,6 +154,18 @@ class ForwardCall:
         turn = self.turns.setdefault(path, [0, 0])
         turn[1] += 1
         return path, turn[0], turn[1] - 1
+
+    def note_answer(self, path: str, x: Tensor, answer: bool) -> bool:
+        """Note, and return, whether something that this layer reads is samples."""
+        key = path, x.shape, x.dtype
+        if self.answers.setdefault(key, answer) is not answer:
+            self.answers[key] = None
+        return answer
+
+    def answer_again(self, path: str, x: Tensor) -> bool | None:
+        """The answer to the same read in forward, where a checkpoint runs it again: reads come in
+        another order then, and all of one shape had one answer; ``None`` where that is not so."""
+        return self.answers.get((path, x.shape, x.dtype))
 
     def note_reader(self, x: Tensor) -> int:
         """Count one more reader of this input; layers that share one are called in a row.

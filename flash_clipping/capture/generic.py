@@ -34,7 +34,12 @@ class GenericTap(Protocol):
     def original(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def record(
-        self, params: Sequence[nn.Parameter], factors: Sequence[Factor], recomputed: bool
+        self,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Factor],
+        recomputed: bool,
+        *,
+        samples: int | None,
     ) -> None: ...
 
 
@@ -49,6 +54,8 @@ class PerSampleView(torch.autograd.Function):
     def forward(ctx: Any, tap: GenericTap, param: nn.Parameter, batch_size: int) -> Tensor:
         ctx.tap, ctx.param = tap, param
         ctx.recomputed = in_backward()
+        call = tap.session.current_forward
+        ctx.samples = None if call is None else call.batch_size
         return param.expand(batch_size, *param.shape)
 
     @staticmethod
@@ -57,7 +64,7 @@ class PerSampleView(torch.autograd.Function):
         tap: GenericTap = ctx.tap
         if not tap.session.enabled:
             return None, grads.sum(0), None
-        tap.record([ctx.param], [Dense(grads)], ctx.recomputed)
+        tap.record([ctx.param], [Dense(grads)], ctx.recomputed, samples=ctx.samples)
         return None, None, None
 
 

@@ -47,6 +47,7 @@ class Note:
         key: what its layout goes by, if it is not the first axis that the samples lie along.
         free: how many axes samples may lie along, and in any regular order; 0: only together.
         along: where samples may lie along other axes, the digests of these.
+        ids: its values are whole numbers.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class Note:
     key: str = ""
     free: int = 0
     along: dict[int, Tensor | None] = field(default_factory=dict)
+    ids: bool = False
 
 
 @dataclass
@@ -116,6 +118,7 @@ class _Witness:
             key=use or read[0],
             free=0 if axis else free,
             along=along,
+            ids=not (x.is_floating_point() or x.is_complex()),
         )
         return answer
 

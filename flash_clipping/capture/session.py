@@ -391,12 +391,16 @@ class ClippingSession:
                 free=free,
                 use=use,
             )
-        recomputed = in_backward()
-        known = self.evidence.known(read, any_call=recomputed)
+        if recomputed := in_backward():
+            known = call.answer_again(path, x)
+            if known is None:
+                known = self.evidence.known(read, any_call=True)
+        else:
+            known = self.evidence.known(read, any_call=False)
         if known is not None or sure:
             if known is None and not recomputed:
                 self._guess(call, read, True, x, axis, rows, free)
-            return known is not False
+            return call.note_answer(path, x, known is not False)
         if recomputed:
             raise FlashClippingError(
                 f"{path}: under activation checkpointing it reads a tensor of shape "
@@ -410,7 +414,7 @@ class ClippingSession:
         if rows == batch_size or (folded and batch_size and rows % batch_size == 0):
             answer = answer or not storages & self.model_storages()
         self._guess(call, read, answer, x, axis, rows, free)
-        return answer
+        return call.note_answer(path, x, answer)
 
     @staticmethod
     def _guess(

@@ -1,7 +1,8 @@
 """Before the first step: one sample's gradient by itself, compared with plain autograd's.
 
 The model runs on the batch, and one sample of its outputs goes backward, as if the loss read that
-sample alone. Every other sample's norm must be 0 then, and this one's what plain autograd gives.
+sample alone. Every other sample's norm must be 0 then, and this one's gradient what plain autograd
+gives, with the dropout that fell in forward.
 That holds whatever the model does between its inputs and its outputs, so it is where mistakes show
 that nobody thought of: rows that are another sample's, samples that reach each other, a rule that
 is wrong for this use of a parameter. What it cannot show is what carries no gradient (a sample
@@ -30,6 +31,7 @@ from flash_clipping.capture.row_values import FEATURES, is_low
 from flash_clipping.capture.seen_kinds import of_arguments
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
@@ -40,6 +42,13 @@ STRAY = 1e-6
 
 #: Relative error of a norm that is a mistake; the second where values have a few digits only.
 WRONG, WRONG_LOW = 1e-2, 0.2
+
+#: The same of the gradient itself, compared element by element, which rounds more than its norm.
+OTHER, OTHER_LOW = 1e-2, 0.5
+
+#: A gradient is compared by sums of its elements, each times 1 or -1: so many of the former at most
+#: go into one, and so many sums are taken of these.
+ADDED, SUMS = 4096, 16
 
 #: Gradients below this part of what they come from are rounding: nothing is said of them.
 NOTHING, NOTHING_LOW = 1e-5, 1e-2
@@ -152,11 +161,13 @@ def _unfit_outputs(
 @dataclass
 class _Gradient:
     """Of one sample that went backward: its outputs, one after the other; norms of gradients,
-    ``[P]``, or ``[P, B]`` of all samples; and at most what, as far as rounding lets us know."""
+    ``[P]``, or ``[P, B]`` of all samples; at most what, as far as rounding lets us know; and a
+    sketch (:func:`_sketch`) of each parameter's gradient, if it has one."""
 
     outputs: Tensor
     norms: Tensor
     bounds: Tensor
+    sketches: Sequence[Tensor | None]
 
 
 class _Comparison:
@@ -255,18 +266,41 @@ class _Comparison:
         if not _are_close(expected.outputs, found.outputs, WRONG_LOW if low else WRONG):
             return None
         # Norms by products of what cancels are uncertain, and what is clipped by is their bound.
-        doubt_P = found.bounds[:, b].to(own_P) - own_P
-        error_P = (own_P - expected_P).abs() - doubt_P.nan_to_num(math.inf, math.inf)
-        wrong = error_P > (WRONG_LOW if low else WRONG) * expected_P.clamp(min=0.1 * whole)
+        doubt_P = (found.bounds[:, b].to(own_P) - own_P).nan_to_num(math.inf, math.inf)
+        scale_P = expected_P.clamp(min=0.1 * whole)
+        off_P = self._differences(expected, found)
+        wrong = (own_P - expected_P).abs() - doubt_P > (WRONG_LOW if low else WRONG) * scale_P
+        other = off_P - doubt_P > (OTHER_LOW if low else OTHER) * scale_P
+        if not (wrong | other).any():
+            return None
         if wrong.any():
-            worst = int(error_P.argmax())
-            return (
-                f"{self._names(wrong)}: where the output for one sample of the batch goes backward "
-                f"alone, the norm of its gradient is {float(own_P[worst]):.6g} here, and "
-                f"{float(expected_P[worst]):.6g} by autograd. This use of the parameter is not "
-                "known: give the module that owns it a rule (flash_clipping.register_rule)."
+            worst = int(((own_P - expected_P).abs() - doubt_P).argmax())
+            words = (
+                f"the norm of its gradient is {float(own_P[worst]):.6g} here, and "
+                f"{float(expected_P[worst]):.6g} by autograd"
             )
-        return None
+        else:
+            worst = int((off_P - doubt_P).argmax())
+            words = (
+                f"its gradient, of norm {float(expected_P[worst]):.6g}, differs by "
+                f"{float(off_P[worst]):.6g} from that by autograd"
+            )
+        return (
+            f"{self._names(wrong | other)}: where the output for one sample of the batch goes "
+            f"backward alone, {words}. This use of the parameter is not known: give the module "
+            "that owns it a rule (flash_clipping.register_rule)."
+        )
+
+    @staticmethod
+    def _differences(expected: _Gradient, found: _Gradient) -> Tensor:
+        """``[P]``: norms of the differences of two gradients."""
+        norms = [
+            torch.zeros((), dtype=torch.float64)
+            if a is None or b is None  # in norms, one of them is 0
+            else (a - b.to(a.device)).norm().double() / SUMS**0.5
+            for a, b in zip(expected.sketches, found.sketches, strict=True)
+        ]
+        return torch.stack([norm.to(expected.norms.device) for norm in norms])
 
     def _names(self, chosen_P: Tensor) -> str:
         names = {id(param): name for name, param in self.root.named_parameters()}
@@ -282,10 +316,13 @@ class _Comparison:
             with self._run() as outputs:
                 found = {}
                 for b, rows, weights in self._rows(outputs, axes):
-                    grads = torch.autograd.grad(
-                        rows, self.params, weights, retain_graph=True, allow_unused=True
+                    grads = self._with_those_left(
+                        torch.autograd.grad(
+                            rows, self.params, weights, retain_graph=True, allow_unused=True
+                        )
                     )
-                    norms = [_norm(g) for g in self._with_those_left(grads)]
+                    mean = self.size if session.loss_reduction == "mean" else 1
+                    norms = [_norm(g) for g in grads]
                     device = next((n.device for n in norms if n is not None), None)
                     norms_P = torch.stack(
                         [
@@ -295,8 +332,9 @@ class _Comparison:
                             for n in norms
                         ]
                     )
-                    norms_P *= self.size if session.loss_reduction == "mean" else 1
-                    found[b] = _Gradient(_flat(rows), norms_P, norms_P)
+                    norms_P *= mean
+                    sketches = [None if g is None else _sketch(g) * mean for g in grads]
+                    found[b] = _Gradient(_flat(rows), norms_P, norms_P, sketches)
                 return found
         finally:
             session.enabled = before
@@ -316,7 +354,7 @@ class _Comparison:
         session = self.session
         around, plans = session.current_forward, session.plans
         call = session.begin_forward(self.tensors)
-        taken: list[tuple[Tensor, Tensor]] = []
+        taken: list[tuple[Tensor, Tensor, list[Tensor | None]]] = []
         kind: Any = session.backward_pass_class
         session.backward_pass_class = partial(
             _TakesNorms, tell=taken.append, on_gpu=self.params[0].is_cuda
@@ -391,15 +429,21 @@ class _TakesNorms(BackwardPass):
     """Takes norms, and leaves nothing else.
 
     Args:
-        tell: gets norms ``[P, B]``, and what is at least the norms of what would be released.
+        tell: gets norms ``[P, B]``, what is at least the norms of what would be released, and a
+            sketch of the gradient of all samples together for each parameter that got one.
         on_gpu: whether kernels may be used; on a CPU they are interpreted at best.
     """
 
     def __init__(
-        self, session: Session, *, tell: Callable[[tuple[Tensor, Tensor]], None], on_gpu: bool
+        self,
+        session: Session,
+        *,
+        tell: Callable[[tuple[Tensor, Tensor, list[Tensor | None]]], None],
+        on_gpu: bool,
     ):
         super().__init__(session)
         self.tell = tell
+        self.sketches: dict[int, Tensor] = {}
         self.norms_only = True
         if not on_gpu:
             self.backend = "torch"
@@ -413,10 +457,21 @@ class _TakesNorms(BackwardPass):
                 self.forget()
                 self.session.end_backward(norms_taken=False)
 
+    def _use_now(
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+    ) -> None:
+        for param, factor in zip(params, factors, strict=True):
+            sketch = _sketch(factor.clipped_sum(None, self.backend))
+            known = self.sketches.get(id(param))
+            self.sketches[id(param)] = sketch if known is None else known + sketch
+        super()._use_now(path, params, factors)
+
     def _clip(
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
     ) -> Tensor:
-        self.tell((norms_PB, doubts.bound_each([id(param) for param in params], norms_PB)))
+        keys, scale = [id(param) for param in params], self._own_gradient_scale()
+        sketches = [self.sketches[key] * scale if key in self.sketches else None for key in keys]
+        self.tell((norms_PB, doubts.bound_each(keys, norms_PB), sketches))
         return torch.ones_like(norms_PB[0])
 
 
@@ -426,6 +481,20 @@ def _norm(grad: Tensor | None) -> Tensor | None:
     if grad.layout != torch.strided:
         grad = grad.coalesce().values()
     return torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
+
+
+def _sketch(grad: Tensor) -> Tensor:
+    """``[SUMS, n]``: sums of elements of a gradient, with signs of chance that are always the same.
+
+    Twice the gradient has twice the sums, those of two gradients add up, and the square of their
+    norm is, but for chance, ``SUMS`` times that of the gradient.
+    """
+    flat = (grad.to_dense() if grad.layout != torch.strided else grad).detach().flatten()
+    added = min(ADDED, max(1, flat.numel()))
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % added))
+    generator = torch.Generator().manual_seed(0)
+    signs = 1 - 2 * torch.randint(0, 2, (SUMS, ADDED), generator=generator)[:, :added]
+    return (signs.to(flat) @ flat.view(added, -1)).double()
 
 
 def _weights_for(x: Tensor) -> Tensor:

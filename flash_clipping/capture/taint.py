@@ -145,8 +145,9 @@ class Taint(DispatchMode):
 
         A table that ids look up is none of the samples, so its rows lie as the ids do.
         """
-        if torch.Tag.dynamic_output_shape in func.tags:
-            return True
+        by_truth = any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or by_truth):
+            return True  # an index of numbers has the shape of these, and is looked at below
         if name == "where" and len(given) == 3 and all(x in self for x in given):
             counts = [x.shape[:1].numel() for x in given]
             return counts[0] < max(counts)  # one condition for several rows

@@ -26,6 +26,11 @@ ClipFunction: TypeAlias = Callable[[list[nn.Parameter], Tensor, Doubts, bool], T
 class Call(Protocol):
     """One call of the root module, which knows which layers read the same input."""
 
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in its batch, if it has one."""
+        ...
+
     def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
         """How many layers read the input at this place; 0 where one of these parameters, of a
         layer that reads it, has, or may have, other uses."""

@@ -163,8 +163,11 @@ class ExpertsRule(Rule):
             with torch.no_grad():
                 own_Md = type(layer).forward(layer, *tokens)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
-                # Under autocast, that of the tokens that were multiplied.
-                found = difference(own_Md, output_BTd.flatten(0, 1), saved[0].dtype)
+                # Under autocast, that of the tokens that were multiplied. Weights of a router are
+                # often in fp32, and so is the sum of tokens times these then.
+                dtypes = (saved[0].dtype, weight_BTk.dtype)
+                narrowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+                found = difference(own_Md, output_BTd.flatten(0, 1), narrowest)
                 if found:
                     raise UnsupportedLayer(
                         "its attributes are those of experts that transformers can run by any of "

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 from benchmarks.survey import END, PAGE, START
 from benchmarks.survey.kinds import all_kinds
-from benchmarks.survey.measure import WRONG
+from benchmarks.survey.measure import DRAWS, EXACT, WRONG, measure
 from tests.benchmarks.conftest import Run
 
 
@@ -26,3 +32,68 @@ def test_rows_are_measured(run: Run) -> None:
     assert status == 0, printed
     assert all(f"{name}: exact" in printed for name in names)
     assert run("survey", "--only", "Nothing")[0] == 2
+
+
+def test_modes_are_measured_in_parts(run: Run, tmp_path: Path) -> None:
+    """Columns of one table, from as many processes as there are parts."""
+    names = ["BertForMaskedLM", "OPTForCausalLM"]
+    asked = ["--modes", "left", "dropout", "--limit", "300"]
+    files = [str(tmp_path / f"{i}.json") for i in (1, 2)]
+    for i, file in enumerate(files, 1):
+        status, printed = run(
+            "survey", "--only", *names, *asked, "--part", f"{i}/2", "--json", file
+        )
+        assert status == 0, printed
+        assert [name in printed for name in names] == [i == 1, i == 2]
+        for mode in ("padded left", "dropout"):
+            assert f"{names[i - 1]}, {mode}: exact" in printed
+    status, printed = run("survey", "--show", *files)
+    assert status == 0
+    assert "| padded left, cpu, float64 | 2 | 2 | 0 |" in printed
+    assert run("survey", "--part", "3/2")[0] == run("survey", "--modes", "nothing")[0] == 2
+
+
+class Turned(torch.autograd.Function):
+    """Nothing in forward; backward turns the sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:
+        return -G
+
+
+class Draws(nn.Module):
+    """A layer with dropout, which may draw from another seed, or go backward by another formula."""
+
+    other = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.other == "draws":
+            torch.rand(1)
+        x = F.dropout(self.layer(x), 0.5, self.training)
+        return Turned.apply(x) if self.other == "gradient" else x
+
+
+@pytest.mark.parametrize(("other", "verdict"), [("", EXACT), ("draws", DRAWS), ("gradient", WRONG)])
+def test_dropout_is_that_of_a_plain_forward(other: str, verdict: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, dtype=torch.float64)
+
+    def prepare(model: Draws) -> None:  # once the truth is known
+        model.other = other
+
+    assert measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare).verdict == verdict
+
+
+def test_a_kind_is_built_twice_alike() -> None:
+    """A process measures it in one mode after another."""
+    kind = all_kinds()["Several modalities"]["Donut (Swin and MBart)"]
+    sizes = [sum(p.numel() for p in kind.build().parameters()) for _ in range(2)]
+    assert sizes[0] == sizes[1]

@@ -177,3 +177,34 @@ def test_constants_in_a_folded_module(rows: int, batch_size: int) -> None:
     )
     step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_second_backward_through_one_forward(declared: bool) -> None:
+    """Rows are still parts of its samples, and its sums those of the first."""
+    model, (x,) = make_case(CASE, torch.float64)
+    options = {"folded_modules": FOLDED} if declared else {}
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.1, **options)
+    loss = flash(x).square().mean()
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    flash.zero_grad()
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, first[name]), name
+
+
+def test_a_second_backward_beside_calls_of_other_sizes() -> None:
+    """Each layer's rows are of the call that it was made in, whatever else is alive."""
+    model, (x,) = make_case(CASE, torch.float64)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.1, folded_modules=FOLDED)
+    sums = []
+    losses = [flash(x[:size]).square().mean() for size in (3, 2)]
+    for loss in (*losses, *losses):
+        flash.zero_grad()
+        loss.backward(retain_graph=True)
+        sums.append([p.grad.clone() for p in model.parameters()])
+    for first, second in ((0, 2), (1, 3)):
+        for a, b in zip(sums[first], sums[second], strict=True):
+            assert torch.equal(a, b)
+    assert not torch.equal(sums[0][-1], sums[1][-1])

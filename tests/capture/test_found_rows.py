@@ -237,6 +237,34 @@ def test_rows_that_are_all_alike_show_nothing() -> None:
     refused(Gated("positions first"), float64s(3, 4, 3), r"ffn .* 12 rows for a batch of 3")
 
 
+class Types(nn.Module):
+    """Ids that are all alike, one for every position of every sample."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.types, self.order = nn.Embedding(2, 4), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x[..., 0].long() * 0
+        if self.order == "positions first":
+            found = self.types(ids.T.flatten()).unflatten(0, (x.shape[1], x.shape[0]))
+            found = found.transpose(0, 1)
+        else:
+            found = self.types(ids.flatten()).unflatten(0, x.shape[:2])
+        return self.head(torch.tanh(self.embed(x) + found))
+
+
+@pytest.mark.parametrize("order", ["together", "positions first"])
+def test_ids_that_are_all_alike(order: str) -> None:
+    """Gradients show whose they are."""
+    torch.manual_seed(0)
+    if order == "together":
+        check_by_autograd(Types(order).double(), float64s(3, 4, 3), squares)
+    else:
+        refused(Types(order), float64s(3, 4, 3), r"types .* reaches rows of other samples")
+
+
 class Chosen(nn.Module):
     """Rows that values choose: by a mask, or sorted. In this batch they lie sample by sample."""
 

@@ -6,11 +6,20 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from flash_clipping import GradSampleModuleFlashClipping
-from tests.support.autograd import TOLERANCE, Loss, check_by_autograd, id_batch, truth_by_autograd
+from tests.support.autograd import (
+    TOLERANCE,
+    Loss,
+    check_by_autograd,
+    id_batch,
+    mean_squares,
+    truth_by_autograd,
+)
 from tests.support.hugging_face import gpt2, own_loss
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES, WRAPPERS
@@ -50,3 +59,35 @@ def test_gpt2_gradient_checkpointing(mode: str) -> None:
 def test_gpt2_batch_as_large_as_the_sequence() -> None:
     """Positions are read as ``[1, T]``; with ``T = B`` they must not pass for samples."""
     check_by_autograd(gpt2(), id_batch(8, 8, vocabulary=17), own_loss)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["OPTForCausalLM", "RobertaForMultipleChoice"])
+def test_padded_batches_of_models_that_fold(kind: str, side: str) -> None:
+    """Positions, and choices, become rows; a mask is looked up by numbers, which choose no rows."""
+    torch.manual_seed(0)
+    small: Any = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 2, "pad_token_id": 1}
+    small |= {"num_attention_heads": 2, "max_position_embeddings": 16}
+    if kind == "OPTForCausalLM":
+        config: Any = transformers.OPTConfig(
+            **small, ffn_dim=8, word_embed_proj_dim=8, dropout=0.0, attention_dropout=0.0
+        )
+    else:
+        config = transformers.RobertaConfig(
+            **small, intermediate_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+    model = getattr(transformers, kind)(config).double().train()
+    shape = (3, 7) if kind == "OPTForCausalLM" else (3, 2, 7)
+    ids = torch.randint(3, 17, shape)
+    mask = torch.arange(7) < torch.tensor([7, 4, 6]).view(3, *[1] * (len(shape) - 1))
+    mask = (mask if side == "right" else mask.flip(-1)).expand(shape).long()
+    batch = (ids.where(mask == 1, 1), mask)
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        tokens, mask = batch
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+        if logits.dim() == 3:  # what is padding takes no part
+            logits = logits * mask.unsqueeze(-1)
+        return mean_squares(logits)
+
+    check_by_autograd(model, batch, loss, tolerance=1e-7)

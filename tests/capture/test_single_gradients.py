@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, float64s, squares
@@ -63,6 +64,26 @@ def test_what_values_do_not_show_is_refused(inner: Layers, name: str, mode: Any)
     with pytest.raises(FlashClippingError, match=name):
         squares(flash, float64s(3, 12, 3)).backward()
     assert all(p.grad is None for p in flash.parameters())
+
+
+def signed(x: Tensor, gain: Tensor) -> Tensor:
+    """A product with a sign of chance for each element."""
+    if has_torch_function((x, gain)):
+        return handle_torch_function(signed, (x, gain), x, gain)
+    return x * gain * (2 * torch.empty_like(x).bernoulli_(0.5) - 1)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_gradient_of_the_right_norm_is_refused(mode: Any) -> None:
+    """What runs again in backward, where other signs fall, has another gradient of the same norm,
+    as dropout has one of almost the same."""
+    torch.manual_seed(0)
+    model = Around(lambda m, h: signed(m.layer(h), m.gain)).double()
+    model.embed.requires_grad_(False)
+    model.layer.requires_grad_(False)  # of what is behind signs, other norms would show it
+    flash = GradSampleModuleFlashClipping(model, mode=mode)
+    with pytest.raises(FlashClippingError, match="gain: .*differs by .* by autograd"):
+        squares(flash, float64s(3, 3)).backward()
 
 
 def test_equal_samples_that_reach_each_other_are_refused() -> None:

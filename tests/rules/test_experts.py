@@ -293,6 +293,25 @@ def test_what_computes_something_else() -> None:
         flash(*inputs(3, 5))
 
 
+def test_a_router_in_fp32_inside_a_model_in_float64() -> None:
+    """The block adds up in the dtype of the router's weights, whose rounding is no other
+    computation."""
+
+    class Narrow(Plain):
+        def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            found = super().forward(hidden, chosen, weights)
+            return found.to(weights.dtype).to(hidden.dtype)
+
+    class Routed(Block):
+        def body(self, x: Tensor) -> Tensor:
+            hidden = self.before(x)
+            weights, chosen = self.router(hidden).flatten(0, 1).float().softmax(-1).topk(2, -1)
+            return hidden + self.experts(hidden.flatten(0, 1), chosen, weights).view_as(x)
+
+    model = Routed(use_experts_implementation(Narrow)).double()
+    check(model, inputs(4, 5), squares, 1e-6)
+
+
 def test_a_gate_with_parameters_is_refused() -> None:
     """As many rows as samples, sorted by expert: nothing but the gate's parameter tells."""
 

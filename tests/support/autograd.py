@@ -32,6 +32,52 @@ def truth_by_autograd(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -
     return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_B)
 
 
+def truth_of_one_forward(losses_B: Tensor, model: nn.Module) -> Truth:
+    """Every sample of one forward by itself through an ordinary backward, as dropout fell there.
+
+    Args:
+        losses_B: loss of each sample ``[B]``, of which no gradient was taken yet.
+    """
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor]] = {name: [] for name in trainable}
+    for loss in losses_B:
+        grads = torch.autograd.grad(
+            loss, [*trainable.values()], retain_graph=True, allow_unused=True
+        )
+        for (name, param), grad in zip(trainable.items(), grads, strict=True):
+            rows[name].append(torch.zeros_like(param) if grad is None else grad)
+    grads_B = {name: torch.stack(row).double() for name, row in rows.items()}
+    norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in grads_B.items()}
+    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_B)
+
+
+def check_with_dropout(
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    losses: Loss,
+    *,
+    mode: str = "one_pass",
+    tolerance: float = TOLERANCE,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+) -> None:
+    """A second step of a model that draws dropout, with the draws of a plain forward.
+
+    Args:
+        losses: (model, batch) -> loss of each sample ``[B]``.
+        prepare: what is done to the model once the truth is known (checkpointing).
+    """
+    torch.manual_seed(7)
+    truth = truth_of_one_forward(losses(model, batch), model)
+    prepare(model)
+    bound = truth.norms.median().item()
+    flash: Any = WRAPPERS["wrapped"](model, max_grad_norm=bound, mode=mode)
+    losses(flash, batch).mean().backward()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    losses(flash, batch).mean().backward()
+    check_truth(flash, model, truth, bound, tolerance)
+
+
 def check_by_autograd(
     model: nn.Module,
     batch: tuple[Tensor, ...],

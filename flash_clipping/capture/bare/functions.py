@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import plain_functions, pytree, transforms_are_active
+from flash_clipping._compat import (
+    plain_functions,
+    pytree,
+    saved_tensors_hooks_now,
+    transforms_are_active,
+)
 from flash_clipping.capture.bare.arguments import flattened, unflattened
 from flash_clipping.capture.bare.mixed import mixed, run_mixed
 from flash_clipping.capture.bare.mixing import (
@@ -100,12 +106,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
     values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
     plain_args, plain_kwargs = unflattened(values, spec)
-    result = func(*plain_args, **plain_kwargs)
-    if name in _METADATA_ONLY and is_plain(leaves[0]):
-        return result  # only the parameter's shape, dtype or device went into it
+    with _out_of_checkpoints():
+        result = func(*plain_args, **plain_kwargs)
+        if name in _METADATA_ONLY and is_plain(leaves[0]):
+            return result  # only the parameter's shape, dtype or device went into it
+        rows = _row_of(func, name, leaves, spec, result)
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
-
-    rows = _row_of(func, name, leaves, spec, result)
     lookup, source = None, None
     if isinstance(result, Tensor):
         lookup = _table_rows(func, name, leaves, spec, result)
@@ -129,6 +135,17 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 BareParameter.run = staticmethod(_run)
+
+
+def _out_of_checkpoints() -> AbstractContextManager[Any]:
+    """What functions of parameters alone save for their backward stays, under checkpointing too.
+
+    They go backward by themselves, for each sample, in the midst of a backward. Each of that would
+    run the whole checkpoint again, and under ``vmap``, where dropout fails.
+    """
+    if not saved_tensors_hooks_now():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _row_of(

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_clipping._compat import apply_of
+from flash_clipping.capture.bare.arguments import flattened, unflattened
 from flash_clipping.capture.bare.factored import factored_gradients
 from flash_clipping.capture.bare.gradients import input_grads, per_sample_grads, table_factor
 from flash_clipping.capture.bare.laid_out import layout_after
-from flash_clipping.capture.bare.operation import IN_PLACE, READS_ROWS, MixedOperation, name_of
+from flash_clipping.capture.bare.operation import (
+    ATTENTION,
+    IN_PLACE,
+    READS_ROWS,
+    MixedOperation,
+    name_of,
+)
 from flash_clipping.capture.bare.stand_in import (
     BareParameter,
     UnsupportedUse,
@@ -41,6 +50,8 @@ def mixed(
     bares = [leaf for leaf in leaves if isinstance(leaf, BareParameter)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if is_plain(leaf)]
+    if name_of(func) in ATTENTION and before is None and axis == 0:
+        return _attention(func, leaves, spec, plain[batched.index(True)])
     device_type = plain[0].device.type
     operation = MixedOperation(
         func=func,
@@ -66,6 +77,32 @@ def mixed(
     if tap.entered not in (None, circumstances()) and not operation.recomputed:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
     return run_mixed(operation, plain)
+
+
+def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
+    """Attention of which a mask, or another operand, comes from parameters: every sample gets such
+    an operand for itself, and the rest is autograd's.
+
+    Run again in backward, as other operations are, it would draw another dropout.
+    """
+
+    def of_samples(bare: BareParameter) -> Tensor:
+        zeros = samples.new_zeros((), dtype=bare.dtype).expand(
+            len(samples), *[1] * (samples.dim() - 1)
+        )
+        sum_leaves, sum_spec = flattened((zeros, bare), {})
+        return mixed(torch.add, sum_leaves, sum_spec, [True], 0)
+
+    own = [of_samples(leaf) if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
+    args, kwargs = unflattened(own, spec)
+    # Fused kernels of CUDA keep what their backward needs only where a query, a key or a value
+    # requires a gradient: that of a mask alone would be made of memory that nobody wrote.
+    named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
+    others = [named[name] for name in ("query", "key", "value")]
+    mask_alone = samples.is_cuda and not any(x.requires_grad for x in others)
+    with sdpa_kernel(SDPBackend.MATH) if mask_alone else nullcontext():
+        output: Tensor = func(*args, **kwargs)
+    return output
 
 
 class _MixedFunction(torch.autograd.Function):
@@ -131,7 +168,11 @@ class _MixedFunction(torch.autograd.Function):
             by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
         if session.enabled:
             operation.tap.record(
-                [*by_param], [*by_param.values()], operation.recomputed, operation.readers
+                [*by_param],
+                [*by_param.values()],
+                operation.recomputed,
+                operation.readers,
+                samples=operation.samples,
             )
             return None, None, *grads, *[None] * len(operation.params)
         # An ordinary backward: ordinary gradients.
@@ -173,7 +214,9 @@ def run_mixed(operation: MixedOperation, plain: list[Tensor]) -> Tensor:
     session = operation.tap.session
     session.count_use(params)
     call = session.current_forward
-    if call is not None and name_of(operation.func) in READS_ROWS:
-        operation.readers = call, call.note_reader(plain[0])
+    if call is not None:
+        operation.samples = call.batch_size
+        if name_of(operation.func) in READS_ROWS:
+            operation.readers = call, call.note_reader(plain[0])
     output: Tensor = _apply(operation, len(plain), *plain, *params)
     return output

@@ -20,6 +20,8 @@ ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
 #: ``x += p`` arrives under this name; what it changes in place is an ordinary tensor.
 IN_PLACE = {"add_"}
+#: They may draw dropout, and an operand that is the same for all samples is broadcast over these.
+ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
 
@@ -56,6 +58,8 @@ class MixedOperation:
     is_searched: bool = False
     #: Which layers read the same rows, where that is of use.
     readers: Readers | None = None
+    #: Samples in the call of the root that it belongs to, if there is one.
+    samples: int | None = None
 
     @property
     def tap(self) -> FactorSource:

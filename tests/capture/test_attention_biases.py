@@ -1,0 +1,211 @@
+"""Attention whose mask comes from a parameter: biases by relative position, with dropout."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.autograd import check_truth, check_with_dropout, truth_of_one_forward
+from tests.support.wrapping import MODES
+
+B, T, HEADS = 3, 5, 2
+
+
+class Biased(nn.Module):
+    """Self-attention of ``[B, T, 4]`` with a table of biases of pairs of positions.
+
+    Args:
+        dropout: of attention.
+        padded: a mask of each sample's own is added to the biases.
+        frozen: maps to queries, keys and values are frozen.
+    """
+
+    def __init__(self, dropout: float = 0.3, padded: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.maps = nn.Linear(4, 12).requires_grad_(not frozen)
+        self.table = nn.Parameter(torch.randn(HEADS, 2 * T - 1))
+        self.dropout, self.padded = dropout, padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.maps(x).unflatten(-1, (3, HEADS, 2)).movedim(2, 0).transpose(2, 3)
+        apart = torch.arange(T)[:, None] - torch.arange(T) + T - 1
+        mask = self.table[:, apart.to(x.device)].unsqueeze(0)
+        if self.padded:  # the longer a sample's first number, the more of it is padding
+            count = (x.detach()[:, 0, 0].abs() * 2).long().clamp(max=T - 1)
+            hidden = torch.arange(T, device=x.device) < count[:, None]
+            mask = mask + hidden[:, None, None, :].to(x.dtype) * -1e4
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """An ordinary layer, attention, and a head; ``checkpointed``: attention runs again."""
+
+    def __init__(self, checkpointed: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.attention = Biased(**options)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x))
+        if self.checkpointed:
+            x = checkpoint(self.attention, x, use_reentrant=False)
+        else:
+            x = self.attention(x)
+        return self.head(x)
+
+
+def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    rows = model(*batch).flatten(1)
+    return (rows.square() * torch.linspace(0.5, 1.5, rows.shape[1]).to(rows)).sum(1)
+
+
+def batch_of(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return (torch.randn(B, T, 3, dtype=dtype),)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_biases_with_dropout(padded: bool, checkpointed: bool, mode: str) -> None:
+    """Nothing runs twice: gradients are those of the dropout that fell in forward."""
+    torch.manual_seed(0)
+    model = Model(checkpointed, padded=padded).double()
+    check_with_dropout(model, batch_of(), losses, mode=mode)
+
+
+class Latents(Model):
+    """Queries that are parameters, or computed from these, read what is of the samples."""
+
+    def __init__(self, expanded: bool) -> None:
+        super().__init__()
+        self.latents, self.expanded = nn.Parameter(torch.randn(1, HEADS, 2, 2)), expanded
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.tanh(self.embed(x)).unflatten(-1, (HEADS, 2)).transpose(1, 2)
+        queries = self.latents.expand(len(x), -1, -1, -1) if self.expanded else self.latents
+        return self.head(
+            F.scaled_dot_product_attention(
+                query=queries, key=keys, value=keys, dropout_p=0.3 if self.training else 0.0
+            )
+            .transpose(1, 2)
+            .flatten(2)
+        )
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+def test_queries_of_parameters(expanded: bool) -> None:
+    torch.manual_seed(0)
+    check_with_dropout(Latents(expanded).double(), batch_of(), losses)
+
+
+def test_only_biases_are_trained() -> None:
+    """CUDA's kernels save nothing for their backward where neither queries, keys nor values need a
+    gradient."""
+    torch.manual_seed(0)
+    model = Model(frozen=True).double()
+    model.embed.requires_grad_(False)
+    check_with_dropout(model, batch_of(), losses)
+
+
+def hugging_face(kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """A small model with the dropout that it comes with, and a batch."""
+    import transformers
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 17, (B, 7))
+    if kind == "Swin":
+        config: Any = transformers.SwinConfig(
+            image_size=16,
+            patch_size=2,
+            embed_dim=8,
+            depths=[2, 1],
+            num_heads=[2, 2],
+            window_size=4,
+            attention_probs_dropout_prob=0.1,
+            hidden_dropout_prob=0.1,
+            drop_path_rate=0.0,
+        )
+        model: Any = transformers.SwinForImageClassification(config)
+        return model, {"pixel_values": torch.randn(B, 3, 16, 16)}
+    if kind == "BEiT":
+        config = transformers.BeitConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=16,
+            use_relative_position_bias=True,
+            drop_path_rate=0.0,
+        )
+        model = transformers.BeitForImageClassification(config)
+        return model, {"pixel_values": torch.randn(B, 3, 32, 32)}
+    config_of = {"T5": transformers.T5Config, "UMT5": transformers.UMT5Config}[kind]
+    config = config_of(
+        vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    return model, {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+
+
+def model_losses(model: Any, batch: tuple[Any, ...]) -> Tensor:
+    rows = model(**batch[0])["logits"].flatten(1)
+    return (rows.square() * torch.linspace(0.5, 1.5, rows.shape[1]).to(rows)).sum(1)
+
+
+def checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, checkpointing], ids=["", "checkpointing"])
+@pytest.mark.parametrize("kind", ["Swin", "T5", "UMT5"])
+def test_hugging_face_with_its_dropout(kind: str, prepare: Any) -> None:
+    model, batch = hugging_face(kind)
+    batch = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
+    tolerance = 1e-9 if kind == "Swin" else 1e-6  # T5 takes variances in fp32
+    check_with_dropout(
+        model.double().train(), (batch,), model_losses, prepare=prepare, tolerance=tolerance
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["Swin", "BEiT", "T5"])
+def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """Windows and biases, in the dtypes that choose other kernels for attention."""
+    model, batch = hugging_face(kind)
+    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    batch = {n: x.cuda() for n, x in batch.items()}
+    model = model.to("cuda", dtype).train()
+    # Two kernels for one sum differ by rounding, of which softmax over a few tokens leaves more.
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    check_with_dropout(model, (batch,), model_losses, tolerance=tolerance)
+
+
+def test_backward_in_another_thread() -> None:
+    """Autograd runs the backward of what is on a GPU in a thread of its own."""
+    torch.manual_seed(0)
+    model, batch = Model(padded=True).double(), batch_of()
+    torch.manual_seed(7)
+    truth = truth_of_one_forward(losses(model, batch), model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    losses(flash, batch).mean().backward()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = losses(flash, batch).mean()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    check_truth(flash, model, truth, 1.0, 1e-9)
