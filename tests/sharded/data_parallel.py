@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.sharded.processes import C, message
+from tests.sharded.processes import BACKEND, C, message
 from tests.support.trainers import Texts, arguments, bert, privacy
 
 #: Samples; steps of an epoch of expected batches of 2 (samples) x 1 (part) x 2 (processes).
@@ -46,7 +46,7 @@ def trainer(folder: str, noise: float = 0.0, **settings: Any) -> Noting:
     settings = TRAINING | {"learning_rate": RATE, "remove_unused_columns": False} | settings
     return Noting(
         model=model,
-        args=arguments(folder, ddp_backend="gloo", **settings),
+        args=arguments(folder, ddp_backend=BACKEND, use_cpu=BACKEND == "gloo", **settings),
         train_dataset=Texts(SIZE),
         privacy=privacy(noise_multiplier=noise, max_grad_norm=C, seed=None),
     )

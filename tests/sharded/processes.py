@@ -1,4 +1,8 @@
-"""Models, cases and processes of these tests: gloo on the loopback interface."""
+"""Models, cases and processes of these tests.
+
+Processes talk by gloo over the loopback interface. With ``FLASH_CLIPPING_TEST_BACKEND=nccl`` each
+has a GPU of its own, and they talk by NCCL; cases that need more GPUs than there are are skipped.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,14 @@ from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
 
 SAMPLES, VOCAB, CLASSES, C = 8, 11, 3, 0.1
+BACKEND = os.environ.get("FLASH_CLIPPING_TEST_BACKEND", "gloo")
+
+
+def device() -> torch.device:
+    """Of models and batches: this process's GPU if processes talk by NCCL."""
+    if BACKEND == "nccl" and dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")  # also where the processes' results are looked at
 
 
 class FeedForward(nn.Module):
@@ -86,13 +98,14 @@ class Net(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> Net:
     torch.manual_seed(0)
-    return Net(**options).to(dtype)
+    return Net(**options).to(device(), dtype)
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (SAMPLES, 5), generator=generator)
-    return ids, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return ids.to(device()), y.to(device())
 
 
 _TRUTHS: dict[str, Truth] = {}
@@ -132,6 +145,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def all_of(x: Any) -> Tensor:
     """All of a tensor, whether it is cut or not."""
+    x = x.to(device())  # what was offloaded too: NCCL gathers from GPUs alone
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
@@ -187,7 +201,7 @@ def clipped_step(
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name
             if param.grad is not None:
-                errors.append(error(param.grad.full_tensor(), clipped[name]))
+                errors.append(error(all_of(param.grad), clipped[name]))
     together = flash._sharded.together
     return {"error": max(errors), "settled": together._settled_with == flash._guards.count}
 
@@ -206,41 +220,113 @@ def expected_sums(whole: Truth, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def message(call: Callable[[], Any]) -> str:
+    """The error that this ends with. A GPU's assertions come later, and print what they are of."""
     try:
         call()
+        if device().type == "cuda":
+            torch.cuda.synchronize()
     except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
+        said = f"{type(failure).__name__}: {failure}"
+        if "device-side assert" in said:
+            said += Path(_printed).read_text(errors="replace")
+        return said
     return "not refused"
 
 
-def _worker(rank: int, world: int, main: Callable[[int], dict[str, Any]], folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
+#: What a process does, by name, one after the other. One that fails fails the tests that ask for
+#: it; those after it are run by new processes.
+Parts = dict[str, Callable[[], Any]]
+
+#: The file that a process with a GPU prints its errors to.
+_printed = ""
+
+
+class Found(dict[str, Any]):
+    """What the parts of one process have returned; or why a part has not."""
+
+    def __init__(self, folder: Path, rank: int):
+        super().__init__()
+        self.folder, self.rank = folder, rank
+
+    def __missing__(self, name: str) -> Any:
+        file = self.folder / f"{self.rank}.{name}.pt"
+        if not file.exists():
+            said = [f.read_text() for f in sorted(self.folder.glob(f"*.{name}.failed"))]
+            raise AssertionError(f"{name}: " + "\n".join(said or ["a process ended in it"]))
+        self[name] = torch.load(file, weights_only=False, map_location="cpu")
+        return self[name]
+
+
+def initialize(store: str, rank: int, world: int, timeout: timedelta | None) -> None:
+    """Let this process join the others."""
+    if BACKEND == "nccl":
+        torch.cuda.set_device(rank)
+    elif sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    method = f"file://{store}"
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        BACKEND, init_method=method, rank=rank, world_size=world, timeout=timeout
     )
+
+
+def join_anew(store: str, rank: int, timeout: timedelta | None) -> None:
+    """Let this process join the others in a new group, where waiting too long is an error."""
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # by default it is the end of the process
+    initialize(store, rank, world, timeout)
+
+
+def _worker(rank: int, world: int, main: Callable[[int], Parts], folder: str, start: int) -> None:
+    global _printed
+    torch.set_num_threads(1)
+    if BACKEND == "nccl":
+        _printed = f"{folder}/{rank}.{start}.printed"
+        os.dup2(os.open(_printed, os.O_CREAT | os.O_WRONLY), 2)
+    name = "the start"
     try:
-        found = main(rank)
+        initialize(f"{folder}/store{start}", rank, world, timedelta(seconds=60))
+        parts = main(rank)
+        Path(folder, "names").write_text("\n".join(parts))
+        for name, part in list(parts.items())[start:]:
+            torch.save(part(), f"{folder}/{rank}.{name}.pt")
+            if device().type == "cuda" and message(torch.cuda.synchronize) != "not refused":
+                break  # an assertion on the device, of which no process recovers
     except BaseException:
         # At once: the others wait for this process, and their errors say nothing of the cause.
-        print(f"rank {rank}:", traceback.format_exc(), flush=True)
+        Path(folder, f"{rank}.{name}.failed").write_text(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
-    torch.save(found, f"{folder}/{rank}.pt")
     os._exit(0)  # some tests end with processes that have lost each other
 
 
 def run(
-    factory: pytest.TempPathFactory, name: str, world: int, main: Callable[[int], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """What ``main`` returned in each of ``world`` processes, which are started once."""
+    factory: pytest.TempPathFactory, name: str, world: int, main: Callable[[int], Parts]
+) -> list[Found]:
+    """What the parts of ``main`` returned in each of ``world`` processes."""
+    if not dist.is_available() or not dist.is_backend_available(BACKEND):
+        pytest.skip(f"PyTorch without {BACKEND}")
+    if BACKEND == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"{name}: {world} processes, and {torch.cuda.device_count()} GPUs")
+    folder = filled_once(factory, name, lambda folder: _run_all(folder, world, main))
+    return [Found(folder, rank) for rank in range(world)]
 
-    def fill(folder: Path) -> None:
-        mp.spawn(_worker, args=(world, main, str(folder)), nprocs=world)
 
-    folder = filled_once(factory, name, fill)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+def _run_all(folder: Path, world: int, main: Callable[[int], Parts]) -> None:
+    """Until every part has returned or failed."""
+    start, names = 0, [""]
+    while start < len(names):
+        failed = False
+        try:
+            mp.spawn(_worker, args=(world, main, str(folder), start), nprocs=world)
+        except mp.ProcessExitedException:
+            failed = True
+        if not (folder / "names").exists():
+            said = [file.read_text() for file in folder.glob("*.failed")]
+            raise AssertionError("\n".join(said or ["processes have ended at their start"]))
+        names = (folder / "names").read_text().splitlines()
+        ranks = range(world)
+        while start < len(names) and all(
+            (folder / f"{rank}.{names[start]}.pt").exists() for rank in ranks
+        ):
+            start += 1
+        start += failed

@@ -23,7 +23,19 @@ from flash_clipping import (
 )
 from flash_clipping.integration.private_state import PrivateState
 from flash_clipping.randomness.chacha20 import Keystream
-from tests.sharded.processes import SAMPLES, C, all_of, batch, error, local, make, message, sharded
+from tests.sharded.processes import (
+    SAMPLES,
+    C,
+    Parts,
+    all_of,
+    batch,
+    device,
+    error,
+    local,
+    make,
+    message,
+    sharded,
+)
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -113,7 +125,7 @@ def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
 
     whole = [torch.empty(0)] * dist.get_world_size()
     gathered: list[Any] = [None] * len(whole)
-    dist.all_gather_object(gathered, steps[-1].float())
+    dist.all_gather_object(gathered, steps[-1].float().cpu())
     return {
         "steps": [step.float() for step in steps],
         "of all": gathered,
@@ -127,7 +139,7 @@ class Rows(TensorDataset):
     """The batch, with the number of every sample."""
 
     def __init__(self, copies: int = 1) -> None:
-        ids, y = batch()
+        ids, y = (x.cpu() for x in batch())
         rows = torch.arange(copies * SAMPLES)
         super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
 
@@ -154,7 +166,7 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        criterion(wrapped(ids), y).backward()
+        criterion(wrapped(ids.to(device())), y.to(device())).backward()
         optimizer.step()
         rows += row.tolist()
         sizes[-1].append(len(row))
@@ -253,7 +265,7 @@ def mixed_precision(rank: int, mode: str) -> float:
     return max(error(p.grad.full_tensor(), expected[n]) for n, p in model.named_parameters())
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refusals(rank: int) -> Parts:
     """What is not served, and what is said of it."""
     from torch.distributed.fsdp import fully_shard
 
@@ -306,7 +318,7 @@ def refusals(rank: int) -> dict[str, str]:
         )
         next(iter(manager.__enter__()))
 
-    calls = {
+    return {
         "parts only": parts_only,
         "ignored": ignored,
         "plain optimizer": lambda: stepped(plain=True),
@@ -317,4 +329,3 @@ def refusals(rank: int) -> dict[str, str]:
         "units": lambda: wrap(sharded(make()), sample_of="ids"),
         "past a tap": past_a_tap,
     }
-    return {name: message(call) for name, call in calls.items()}
