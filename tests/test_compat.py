@@ -47,6 +47,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_autocasting": (["_is_any_autocast_enabled"], "same"),
     "checkpoints_replaced": (["CheckpointFunction"], "same"),
     "as_if_compiling": (["_is_compiling_flag"], "same"),
+    "backward_runs_again": (["torch._functorch.config"], "same"),
     "is_traced_once": (["torch._dynamo.symbolic_convert"], "same"),
     "constant_in_traces": (["_dynamo_marked_constant"], "same"),
     "never_compiled": (["_disable_dynamo"], "same"),

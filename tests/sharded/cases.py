@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "net": {"kind": Adapted, "checkpointed": True},
     },
     "offloaded": {"cuts": UNEVEN, "offloaded": True},
+    "compiled blocks": {"cuts": UNEVEN, "compiled": "blocks", "net": {"blocks": 10}},
 }
 
 

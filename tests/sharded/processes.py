@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -72,10 +73,11 @@ class Net(nn.Module):
         bare: bool = False,
         tied: bool = False,
         checkpointed: bool | str = False,
+        blocks: int = 2,
     ):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
-        self.blocks = nn.ModuleList(kind(8) for _ in range(2))
+        self.blocks = nn.ModuleList(kind(8) for _ in range(blocks))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, VOCAB if tied else CLASSES, bias=not tied)
         if tied:
@@ -183,6 +185,7 @@ def clipped_step(
         freeze(one, frozen)
     if compiled:
         torch.compiler.reset()  # it counts how often one function is compiled anew
+        counters.clear()
         for module in (model,) if compiled == "root" else model.blocks:
             module.compile(backend="eager")
     sharded(model, how, **(shards or {}))
@@ -203,7 +206,12 @@ def clipped_step(
             if param.grad is not None:
                 errors.append(error(all_of(param.grad), clipped[name]))
     together = flash._sharded.together
-    return {"error": max(errors), "settled": together._settled_with == flash._guards.count}
+    return {
+        "error": max(errors),
+        "settled": together._settled_with == flash._guards.count,
+        "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
+        "breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def expected_sums(whole: Truth, options: dict[str, Any]) -> dict[str, Tensor]:

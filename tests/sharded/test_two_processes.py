@@ -56,6 +56,12 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found
     assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
 
 
+def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
+    for of_rank in found:
+        compiled = of_rank["clipped compiled blocks"]
+        assert (compiled["graphs"], compiled["breaks"]) == (1, 0)
+
+
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
     found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
