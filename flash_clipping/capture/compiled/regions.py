@@ -108,7 +108,9 @@ class Regions:
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward
         before, root = self._of_root[1], self.root
-        inner = call_of(root) if is_compiled(root) else before or MethodType(type(root).forward, root)
+        inner = (
+            call_of(root) if is_compiled(root) else before or MethodType(type(root).forward, root)
+        )
         forward.instance_forward = self._region(root, "", inner, context)
 
     def _region(
