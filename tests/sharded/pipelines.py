@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     PrivateSchedule,
 )
+from tests.sharded import processes
 from tests.sharded.processes import (
     SAMPLES,
     Adapted,
@@ -29,7 +29,6 @@ from tests.sharded.processes import (
     expected_sums,
     freeze,
     make,
-    message,
     truth_of,
 )
 from tests.sharded.steps import BOUNDS, Rows
@@ -379,5 +378,5 @@ def main(rank: int) -> Parts:
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
-        **{f"pipeline refuses {n}": partial(message, call) for n, call in refusals(rank).items()},
+        **processes.refusals(refusals(rank), ("changed", "counted apart"), "pipeline refuses"),
     }

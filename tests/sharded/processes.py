@@ -6,11 +6,17 @@ has a GPU of its own, and they talk by NCCL; cases that need more GPUs than ther
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,12 +247,38 @@ def message(call: Callable[[], Any]) -> str:
     return "not refused"
 
 
-#: What a process does, by name, one after the other. One that fails fails the tests that ask for
+#: What processes do, by name, one after the other. A part that fails fails the tests that ask for
 #: it; those after it are run by new processes.
 Parts = dict[str, Callable[[], Any]]
 
-#: The file that a process with a GPU prints its errors to.
+#: By NCCL processes start slowly. Some pairs of them share the GPUs, with a share of the parts.
+LANES = 3 if BACKEND == "nccl" else 1
+#: Seconds after which a part says where it is, and a little later is ended.
+PATIENCE = 30 if BACKEND == "nccl" else 120
+#: When nothing more is begun, in seconds after the start.
+DEADLINE = time.monotonic() + float(os.environ.get("FLASH_CLIPPING_TEST_SECONDS", "inf"))
+#: The file that this process prints to: times of its parts, and what a GPU says of an assertion.
 _printed = ""
+
+
+class Ends:
+    """A part that a process does not survive: an assertion fails on its GPU."""
+
+    def __init__(self, part: Callable[[], Any]):
+        self.part = part
+
+    def __call__(self) -> Any:
+        return self.part()
+
+
+def refusals(calls: Parts, on_device: tuple[str, ...] = (), prefix: str = "refuses") -> Parts:
+    """What is said of each. ``on_device``: a GPU asserts it, later."""
+    found: Parts = {}
+    for name, call in calls.items():
+        said = partial(message, call)
+        ends = BACKEND == "nccl" and name in on_device
+        found[f"{prefix} {name}"] = Ends(said) if ends else said
+    return found
 
 
 class Found(dict[str, Any]):
@@ -260,7 +292,9 @@ class Found(dict[str, Any]):
         file = self.folder / f"{self.rank}.{name}.pt"
         if not file.exists():
             said = [f.read_text() for f in sorted(self.folder.glob(f"*.{name}.failed"))]
-            raise AssertionError(f"{name}: " + "\n".join(said or ["a process ended in it"]))
+            raise AssertionError(
+                f"{name}: " + "\n".join(said or ["not run, or a process has ended in it"])
+            )
         self[name] = torch.load(file, weights_only=False, map_location="cpu")
         return self[name]
 
@@ -285,26 +319,56 @@ def join_anew(store: str, rank: int, timeout: timedelta | None) -> None:
     initialize(store, rank, world, timeout)
 
 
-def _worker(rank: int, world: int, main: Callable[[int], Parts], folder: str, start: int) -> None:
+def _say(*words: object) -> None:
+    print(f"{time.strftime('%X')} rank {dist.get_rank()}:", *words, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Say where this process is if it takes longer; end it if it goes on."""
+    faulthandler.dump_traceback_later(seconds)
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(seconds) + 10)  # whatever it waits for, and in whatever language
+    yield
+    if hasattr(signal, "alarm"):
+        signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _worker(
+    rank: int,
+    world: int,
+    main: Callable[[int], Parts],
+    folder: str,
+    lane: int,
+    start: int,
+    deadline: float,
+) -> None:
     global _printed
     torch.set_num_threads(1)
-    if BACKEND == "nccl":
-        _printed = f"{folder}/{rank}.{start}.printed"
-        os.dup2(os.open(_printed, os.O_CREAT | os.O_WRONLY), 2)
+    _printed = f"{folder}/printed.{lane}.{start}.{rank}"
+    os.dup2(os.open(_printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     name = "the start"
     try:
-        initialize(f"{folder}/store{start}", rank, world, timedelta(seconds=60))
-        parts = main(rank)
-        Path(folder, "names").write_text("\n".join(parts))
-        for name, part in list(parts.items())[start:]:
-            torch.save(part(), f"{folder}/{rank}.{name}.pt")
-            if device().type == "cuda" and message(torch.cuda.synchronize) != "not refused":
-                break  # an assertion on the device, of which no process recovers
+        initialize(f"{folder}/store.{lane}.{start}", rank, world, timedelta(seconds=60))
+        with _patience(2 * PATIENCE):  # they meet here for the first time
+            parts = main(rank)
+        names = list(parts)[lane::LANES]
+        Path(folder, f"names.{lane}").write_text("\n".join(names))
+        for name in names[start:]:
+            if (began := time.monotonic()) > deadline:
+                break
+            with _patience(PATIENCE):
+                torch.save(parts[name](), f"{folder}/{rank}.{name}.pt")
+            _say(f"{time.monotonic() - began:.1f} s", name)
+            if isinstance(parts[name], Ends):
+                break
     except BaseException:
         # At once: the others wait for this process, and their errors say nothing of the cause.
+        _say("failed:", name, traceback.format_exc())
         Path(folder, f"{rank}.{name}.failed").write_text(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
-    os._exit(0)  # some tests end with processes that have lost each other
+    os._exit(0)  # some have lost each other
 
 
 def run(
@@ -315,26 +379,30 @@ def run(
         pytest.skip(f"PyTorch without {BACKEND}")
     if BACKEND == "nccl" and torch.cuda.device_count() < world:
         pytest.skip(f"{name}: {world} processes, and {torch.cuda.device_count()} GPUs")
-    folder = filled_once(factory, name, lambda folder: _run_all(folder, world, main))
+
+    def fill(folder: Path) -> None:
+        with ThreadPoolExecutor(LANES) as pool:
+            [*pool.map(lambda lane: _run_lane(folder, world, main, lane), range(LANES))]
+
+    folder = filled_once(factory, name, fill)
     return [Found(folder, rank) for rank in range(world)]
 
 
-def _run_all(folder: Path, world: int, main: Callable[[int], Parts]) -> None:
-    """Until every part has returned or failed."""
+def _run_lane(folder: Path, world: int, main: Callable[[int], Parts], lane: int) -> None:
+    """Until every part of this lane has returned or failed."""
     start, names = 0, [""]
-    while start < len(names):
-        failed = False
+    while start < len(names) and time.monotonic() < DEADLINE:
         try:
-            mp.spawn(_worker, args=(world, main, str(folder), start), nprocs=world)
+            mp.spawn(_worker, args=(world, main, str(folder), lane, start, DEADLINE), nprocs=world)
+            failed = False
         except mp.ProcessExitedException:
             failed = True
-        if not (folder / "names").exists():
-            said = [file.read_text() for file in folder.glob("*.failed")]
-            raise AssertionError("\n".join(said or ["processes have ended at their start"]))
-        names = (folder / "names").read_text().splitlines()
-        ranks = range(world)
+        if not (folder / f"names.{lane}").exists():
+            printed = [file.read_text() for file in folder.glob(f"printed.{lane}.*")]
+            raise AssertionError("processes have failed at their start:\n" + "\n".join(printed))
+        names, before = (folder / f"names.{lane}").read_text().splitlines(), start
         while start < len(names) and all(
-            (folder / f"{rank}.{names[start]}.pt").exists() for rank in ranks
+            (folder / f"{rank}.{names[start]}.pt").exists() for rank in range(world)
         ):
             start += 1
-        start += failed
+        start = max(start + failed, before + 1)

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from tests.sharded import processes, tensor_refusals, tensor_steps, uses
-from tests.sharded.processes import Found, Parts, message
+from tests.sharded.processes import Found, Parts, refusals
 
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
 
@@ -42,7 +42,6 @@ def main(rank: int) -> Parts:
     dist.broadcast_object_list(folder)
     mesh, _ = tensor_steps.meshes()
     step = partial(tensor_steps.clipped_step, mesh)
-    refusals = tensor_refusals.refusals(rank, mesh)
     return {
         **{f"clipped {n}": partial(step, **case) for n, case in CASES.items()},
         **{f"fp32 {n}": partial(step, **CASES[n], dtype=torch.float32) for n in IN_FP32},
@@ -53,7 +52,7 @@ def main(rank: int) -> Parts:
         "trained": lambda: tensor_steps.trained(mesh),
         "noise": lambda: tensor_steps.noisy(mesh),
         "engine": lambda: tensor_steps.engine_run(mesh),
-        **{f"refuses {name}": partial(message, call) for name, call in refusals.items()},
+        **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
         "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
     }
 

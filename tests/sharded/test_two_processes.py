@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from tests.sharded import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.sharded.processes import C, Found, Parts, message, truth_of
+from tests.sharded.processes import C, Found, Parts, refusals, truth_of
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -38,7 +38,7 @@ def main(rank: int) -> Parts:
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
         "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
-        **{f"refuses {n}": partial(message, call) for n, call in steps.refusals(rank).items()},
+        **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
         **uses.main(rank),
         "trainer": lambda: data_parallel.main(rank),
