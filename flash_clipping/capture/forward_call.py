@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
 from flash_clipping.capture.padding import CountedRows
+from flash_clipping.capture.taint import Taint
 from flash_clipping.capture.units import Units
 
 
@@ -35,6 +36,7 @@ class Witness(Protocol):
 
     #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
     offsets: Tensor | None
+    taint: Taint
 
     def reads_samples(
         self,
