@@ -16,6 +16,7 @@ from torch import distributed as dist
 from flash_clipping import GradSampleModuleFlashClipping, PrivateSchedule
 from tests.sharded.pipelines import Part, schedule_of
 from tests.sharded.processes import (
+    BACKEND,
     C,
     Parts,
     batch,
@@ -87,7 +88,13 @@ CASES: dict[str, tuple[Any, int, str]] = {
 
 
 def main(rank: int, folder: str) -> Parts:
-    return {f"failure {name}": partial(failed, rank, folder, name) for name in CASES}
+    """At the end of a pipeline's step NCCL's processes wait on their GPUs alone, until its watchdog
+    ends them."""
+    return {
+        f"failure {name}": partial(failed, rank, folder, name)
+        for name in CASES
+        if BACKEND != "nccl" or name != "pipeline, finish"
+    }
 
 
 def failed(rank: int, folder: str, name: str) -> dict[str, Any]:

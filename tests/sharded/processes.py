@@ -311,6 +311,19 @@ def initialize(store: str, rank: int, world: int, timeout: timedelta | None) -> 
     )
 
 
+@contextmanager
+def as_torchrun(port: int) -> Iterator[None]:
+    """The variables by which ``torchrun`` tells a process which one it is."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, rank)
+        patch.setenv("WORLD_SIZE", world)
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        yield
+
+
 def join_anew(store: str, rank: int, timeout: timedelta | None) -> None:
     """Let this process join the others in a new group, where waiting too long is an error."""
     world = dist.get_world_size()

@@ -46,9 +46,14 @@ def everyone() -> tuple[int, ...]:
     return (0, *(SAMPLES * (i + 1) // world for i in range(world - 1)), SAMPLES)
 
 
+def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    """On a GPU, PyTorch's ``foreach`` takes no parameters of which some are cut, and some not."""
+    return torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
+
+
 def optimizer_of(model: nn.Module, flash: Any, noise: float, samples: int = SAMPLES) -> Any:
     """SGD for a wrapped model, with shards or without; ``samples`` are expected in a batch."""
-    return _optimizer_of(torch.optim.SGD(model.parameters(), lr=1e-2), flash, noise, samples)
+    return _optimizer_of(sgd(model, 1e-2), flash, noise, samples)
 
 
 def _optimizer_of(plain: Any, flash: Any, noise: float, samples: int) -> Any:
@@ -240,6 +245,24 @@ def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
         optimizer.step()
 
     return model, step, PrivateState(engine, flash, optimizer)
+
+
+def offloaded_gradient() -> bool:
+    """A parameter whose shards are on another device than its mesh is for gets its gradient there,
+    as ``CPUOffloadPolicy`` has them on GPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from flash_clipping.sharded.reducer import as_sharded
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    whole = torch.arange(10.0, device=device()).view(5, 2)
+    param: Any = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    own = param.to_local().detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_device_type", "meta")
+        param.grad = as_sharded(param, 2 * own)
+    return torch.equal(all_of(param.grad), 2 * whole)
 
 
 def mixed_precision(rank: int, mode: str) -> float:

@@ -252,7 +252,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     engine = FlashPrivacyEngine(accountant="rdp")
     wrapped, optimizer, _, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        optimizer=steps.sgd(model, 0.5),
         criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(Rows(), batch_size=2),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from tests.sharded import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.sharded.processes import C, Found, Parts, refusals, truth_of
+from tests.sharded.processes import BACKEND, C, Found, Parts, refusals, truth_of
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -33,6 +33,7 @@ def main(rank: int) -> Parts:
         **{f"clipped {n}": partial(cases.clipped, rank, c) for n, c in cases.CASES.items()},
         **{f"trained {n}": partial(steps.trained, rank, {}, **how) for n, how in TRAINED.items()},
         "mixed": lambda: [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
+        "offloaded": steps.offloaded_gradient,
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         "in parts": lambda: steps.engine_run({}, part=1),
@@ -83,6 +84,10 @@ def test_training_is_that_of_one_process(name: str, found: list[Found]) -> None:
 
 def test_mixed_precision_sums_are_in_fp32(found: list[Found]) -> None:
     assert max(error for of_rank in found for error in of_rank["mixed"]) <= 1e-5
+
+
+def test_gradients_are_where_shards_are(found: list[Found]) -> None:
+    assert all(of_rank["offloaded"] for of_rank in found)
 
 
 def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> None:
@@ -192,6 +197,8 @@ def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) ->
 @pytest.mark.parametrize("name", failures.CASES)
 def test_a_process_that_fails_leaves_none_waiting(name: str, found: list[Found]) -> None:
     """Within the time-out of the processes' group, though the one that failed stays."""
+    if BACKEND == "nccl" and name == "pipeline, finish":
+        pytest.skip("the other process waits on its GPU alone, until NCCL's watchdog ends it")
     failing = failures.CASES[name][1]
     own = found[failing][f"failure {name}"]["said"]
     assert "ZeroDivisionError" in own or "Failed to run stage backward" in own

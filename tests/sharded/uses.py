@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from tests.sharded.processes import (
     C,
     Parts,
     all_of,
+    as_torchrun,
     batch,
     device,
     error,
@@ -100,7 +99,8 @@ def cut_by_transformers(how: str) -> float:
         dist.barrier()
         size = {"tp_plan": "auto", "tp_size": dist.get_world_size()}
         options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-        model = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=size, **options)
+        with as_torchrun(29513):
+            model = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=size, **options)
     forward = model.lm_head.forward
     found = steps_beside_single_samples(model, plain)
     assert model.lm_head.forward is forward  # as it was
@@ -116,11 +116,7 @@ def accelerated(rank: int, wrapped: bool) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (variables | address).items():
-            patch.setitem(os.environ, name, value)
+    with as_torchrun(29511):
         accelerator = Accelerator(cpu=device().type == "cpu")
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
