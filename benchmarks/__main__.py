@@ -32,7 +32,7 @@ from benchmarks import (
     versions,
     walk,
 )
-from benchmarks.options import UsageError
+from benchmarks.options import UsageError, check_device
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
@@ -42,6 +42,14 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no edge to wrap at
     warnings.filterwarnings("ignore", message=".*backward hook.*")  # the peers' own hooks
+    try:
+        return _run(arguments, console)
+    except UsageError as error:
+        console.print(f"[bold red]{error}[/]")
+        return 2
+
+
+def _run(arguments: list[str], console: Console) -> int:
     if arguments[:1] == ["kernels"]:
         return _kernels(arguments[1:], console)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -71,11 +79,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     commands.add_parser("kernels", help="each op against its floor (benchmarks/kernels.py)")
     options = parser.parse_args(arguments)
     options.command = shlex.join(["python", "-m", "benchmarks", *arguments])
-    try:
-        return options.run(options, console)
-    except UsageError as error:
-        console.print(f"[bold red]{error}[/]")
-        return 2
+    check_device(getattr(options, "device", "cpu"))
+    status: int = options.run(options, console)
+    return status
 
 
 def _kernels(arguments: list[str], console: Console) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import environment
 from benchmarks.measure import milliseconds, settle
-from benchmarks.options import DTYPES
+from benchmarks.options import DTYPES, check_device
 from flash_clipping import ops
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
@@ -107,6 +107,7 @@ Candidate = tuple[Result, Callable[[], object]]
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, or 1 if an operation is wrong."""
     options = _parser().parse_args(arguments)
+    check_device(options.device)
     console = Console()
     device = torch.device(options.device)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]

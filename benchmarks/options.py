@@ -90,6 +90,15 @@ class Shape:
     seq: int | None = None
 
 
+def check_device(name: str) -> None:
+    """Refuse a GPU that is not there, before anything else is missed because of it."""
+    found = torch.cuda.device_count()
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= found:
+        known = f"{found} of them" if found else "no CUDA device"
+        raise UsageError(f"--device {name}: found {known}. Expected for example --device cpu")
+
+
 def method_names(given: str) -> list[str]:
     names = [name.strip() for name in given.split(",") if name.strip()]
     if unknown := [name for name in names if name not in METHODS]:

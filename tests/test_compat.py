@@ -47,6 +47,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_autocasting": (["_is_any_autocast_enabled"], "same"),
     "checkpoints_replaced": (["CheckpointFunction"], "same"),
     "as_if_compiling": (["_is_compiling_flag"], "same"),
+    "backward_runs_again": (["torch._functorch.config"], "same"),
     "is_traced_once": (["torch._dynamo.symbolic_convert"], "same"),
     "constant_in_traces": (["_dynamo_marked_constant"], "same"),
     "never_compiled": (["_disable_dynamo"], "same"),
@@ -297,6 +298,32 @@ def test_all_of_it_is_imported_from_one_place() -> None:
 
 
 # -- what a step on a CPU does not show -----------------------------------------------------------
+
+
+def _as_cuda_does(_: torch.Tensor, message: str) -> None:
+    assert len(message.encode()) < 255, "Message length must be smaller than 255"
+
+
+@pytest.mark.parametrize("word", ["sample ", "größer "])
+def test_assertions_on_a_device_say_as_much_as_it_takes(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tensors, "_assert_async", lambda _, text: said.append(text))
+    for text in (word, word * 99):
+        _compat.assert_async(torch.tensor(True), text)
+        _as_cuda_does(torch.tensor(True), said[-1])
+    assert said[0] == word
+    assert (word * 99).startswith(said[1].removesuffix("...")) and len(said[1].encode()) > 240
+
+
+def test_fixed_texts_of_such_assertions_are_short_enough() -> None:
+    from flash_clipping.integration.sharded_optimizer import _CHANGED
+    from flash_clipping.pipeline.stage import _DISAGREE
+    from flash_clipping.sharded.tensor.messages import _OTHER_GRADIENTS, _OTHER_SAMPLES
+
+    for text in (_CHANGED, _DISAGREE, _OTHER_GRADIENTS, _OTHER_SAMPLES):
+        _as_cuda_does(torch.tensor(True), text)
 
 
 def test_hooks_are_all_of_a_modules_and_parameters() -> None:

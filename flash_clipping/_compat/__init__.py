@@ -23,6 +23,7 @@ from flash_clipping._compat.autograd import (
 )
 from flash_clipping._compat.compiler import (
     as_if_compiling,
+    backward_runs_again,
     call_of,
     compiles,
     constant_in_traces,
@@ -97,6 +98,7 @@ __all__ = [
     "arguments_of",
     "around_modules",
     "as_if_compiling",
+    "backward_runs_again",
     "assert_async",
     "at_end_of_backward",
     "awaits_gradient",

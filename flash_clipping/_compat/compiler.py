@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ def as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def backward_runs_again() -> AbstractContextManager[Any]:
+    """What is compiled inside keeps the tensors that its backward reads, which runs several times.
+    Without: an error of PyTorch's in the second run, where it would reuse their memory."""
+    patch = find(load("torch._functorch.config"), "patch")
+    return nullcontext() if patch is None else patch(donated_buffer=False)
 
 
 def is_traced_once() -> bool:

@@ -94,8 +94,20 @@ def _assert_now(condition: Tensor, message: str) -> None:
         raise AssertionError(message)
 
 
-#: Fails on the device, later, if this is not so. Without: waits for the device.
-assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now
+#: Without: waits for the device.
+_assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now
+
+#: Bytes of a message. A kernel of CUDA takes no more.
+MOST_OF_A_MESSAGE = 254
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Fail on the device, later, if this is not so: with the beginning of the message, as many
+    whole words as a kernel takes."""
+    text = message.encode()
+    if len(text) > MOST_OF_A_MESSAGE:
+        text = text[: MOST_OF_A_MESSAGE - 3].rpartition(b" ")[0] + b"..."
+    _assert_async(condition, text.decode())
 
 
 def _not_pinned(data: Any, device: Any = None) -> Any:

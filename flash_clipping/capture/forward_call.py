@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import graph_task
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.padding import CountedRows
+from flash_clipping.capture.taint import Taint
 from flash_clipping.capture.units import Units
 
 
@@ -37,6 +38,7 @@ class Witness(Protocol):
 
     #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
     offsets: Tensor | None
+    taint: Taint
 
     def reads_samples(
         self,

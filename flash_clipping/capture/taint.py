@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,15 @@ class Taint(DispatchMode):
         that picks tokens, a sort, a condition in Python. Such rows may lie otherwise in another
         batch. A condition on integers alone is none: models ask whether a mask has any 0."""
         return self._read or _storage(tensor) in self._chosen
+
+    def row_by_row(self, inputs: Sequence[Any], compute: Callable[..., Any], *args: Any) -> Any:
+        """``compute(*args)``, a layer's output for each row of its inputs by itself: rows lie as
+        those of the first input, however they are sorted on the way."""
+        with self.looking_away():
+            output = compute(*args)
+        if any(x in self for x in _tensors_in(inputs)):
+            self._add(output, self.is_chosen(inputs[0]), of_floats=True)
+        return output
 
     def note_read(self, tensor: Tensor) -> None:
         """Python gets all values of a tensor (``tolist``, ``numpy``)."""

@@ -388,7 +388,8 @@ class Tap(FactorSource):
             self._was_declared = True
             if not isinstance(x, Tensor) or x.device != params[0].device:
                 refuse_input(self.path, x, params[0])
-            if self.folded or any(isinstance(other, BareParameter) for other in args):
+            folded = self.folded and not rule.takes_samples
+            if folded or any(isinstance(other, BareParameter) for other in args):
                 raise UnsupportedLayer(
                     "it is called inside flash_clipping.samples(...), which is for layers that "
                     "read the declared rows; it is folded, or reads parameters. Call it outside."
@@ -412,11 +413,19 @@ class Tap(FactorSource):
             refuse_input(self.path, x, params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
-        if self._rule_folds:
+        folds = self._rule_folds
+        if folds and rule.takes_samples:
+            count = session.samples() if call is None else call.batch_size
+            folds = rows is None and bool(count) and args[0].shape[0] != count
+        if folds:
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        output = apply_tapped_layer(self, trainable, call, place, recomputed, rows, *args, *params)
-        if self._rule_folds:
+        given = self, trainable, call, place, recomputed, rows, *args, *params
+        if self._rule_folds and call is not None and call.witness is not None:
+            output = call.witness.taint.row_by_row(args, apply_tapped_layer, *given)
+        else:
+            output = apply_tapped_layer(*given)
+        if folds:
             return output.flatten(0, 1)
         if not axis:
             return output

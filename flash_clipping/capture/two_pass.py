@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_clipping._compat import (
     TELLS_WHAT_RUNS,
     at_end_of_backward,
+    backward_runs_again,
     graph_task,
     pytree,
     will_run,
@@ -81,7 +82,7 @@ class _Call:
         leaves = [next(inner) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self.leaves = []
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with torch.enable_grad():
+        with torch.enable_grad(), backward_runs_again():
             output = self.root.original(*args, **kwargs)
             self.output = output
             # By id: what is returned twice is one tensor outside as well.
@@ -110,7 +111,7 @@ class _Call:
         assert self.seed is not None
         for tensor in self.inner_inputs:
             tensor.grad = None
-        with self.root.session.around_walk():
+        with self.root.session.around_walk(), backward_runs_again():
             torch.autograd.backward(self.seed, retain_graph=not last)
 
 

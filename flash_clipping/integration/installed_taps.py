@@ -122,7 +122,7 @@ def plan_taps(
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
     rules = {path: find_rule(module) for path, module in root.named_modules()}
     for path, rule in rules.items():
-        if rule is not None and rule.folds:
+        if rule is not None and rule.folds and not rule.takes_samples:
             # What stands beside experts (a router, shared experts) reads tokens as they do.
             beside = path.rpartition(".")[0]
             folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}

@@ -25,9 +25,9 @@ from flash_clipping.sharded.tensor.local import local_of
 _check_unused, _mark_used = functions_of_optimizer()
 
 _CHANGED = (
-    "p.grad of a shard is not the clipped sum that backward() left, so noise for the clipping "
-    "bound would not hide a sample. It was changed between backward() and step() "
-    "(torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping). Leave p.grad alone."
+    "p.grad of a shard is not the clipped sum that backward() left: noise for the clipping bound "
+    "would not hide a sample. Leave p.grad alone between backward() and step(), without "
+    "torch.nn.utils.clip_grad_norm_ or a trainer's gradient clipping."
 )
 
 

@@ -164,10 +164,9 @@ class HyperConnections(nn.Module):
         inputs = (x_BSnD, y.reshape(B, S, D), post.reshape(B, S, n), comb.reshape(B, S, n, n))
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
-                mixed = mixing_reference.stream_mix(*inputs, self.transposed)
-        else:
-            mixed = _Mix.apply(*inputs, self.transposed, self.backend)
-        return mixed.view(x.shape)
+                return mixing_reference.stream_mix(*inputs, self.transposed).view(x.shape)
+        mixed: Tensor = _Mix.apply(*inputs, x.shape, self.transposed, self.backend)
+        return mixed
 
     def positions(self, x: Tensor) -> Tensor:
         """``x`` as ``[B, S, n, D]``."""
@@ -242,18 +241,20 @@ class _Mix(torch.autograd.Function):
         y: Tensor,
         post: Tensor,
         comb: Tensor,
+        shape: torch.Size,
         transposed: bool,
         backend: str,
     ) -> Tensor:
         ctx.save_for_backward(x, y, post, comb)
         ctx.transposed, ctx.backend = transposed, backend
-        return mixing.stream_mix(x, y, post, comb, transposed=transposed, backend=backend)
+        mixed = mixing.stream_mix(x, y, post, comb, transposed=transposed, backend=backend)
+        return mixed.view(shape).detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y, post, comb = ctx.saved_tensors
         dx, dy, dpost, dcomb = mixing.stream_mix_backward(
-            x, y, post, comb, grad, transposed=ctx.transposed, backend=ctx.backend
+            x, y, post, comb, grad.reshape(x.shape), transposed=ctx.transposed, backend=ctx.backend
         )
-        return dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype), None, None
+        return dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype), None, None, None

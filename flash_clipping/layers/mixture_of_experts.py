@@ -258,7 +258,7 @@ class _Ordinary(torch.autograd.Function):
         ctx.save_for_backward(*(s for s in saved if isinstance(s, Tensor)))
         ctx.others = tuple(s for s in saved if not isinstance(s, Tensor))
         ctx.layer = layer
-        return y
+        return y.detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable

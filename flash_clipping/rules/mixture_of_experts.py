@@ -17,6 +17,9 @@ from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, registe
 class MixtureOfExpertsRule(Rule):
     """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
 
+    folds = True  # tokens [B·T, d], as blocks of transformers hand them on
+    takes_samples = True
+
     def works_by_position(self, layer: Any) -> bool:
         return True
 

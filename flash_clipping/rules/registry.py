@@ -55,6 +55,9 @@ class Rule(ABC):
     #: lie together, and are put together before the rule sees them.
     folds: bool = False
 
+    #: Of a rule that folds: whether it takes rows that are samples as they are, too.
+    takes_samples: bool = False
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

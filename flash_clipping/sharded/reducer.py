@@ -186,6 +186,11 @@ def as_sharded(like: Any, shard: Tensor) -> Tensor:
     """What is sharded as ``like``, if that is, from this process's shard."""
     if not isinstance(like, DTensor):
         return shard
+    if shard.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it
+        with torch.no_grad():
+            grad = torch.empty_like(like, dtype=shard.dtype)
+            local_of(grad).copy_(shard)
+        return grad
     return DTensor.from_local(
         shard,
         like.device_mesh,

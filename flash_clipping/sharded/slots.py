@@ -134,7 +134,9 @@ class Slots:
     def unchanged(self, param: nn.Parameter) -> Tensor:
         """Whether ``p.grad`` holds what :meth:`note_sums` saw: a boolean, on the device."""
         left = self.sums.get(id(param))
-        return torch.tensor(False) if left is None else _bits_of(param.grad) == left
+        if left is None:
+            return torch.tensor(False, device=local_of(param).device)
+        return _bits_of(param.grad) == left
 
     def check(self) -> None:
         """Refuse shards that were exchanged since the model was wrapped.

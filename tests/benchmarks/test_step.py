@@ -364,6 +364,14 @@ def test_without_triton_a_gpu_run_stops_unless_forced(monkeypatch: pytest.Monkey
     stop_without_triton(["nonprivate", "flash"], torch.device("cpu"), False, quiet)
 
 
+@pytest.mark.parametrize("command", ["step", "kernels", "packed"])
+def test_a_gpu_that_is_not_there_is_what_is_missing(command: str, run: Run) -> None:
+    status, printed = run(command, "--device", "cuda:99")
+    assert status == 2
+    assert "--device cuda:99: found" in printed and "--device cpu" in printed
+    assert "triton" not in printed.lower()
+
+
 def test_usage_errors_say_what_to_give(run: Run) -> None:
     assert run("step", "--device", "cpu", "--methods", "magic")[0] == 2
     status, printed = run("step", "--device", "cpu", "--model", "nothing")

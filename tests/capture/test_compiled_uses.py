@@ -114,6 +114,39 @@ def test_other_layers_break_the_graph(name: str) -> None:
     compare(module, truth, case, batch, bound)
 
 
+def test_layers_that_run_by_themselves_are_traced_once_for_all_blocks() -> None:
+    """Not once for each layer, until the compiler has had enough."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return x + self.attention(x, x, x, need_weights=False)[0]
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Attending() for _ in range(10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    case = Case(Deep, floats(3, 5, 4))
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compare(wrap(model, max_grad_norm=bound), truth, case, batch, bound)
+
+
 def test_without_breaks_other_layers_are_refused() -> None:
     case = CASES["embedding_bag_sum"]
     model, batch = make_case(case, torch.float32)

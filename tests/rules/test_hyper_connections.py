@@ -247,6 +247,24 @@ def test_ordinary_gradients_of_one(trained: str) -> None:
     assert_close(found[0], found[1], 1e-9)
 
 
+@pytest.mark.parametrize("positions", [(), (5,), (2, 5)])
+def test_streams_may_be_changed_in_place(positions: tuple[int, ...]) -> None:
+    """As decoders add to hidden states. A hook that was there before still runs: ``fully_shard``
+    gathers a block's parameters by one on what the block returns."""
+    block, seen = scramble(Block(6, 4, HyperConnections)), []
+    streams = torch.randn(3, *positions, 4, 6)
+    x = block(streams)
+    x.register_hook(seen.append)
+    x += 1
+    x.square().sum().backward()
+    assert len(seen) == 1
+    found = [param.grad for param in block.parameters()]
+    expected = torch.autograd.grad((block(streams) + 1).square().sum(), [*block.parameters()])
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert_close(one, other, 1e-6)
+
+
 def test_a_compiler_sees_the_operations() -> None:
     model = scramble(Block(6, 2, HyperConnections, iterations=2)).double()
     (x,) = float64s(3, 5, 2, 6)

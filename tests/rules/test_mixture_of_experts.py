@@ -187,6 +187,25 @@ def test_float32(E: int, k: int, r: int) -> None:
         assert_close(factors[name].dense(), truth, 1e-5, name)
 
 
+def test_its_output_may_be_changed_in_place() -> None:
+    """A hook that was there before still runs: ``fully_shard`` gathers a block's parameters by one
+    on what the block returns."""
+    layer, seen = layer_of(3, 4, 5, 0), []
+    x, ids, w = torch.randn(2, 3, 4, dtype=F64), routed(2, 3, 3, 2), torch.rand(2, 3, 2, dtype=F64)
+    y = layer(x, ids, w)
+    y.register_hook(seen.append)
+    y += x
+    y.square().sum().backward()
+    assert len(seen) == 1
+    found = [param.grad for param in layer.parameters()]
+    expected = torch.autograd.grad(
+        (layer(x, ids, w) + x).square().sum(), [*layer.parameters()], allow_unused=True
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None and other is not None
+        assert_close(one, other, 1e-12)
+
+
 def test_low_ranks_are_stored_and_experts_are_not() -> None:
     """Per-sample gradients of 90 tokens' ranks take less than the rows that they are made of."""
     torch.manual_seed(0)

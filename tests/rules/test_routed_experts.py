@@ -59,6 +59,30 @@ def test_models(r: int, positions: tuple[int, ...], mode: str) -> None:
     check_by_autograd(Model(r), inputs(4, *positions), squares, mode=mode)
 
 
+class Flat(Model):
+    """Tokens end to end, ``[B·T, d]``, as blocks of ``transformers`` have them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        rows = self.before(x).flatten(0, -2)
+        return x + torch.tanh(self.mixture(rows)).view_as(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("B, positions", [(4, (5,)), (4, (4,)), (4, (2, 3)), (4, (1,)), (1, (6,))])
+def test_tokens_end_to_end(B: int, positions: tuple[int, ...], mode: str) -> None:
+    check_by_autograd(Flat(2), inputs(B, *positions), squares, mode=mode)
+
+
+def test_tokens_end_to_end_checkpointed_and_of_no_sample() -> None:
+    model = Flat()
+    model.uses, model.checkpointing = 2, True
+    check_by_autograd(model, inputs(3, 40), squares)
+    model = Flat()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(*inputs(0, 5)).sum().backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize("r", [0, 2])
 def test_one_sample_and_none(r: int) -> None:
     check_by_autograd(Model(r), inputs(1, 5), squares)
@@ -287,13 +311,17 @@ def test_a_parameter_that_is_computed_is_refused() -> None:
         squares(flash, inputs(3, 5)).backward()
 
 
-def test_tokens_end_to_end_are_refused() -> None:
-    """``[B·T, d]``: more rows than samples."""
-
-    class Flat(Model):
+@pytest.mark.parametrize("order", ["transposed", "sorted"])
+def test_tokens_of_samples_that_do_not_lie_together_are_refused(order: str) -> None:
+    class Mixed(Model):
         def body(self, x: Tensor) -> Tensor:
-            return self.mixture(self.before(x).flatten(0, 1)).view_as(x)
+            x = self.before(x)
+            rows = x.transpose(0, 1).reshape(-1, 6) if order == "transposed" else x.flatten(0, 1)
+            if order == "sorted":
+                rows = rows[rows[:, 0].argsort()]
+            ids = torch.zeros(len(rows), 1, dtype=torch.long)
+            return self.mixture.experts(rows, ids, rows[:, :1]).view_as(x)
 
-    flash = GradSampleModuleFlashClipping(Flat())
-    with pytest.raises(FlashClippingError, match="mixture"):
+    flash = GradSampleModuleFlashClipping(Mixed())
+    with pytest.raises(FlashClippingError, match="experts"):
         squares(flash, inputs(3, 5)).backward()

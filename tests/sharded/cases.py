@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from tests.sharded import processes
-from tests.sharded.processes import Adapted, C, clipped_step
+from tests.sharded.processes import Adapted, C, Parts, clipped_step
 from tests.support.models import Block
 
 EVEN, UNEVEN, EMPTY = (0, 4, 8), (0, 5, 8), (0, 8, 8)
@@ -54,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "net": {"kind": Adapted, "checkpointed": True},
     },
     "offloaded": {"cuts": UNEVEN, "offloaded": True},
+    "compiled blocks": {"cuts": UNEVEN, "compiled": "blocks", "net": {"blocks": 10}},
 }
 
 
@@ -66,25 +68,23 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-def clipped(rank: int, cases: dict[str, dict[str, Any]] = CASES) -> dict[str, Any]:
+def clipped(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     from flash_clipping.sharded import reducer
 
-    found = {}
-    for name, case in cases.items():
-        options = dict(case)
-        whole, reducer.BUCKET = reducer.BUCKET, options.pop("bucket", reducer.BUCKET)
-        if options.pop("offloaded", False):
-            options["shards"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-        if options.get("clipping") == "per_layer":
-            model = processes.make(kind=Adapted)
-            trainable = [p for p in model.parameters() if p.requires_grad]
-            options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trainable))]
-        found[name] = clipped_step(rank, **options)
-        reducer.BUCKET = whole
+    options = dict(case)
+    whole, reducer.BUCKET = reducer.BUCKET, options.pop("bucket", reducer.BUCKET)
+    if options.pop("offloaded", False):
+        options["shards"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    if options.get("clipping") == "per_layer":
+        model = processes.make(kind=Adapted)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trainable))]
+    found = clipped_step(rank, **options)
+    reducer.BUCKET = whole
     return found
 
 
-def compiled(rank: int) -> dict[str, Any]:
-    return clipped(rank, COMPILED)
+def compiled(rank: int) -> Parts:
+    return {name: partial(clipped, rank, case) for name, case in COMPILED.items()}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.sharded import processes, test_four_processes, test_two_processes
+from tests.sharded.processes import Found
 
 
 @pytest.fixture(scope="session")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two processes has found."""
     return processes.run(tmp_path_factory, "sharded_by_two", 2, test_two_processes.main)
 
 
 @pytest.fixture(scope="session")
-def by_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def by_four(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """The same of four."""
     return processes.run(tmp_path_factory, "sharded_by_four", 4, test_four_processes.main)

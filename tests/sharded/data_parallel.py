@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.sharded.processes import C, message
+from tests.sharded.processes import BACKEND, C, as_torchrun, message
 from tests.support.trainers import Texts, arguments, bert, privacy
 
 #: Samples; steps of an epoch of expected batches of 2 (samples) x 1 (part) x 2 (processes).
@@ -46,7 +44,7 @@ def trainer(folder: str, noise: float = 0.0, **settings: Any) -> Noting:
     settings = TRAINING | {"learning_rate": RATE, "remove_unused_columns": False} | settings
     return Noting(
         model=model,
-        args=arguments(folder, ddp_backend="gloo", **settings),
+        args=arguments(folder, ddp_backend=BACKEND, use_cpu=BACKEND == "gloo", **settings),
         train_dataset=Texts(SIZE),
         privacy=privacy(noise_multiplier=noise, max_grad_norm=C, seed=None),
     )
@@ -61,11 +59,7 @@ def main(rank: int) -> dict[str, Any]:
 
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (variables | address).items():
-            patch.setitem(os.environ, name, value)
+    with as_torchrun(29512):
         plain = trainer(str(folder[0]), num_train_epochs=1, save_strategy="steps", save_steps=STEPS)
         plain.train()
         again = trainer(str(folder[0]), noise=1.0)

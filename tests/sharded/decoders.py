@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.sharded.processes import device
+
 WIDTH, HEAD = 8, 4
 
 
@@ -93,7 +95,7 @@ class Decoder(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(**options).to(dtype)
+    model = Decoder(**options).to(device(), dtype)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" in name:
@@ -104,6 +106,7 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
 def batch(samples: int = 4, length: int = 6, words: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, words, (samples, length + 1), generator=generator)
+    ids = ids.to(device())
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

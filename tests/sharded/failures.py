@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from torch import distributed as dist
 
 from flash_clipping import GradSampleModuleFlashClipping, PrivateSchedule
 from tests.sharded.pipelines import Part, schedule_of
-from tests.sharded.processes import C, batch, local, make, message, sharded
+from tests.sharded.processes import (
+    BACKEND,
+    C,
+    Parts,
+    batch,
+    join_anew,
+    local,
+    make,
+    message,
+    sharded,
+)
 
 #: Of operations of several processes, in seconds. Stages wait for each other as long as their group
 #: was told when it was made, when processes start a little apart.
@@ -76,28 +87,32 @@ CASES: dict[str, tuple[Any, int, str]] = {
 }
 
 
-def main(rank: int, folder: str) -> dict[str, Any]:
-    """Each in a group of its own: what has lost its peer cannot go on."""
-    found = {}
-    for number, (name, (kind, failing, where)) in enumerate(CASES.items()):
-        dist.destroy_process_group()
-        store = f"file://{folder}/{number}"
-        made_with = LATER if kind is stages else None
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=2, timeout=made_with
-        )
-        step, fail = kind(rank, where)
-        step()
-        dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(SOON, dist.group.WORLD)
-        ended = Path(folder) / f"{number}.ended"
-        if rank == failing:
-            fail()
-        start = time.monotonic()
-        said = message(step)
-        found[name] = {"said": said, "seconds": time.monotonic() - start}
-        if rank != failing:
-            ended.touch()
-        while not ended.exists():  # a process that has failed and stays
-            time.sleep(0.05)
-    return found
+def main(rank: int, folder: str) -> Parts:
+    """At the end of a pipeline's step NCCL's processes wait on their GPUs alone, until its watchdog
+    ends them."""
+    return {
+        f"failure {name}": partial(failed, rank, folder, name)
+        for name in CASES
+        if BACKEND != "nccl" or name != "pipeline, finish"
+    }
+
+
+def failed(rank: int, folder: str, name: str) -> dict[str, Any]:
+    """In a group of its own: what has lost its peer cannot go on."""
+    kind, failing, where = CASES[name]
+    join_anew(f"{folder}/{name}", rank, LATER if kind is stages else None)
+    step, fail = kind(rank, where)
+    step()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(SOON, dist.group.WORLD)
+    ended = Path(folder) / f"{name}.ended"
+    if rank == failing:
+        fail()
+    start = time.monotonic()
+    said = message(step)
+    seconds = time.monotonic() - start
+    if rank != failing:
+        ended.touch()
+    while not ended.exists():  # a process that has failed and stays
+        time.sleep(0.05)
+    return {"said": said, "seconds": seconds}

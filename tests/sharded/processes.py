@@ -1,12 +1,22 @@
-"""Models, cases and processes of these tests: gloo on the loopback interface."""
+"""Models, cases and processes of these tests.
+
+Processes talk by gloo over the loopback interface. With ``FLASH_CLIPPING_TEST_BACKEND=nccl`` each
+has a GPU of its own, and they talk by NCCL; cases that need more GPUs than there are are skipped.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +26,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -23,6 +34,14 @@ from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
 
 SAMPLES, VOCAB, CLASSES, C = 8, 11, 3, 0.1
+BACKEND = os.environ.get("FLASH_CLIPPING_TEST_BACKEND", "gloo")
+
+
+def device() -> torch.device:
+    """Of models and batches: this process's GPU if processes talk by NCCL."""
+    if BACKEND == "nccl" and dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")  # also where the processes' results are looked at
 
 
 class FeedForward(nn.Module):
@@ -60,10 +79,11 @@ class Net(nn.Module):
         bare: bool = False,
         tied: bool = False,
         checkpointed: bool | str = False,
+        blocks: int = 2,
     ):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
-        self.blocks = nn.ModuleList(kind(8) for _ in range(2))
+        self.blocks = nn.ModuleList(kind(8) for _ in range(blocks))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, VOCAB if tied else CLASSES, bias=not tied)
         if tied:
@@ -86,13 +106,14 @@ class Net(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> Net:
     torch.manual_seed(0)
-    return Net(**options).to(dtype)
+    return Net(**options).to(device(), dtype)
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (SAMPLES, 5), generator=generator)
-    return ids, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return ids.to(device()), y.to(device())
 
 
 _TRUTHS: dict[str, Truth] = {}
@@ -132,6 +153,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def all_of(x: Any) -> Tensor:
     """All of a tensor, whether it is cut or not."""
+    x = x.to(device())  # what was offloaded too: NCCL gathers from GPUs alone
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
@@ -169,6 +191,7 @@ def clipped_step(
         freeze(one, frozen)
     if compiled:
         torch.compiler.reset()  # it counts how often one function is compiled anew
+        counters.clear()
         for module in (model,) if compiled == "root" else model.blocks:
             module.compile(backend="eager")
     sharded(model, how, **(shards or {}))
@@ -187,9 +210,14 @@ def clipped_step(
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name
             if param.grad is not None:
-                errors.append(error(param.grad.full_tensor(), clipped[name]))
+                errors.append(error(all_of(param.grad), clipped[name]))
     together = flash._sharded.together
-    return {"error": max(errors), "settled": together._settled_with == flash._guards.count}
+    return {
+        "error": max(errors),
+        "settled": together._settled_with == flash._guards.count,
+        "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
+        "breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def expected_sums(whole: Truth, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -206,41 +234,188 @@ def expected_sums(whole: Truth, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def message(call: Callable[[], Any]) -> str:
+    """The error that this ends with. A GPU's assertions come later, and print what they are of."""
     try:
         call()
+        if device().type == "cuda":
+            torch.cuda.synchronize()
     except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
+        said = f"{type(failure).__name__}: {failure}"
+        if "device-side assert" in said:
+            said += Path(_printed).read_text(errors="replace")
+        return said
     return "not refused"
 
 
-def _worker(rank: int, world: int, main: Callable[[int], dict[str, Any]], folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
+#: What processes do, by name, one after the other. A part that fails fails the tests that ask for
+#: it; those after it are run by new processes.
+Parts = dict[str, Callable[[], Any]]
+
+#: By NCCL processes start slowly. Some pairs of them share the GPUs, with a share of the parts.
+LANES = 3 if BACKEND == "nccl" else 1
+#: Seconds after which a part says where it is, and a little later is ended.
+PATIENCE = 30 if BACKEND == "nccl" else 120
+#: When nothing more is begun, in seconds after the start.
+DEADLINE = time.monotonic() + float(os.environ.get("FLASH_CLIPPING_TEST_SECONDS", "inf"))
+#: The file that this process prints to: times of its parts, and what a GPU says of an assertion.
+_printed = ""
+
+
+class Ends:
+    """A part that a process does not survive: an assertion fails on its GPU."""
+
+    def __init__(self, part: Callable[[], Any]):
+        self.part = part
+
+    def __call__(self) -> Any:
+        return self.part()
+
+
+def refusals(calls: Parts, on_device: tuple[str, ...] = (), prefix: str = "refuses") -> Parts:
+    """What is said of each. ``on_device``: a GPU asserts it, later."""
+    found: Parts = {}
+    for name, call in calls.items():
+        said = partial(message, call)
+        ends = BACKEND == "nccl" and name in on_device
+        found[f"{prefix} {name}"] = Ends(said) if ends else said
+    return found
+
+
+class Found(dict[str, Any]):
+    """What the parts of one process have returned; or why a part has not."""
+
+    def __init__(self, folder: Path, rank: int):
+        super().__init__()
+        self.folder, self.rank = folder, rank
+
+    def __missing__(self, name: str) -> Any:
+        file = self.folder / f"{self.rank}.{name}.pt"
+        if not file.exists():
+            said = [f.read_text() for f in sorted(self.folder.glob(f"*.{name}.failed"))]
+            raise AssertionError(
+                f"{name}: " + "\n".join(said or ["not run, or a process has ended in it"])
+            )
+        self[name] = torch.load(file, weights_only=False, map_location="cpu")
+        return self[name]
+
+
+def initialize(store: str, rank: int, world: int, timeout: timedelta | None) -> None:
+    """Let this process join the others."""
+    if BACKEND == "nccl":
+        torch.cuda.set_device(rank)
+    elif sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    method = f"file://{store}"
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        BACKEND, init_method=method, rank=rank, world_size=world, timeout=timeout
     )
+
+
+@contextmanager
+def as_torchrun(port: int) -> Iterator[None]:
+    """The variables by which ``torchrun`` tells a process which one it is."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, rank)
+        patch.setenv("WORLD_SIZE", world)
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        yield
+
+
+def join_anew(store: str, rank: int, timeout: timedelta | None) -> None:
+    """Let this process join the others in a new group, where waiting too long is an error."""
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # by default it is the end of the process
+    initialize(store, rank, world, timeout)
+
+
+def _say(*words: object) -> None:
+    print(f"{time.strftime('%X')} rank {dist.get_rank()}:", *words, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Say where this process is if it takes longer; end it if it goes on."""
+    faulthandler.dump_traceback_later(seconds)
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(seconds) + 10)  # whatever it waits for, and in whatever language
+    yield
+    if hasattr(signal, "alarm"):
+        signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _worker(
+    rank: int,
+    world: int,
+    main: Callable[[int], Parts],
+    folder: str,
+    lane: int,
+    start: int,
+    deadline: float,
+) -> None:
+    global _printed
+    torch.set_num_threads(1)
+    _printed = f"{folder}/printed.{lane}.{start}.{rank}"
+    os.dup2(os.open(_printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    name = "the start"
     try:
-        found = main(rank)
+        initialize(f"{folder}/store.{lane}.{start}", rank, world, timedelta(seconds=60))
+        with _patience(2 * PATIENCE):  # they meet here for the first time
+            parts = main(rank)
+        names = list(parts)[lane::LANES]
+        Path(folder, f"names.{lane}").write_text("\n".join(names))
+        for name in names[start:]:
+            if (began := time.monotonic()) > deadline:
+                break
+            with _patience(PATIENCE):
+                torch.save(parts[name](), f"{folder}/{rank}.{name}.pt")
+            _say(f"{time.monotonic() - began:.1f} s", name)
+            if isinstance(parts[name], Ends):
+                break
     except BaseException:
         # At once: the others wait for this process, and their errors say nothing of the cause.
-        print(f"rank {rank}:", traceback.format_exc(), flush=True)
+        _say("failed:", name, traceback.format_exc())
+        Path(folder, f"{rank}.{name}.failed").write_text(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
-    torch.save(found, f"{folder}/{rank}.pt")
-    os._exit(0)  # some tests end with processes that have lost each other
+    os._exit(0)  # some have lost each other
 
 
 def run(
-    factory: pytest.TempPathFactory, name: str, world: int, main: Callable[[int], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """What ``main`` returned in each of ``world`` processes, which are started once."""
+    factory: pytest.TempPathFactory, name: str, world: int, main: Callable[[int], Parts]
+) -> list[Found]:
+    """What the parts of ``main`` returned in each of ``world`` processes."""
+    if not dist.is_available() or not dist.is_backend_available(BACKEND):
+        pytest.skip(f"PyTorch without {BACKEND}")
+    if BACKEND == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"{name}: {world} processes, and {torch.cuda.device_count()} GPUs")
 
     def fill(folder: Path) -> None:
-        mp.spawn(_worker, args=(world, main, str(folder)), nprocs=world)
+        with ThreadPoolExecutor(LANES) as pool:
+            [*pool.map(lambda lane: _run_lane(folder, world, main, lane), range(LANES))]
 
     folder = filled_once(factory, name, fill)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return [Found(folder, rank) for rank in range(world)]
+
+
+def _run_lane(folder: Path, world: int, main: Callable[[int], Parts], lane: int) -> None:
+    """Until every part of this lane has returned or failed."""
+    start, names = 0, [""]
+    while start < len(names) and time.monotonic() < DEADLINE:
+        try:
+            mp.spawn(_worker, args=(world, main, str(folder), lane, start, DEADLINE), nprocs=world)
+            failed = False
+        except mp.ProcessExitedException:
+            failed = True
+        if not (folder / f"names.{lane}").exists():
+            printed = [file.read_text() for file in folder.glob(f"printed.{lane}.*")]
+            raise AssertionError("processes have failed at their start:\n" + "\n".join(printed))
+        names, before = (folder / f"names.{lane}").read_text().splitlines(), start
+        while start < len(names) and all(
+            (folder / f"{rank}.{names[start]}.pt").exists() for rank in range(world)
+        ):
+            start += 1
+        start = max(start + failed, before + 1)

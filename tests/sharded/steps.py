@@ -23,7 +23,19 @@ from flash_clipping import (
 )
 from flash_clipping.integration.private_state import PrivateState
 from flash_clipping.randomness.chacha20 import Keystream
-from tests.sharded.processes import SAMPLES, C, all_of, batch, error, local, make, message, sharded
+from tests.sharded.processes import (
+    SAMPLES,
+    C,
+    Parts,
+    all_of,
+    batch,
+    device,
+    error,
+    local,
+    make,
+    message,
+    sharded,
+)
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -34,9 +46,14 @@ def everyone() -> tuple[int, ...]:
     return (0, *(SAMPLES * (i + 1) // world for i in range(world - 1)), SAMPLES)
 
 
+def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    """On a GPU, PyTorch's ``foreach`` takes no parameters of which some are cut, and some not."""
+    return torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
+
+
 def optimizer_of(model: nn.Module, flash: Any, noise: float, samples: int = SAMPLES) -> Any:
     """SGD for a wrapped model, with shards or without; ``samples`` are expected in a batch."""
-    return _optimizer_of(torch.optim.SGD(model.parameters(), lr=1e-2), flash, noise, samples)
+    return _optimizer_of(sgd(model, 1e-2), flash, noise, samples)
 
 
 def _optimizer_of(plain: Any, flash: Any, noise: float, samples: int) -> Any:
@@ -113,7 +130,7 @@ def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
 
     whole = [torch.empty(0)] * dist.get_world_size()
     gathered: list[Any] = [None] * len(whole)
-    dist.all_gather_object(gathered, steps[-1].float())
+    dist.all_gather_object(gathered, steps[-1].float().cpu())
     return {
         "steps": [step.float() for step in steps],
         "of all": gathered,
@@ -127,7 +144,7 @@ class Rows(TensorDataset):
     """The batch, with the number of every sample."""
 
     def __init__(self, copies: int = 1) -> None:
-        ids, y = batch()
+        ids, y = (x.cpu() for x in batch())
         rows = torch.arange(copies * SAMPLES)
         super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
 
@@ -154,7 +171,7 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        criterion(wrapped(ids), y).backward()
+        criterion(wrapped(ids.to(device())), y.to(device())).backward()
         optimizer.step()
         rows += row.tolist()
         sizes[-1].append(len(row))
@@ -230,6 +247,24 @@ def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
     return model, step, PrivateState(engine, flash, optimizer)
 
 
+def offloaded_gradient() -> bool:
+    """A parameter whose shards are on another device than its mesh is for gets its gradient there,
+    as ``CPUOffloadPolicy`` has them on GPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from flash_clipping.sharded.reducer import as_sharded
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    whole = torch.arange(10.0, device=device()).view(5, 2)
+    param: Any = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    own = param.to_local().detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_device_type", "meta")
+        param.grad = as_sharded(param, 2 * own)
+    return torch.equal(all_of(param.grad), 2 * whole)
+
+
 def mixed_precision(rank: int, mode: str) -> float:
     """bf16 in forward, fp32 shards: beside the same arithmetic in one process, part by part."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -253,7 +288,7 @@ def mixed_precision(rank: int, mode: str) -> float:
     return max(error(p.grad.full_tensor(), expected[n]) for n, p in model.named_parameters())
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refusals(rank: int) -> Parts:
     """What is not served, and what is said of it."""
     from torch.distributed.fsdp import fully_shard
 
@@ -306,7 +341,7 @@ def refusals(rank: int) -> dict[str, str]:
         )
         next(iter(manager.__enter__()))
 
-    calls = {
+    return {
         "parts only": parts_only,
         "ignored": ignored,
         "plain optimizer": lambda: stepped(plain=True),
@@ -317,4 +352,3 @@ def refusals(rank: int) -> dict[str, str]:
         "units": lambda: wrap(sharded(make()), sample_of="ids"),
         "past a tap": past_a_tap,
     }
-    return {name: message(call) for name, call in calls.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import distributed as dist
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.sharded import decoders
 from tests.sharded.decoders import WIDTH, batch, cut, loss_of
-from tests.sharded.processes import C, message
+from tests.sharded.processes import C, Parts, device, join_anew, message
 from tests.sharded.steps import optimizer_of
+from tests.sharded.tensor_steps import meshes
 from tests.support.hugging_face import llama
 
 
@@ -26,7 +28,7 @@ class Scale(nn.Module):
 
     def __init__(self, size: int = WIDTH) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float64, device=device()))
 
     def forward(self, x: Any) -> Any:
         return x * self.weight
@@ -55,7 +57,7 @@ class ByHand(nn.Module):
         return Summed.apply(self.down(F.relu(self.up(x))))
 
 
-def refusals(rank: int, mesh: Any) -> dict[str, str]:
+def refusals(rank: int, mesh: Any) -> Parts:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -101,10 +103,10 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
 
     def positions() -> None:
         model: Any = decoders.make()
-        embed, places = model.embed, nn.Embedding(6, WIDTH, dtype=torch.float64)
+        embed, places = model.embed, nn.Embedding(6, WIDTH, device=device(), dtype=torch.float64)
         model.embed = nn.Module()
         model.embed.words, model.embed.places = embed, places
-        model.embed.forward = lambda ids: embed(ids) + places(torch.arange(6))
+        model.embed.forward = lambda ids: embed(ids) + places(torch.arange(6, device=ids.device))
         step(
             parallelize_module(
                 model, mesh, {"embed.places": RowwiseParallel(input_layouts=Replicate())}
@@ -140,7 +142,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         from torch.distributed.device_mesh import init_device_mesh
 
         model = cut(decoders.make(), mesh)
-        square = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("a", "b"))
+        square = init_device_mesh(device().type, (mesh.size(), 1), mesh_dim_names=("a", "b"))
         gain = distribute_tensor(model.norm.weight.detach(), square, [Replicate(), Replicate()])
         model.norm.weight = nn.Parameter(gain)
         wrap(model)
@@ -156,7 +158,7 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
 
     def by_hand() -> None:
         model = decoders.make()
-        model.blocks[0].feed_forward = ByHand().double()
+        model.blocks[0].feed_forward = ByHand().to(device()).double()
         step(model)
 
     def not_laid_out() -> None:
@@ -169,15 +171,15 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         """What a plan of transformers does to layers besides cutting them by rows or columns."""
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        model = llama(num_key_value_heads=2)
+        model = llama(num_key_value_heads=2).to(device())
         plan = {"q_proj": "colwise"} | styles
         model.tp_plan = {f"model.layers.*.self_attn.{name}": style for name, style in plan.items()}
         if "norm" in styles:
             for layer in model.model.layers:
-                layer.self_attn.norm = nn.LayerNorm(4)
+                layer.self_attn.norm = nn.LayerNorm(4, device=device())
         wrap(apply_tensor_parallelism(model, mesh))
 
-    calls = {
+    return {
         "packed": lambda: by_transformers(o_proj="packed_rowwise"),
         "reduced gradients": lambda: by_transformers(norm="replicated_with_grad_allreduce"),
         "unserved": unserved,
@@ -199,11 +201,12 @@ def refusals(rank: int, mesh: Any) -> dict[str, str]:
         "compile": lambda: wrap(cut(decoders.make(), mesh)).compile(),
         "units": lambda: wrap(cut(decoders.make(), mesh), sample_of="ids"),
     }
-    return {name: message(call) for name, call in calls.items()}
 
 
-def lost(rank: int, mesh: Any) -> str:
+def lost(rank: int, folder: str) -> str:
     """The last of all: process 0 fails in forward and ends. What happens to the others?"""
+    join_anew(f"{folder}/lost", rank, timedelta(seconds=10))
+    mesh, _ = meshes()
     model = cut(decoders.make(), mesh)
     if rank == 0:
         model.blocks[0].feed_forward.register_forward_pre_hook(lambda *_: 1 / 0)

@@ -17,7 +17,7 @@ from flash_clipping.sharded.tensor.backward_pass import TensorParallelBackwardPa
 from flash_clipping.sharded.tensor.local import local_of
 from tests.sharded import decoders, steps
 from tests.sharded.decoders import around_loss, batch, cut, loss_of
-from tests.sharded.processes import C, all_of, error, expected_sums, freeze
+from tests.sharded.processes import C, all_of, device, error, expected_sums, freeze
 from tests.support.oracle import Truth, per_sample_truth
 
 
@@ -27,8 +27,8 @@ def meshes(data: int = 1) -> tuple[Any, Any]:
 
     world = dist.get_world_size()
     if data == 1:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), None
-    mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh(device().type, (world,), mesh_dim_names=("tp",)), None
+    mesh = init_device_mesh(device().type, (data, world // data), mesh_dim_names=("dp", "tp"))
     return mesh["tp"], mesh["dp"]
 
 
@@ -147,7 +147,8 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
     errors = []
     for name, param in model.named_parameters():
         shards: list[Any] = [None] * tensor.size()
-        dist.all_gather_object(shards, own[id(param)], group=tensor.get_group())
+        dist.all_gather_object(shards, own[id(param)].cpu(), group=tensor.get_group())
+        shards = [shard.to(device()) for shard in shards]
         placement = getattr(param, "placements", (None,))[0]
         if placement is not None and placement.is_shard():
             both = torch.cat(shards, placement.dim + 2)
@@ -220,7 +221,7 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
         optimizer.step()
     noise = {name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * C) for name, p in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, noise)
+    dist.all_gather_object(everyone, {name: x.cpu() for name, x in noise.items()})
     places = [
         None
         if not hasattr(p, "placements")
@@ -240,7 +241,7 @@ class Rows(TensorDataset):
     """The batch three times over, with the number of every sample."""
 
     def __init__(self) -> None:
-        ids, y = batch()
+        ids, y = (x.cpu() for x in batch())
         super().__init__(ids.repeat(3, 1), y.repeat(3, 1), torch.arange(12))
 
 
@@ -251,7 +252,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     engine = FlashPrivacyEngine(accountant="rdp")
     wrapped, optimizer, _, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        optimizer=steps.sgd(model, 0.5),
         criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(Rows(), batch_size=2),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
@@ -259,11 +260,11 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     drawn, bounds = [], []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        loss_of(wrapped(ids), y).backward()
+        loss_of(wrapped(ids.to(device())), y.to(device())).backward()
         optimizer.step()
         drawn.append(row.tolist())
         bounds.append(optimizer.max_grad_norm)
-    counted = wrapped._sharded.processes.reduce(torch.ones(()), samples=True)
+    counted = wrapped._sharded.processes.reduce(torch.ones((), device=device()), samples=True)
     return {
         "drawn": drawn,
         "bounds": bounds,

@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from tests.sharded import data_parallel
 from tests.sharded.data_parallel import RATE, SIZE, STEPS
-from tests.sharded.processes import C
+from tests.sharded.processes import C, Found
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def found(by_two: list[Found]) -> list[dict[str, Any]]:
     return [of_rank["trainer"] for of_rank in by_two]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from tests.sharded import pipelines, steps
-from tests.sharded.processes import clipped_step
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+from tests.sharded.processes import Found, Parts, clipped_step, device
 
 #: 5 samples of 5 positions in the second process, and none in the third.
 CUTS = (0, 2, 7, 7, 8)
@@ -22,37 +20,40 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(rank: int) -> dict[str, Any]:
+def main(rank: int) -> Parts:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     shards = {"mesh": mesh}
     return {
-        "clipped": {n: clipped_step(rank, CUTS, shards=shards, **c) for n, c in CASES.items()},
-        "trained": steps.trained(rank, shards),
-        "noise": steps.noisy(rank, shards),
-        "engine": steps.engine_run(
+        **{
+            f"clipped {n}": partial(clipped_step, rank, CUTS, shards=shards, **c)
+            for n, c in CASES.items()
+        },
+        "trained": lambda: steps.trained(rank, shards),
+        "noise": lambda: steps.noisy(rank, shards),
+        "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
-        "pipeline": pipelines.main(rank),
+        **pipelines.main(rank),
     }
 
 
 @pytest.fixture(scope="module")
-def found(by_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def found(by_four: list[Found]) -> list[Found]:
     return by_four
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
-    assert max(of_rank["clipped"][name]["error"] for of_rank in found) <= 1e-12
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
+    assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
 
 
-def test_training_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
     assert max(of_rank["trained"] for of_rank in found) <= 1e-9
 
 
-def test_replicas_have_one_noise_and_shards_their_own(found: list[dict[str, Any]]) -> None:
+def test_replicas_have_one_noise_and_shards_their_own(found: list[Found]) -> None:
     steps_of = [of_rank["noise"]["steps"] for of_rank in found]
     for mine, replica in ((0, 2), (1, 3)):
         for a, b in zip(steps_of[mine], steps_of[replica], strict=True):
@@ -64,7 +65,7 @@ def test_replicas_have_one_noise_and_shards_their_own(found: list[dict[str, Any]
     assert abs(correlation) < 5 / n**0.5
 
 
-def test_all_four_draw_and_end_alike(found: list[dict[str, Any]]) -> None:
+def test_all_four_draw_and_end_alike(found: list[Found]) -> None:
     runs = [of_rank["engine"] for of_rank in found]
     seen = [{i for batch in run["drawn"] for i in batch} for run in runs]
     assert len(set().union(*seen)) == sum(map(len, seen)) > 0

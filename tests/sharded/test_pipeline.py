@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import distributed as dist
 
 from tests.sharded import pipelines, processes, steps
-from tests.sharded.processes import C, truth_of
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+from tests.sharded.processes import C, Found, truth_of
 
 
-@pytest.fixture(scope="module")
-def two(by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [of_rank["pipeline"] for of_rank in by_two]
-
-
-@pytest.fixture(scope="module")
-def four(by_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [of_rank["pipeline"] for of_rank in by_four]
-
-
-def check(found: list[dict[str, Any]], name: str) -> None:
+def check(found: list[Found], name: str) -> None:
     for of_rank in found:
-        step = of_rank["clipped"][name]
+        step = of_rank[f"pipeline, {name}"]
         assert step["error"] <= 1e-12
         assert step["backwards"] == 1  # whatever the number of micro-batches and rounds
         assert step["held"] == 0
-    losses = [of_rank["clipped"][name]["losses"] for of_rank in found]
+    losses = [of_rank[f"pipeline, {name}"]["losses"] for of_rank in found]
     assert losses[-1] > 0 and not any(losses[:-1])
 
 
 @pytest.mark.parametrize("name", pipelines.STEPS)
-def test_sums_and_norms_are_those_of_single_samples(name: str, two: list[dict[str, Any]]) -> None:
-    check(two, name)
+def test_sums_and_norms_are_those_of_single_samples(name: str, by_two: list[Found]) -> None:
+    check(by_two, name)
 
 
-def test_so_are_those_of_four_stages(four: list[dict[str, Any]]) -> None:
-    for name in four[0]["clipped"]:
-        check(four, name)
+def test_so_are_those_of_four_stages(by_four: list[Found]) -> None:
+    for name in pipelines.BY_FOUR:
+        check(by_four, name)
 
 
-def test_what_rounding_may_hide_is_added_up_over_stages(two: list[dict[str, Any]]) -> None:
-    for of_rank in two:
-        found, alone = of_rank["cancelling"]
+def test_what_rounding_may_hide_is_added_up_over_stages(by_two: list[Found]) -> None:
+    for of_rank in by_two:
+        found, alone = of_rank["pipeline cancelling"]
         assert (alone > 0).all()
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=0)
 
 
-def test_stages_have_noise_of_their_own(two: list[dict[str, Any]]) -> None:
-    draws = [step for of_rank in two for step in of_rank["noise"]]
+def test_stages_have_noise_of_their_own(by_two: list[Found]) -> None:
+    draws = [step for of_rank in by_two for step in of_rank["pipeline noise"]]
     both = torch.cat(draws)
     assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
     assert abs(both.mean()) < 5 / len(both) ** 0.5
@@ -63,8 +48,8 @@ def test_stages_have_noise_of_their_own(two: list[dict[str, Any]]) -> None:
     assert others.abs().max() < 5 / n**0.5, "stages, or steps, have the same noise"
 
 
-def test_stages_draw_one_poisson_batch_and_train_as_one_process(two: list[dict[str, Any]]) -> None:
-    first, last = (of_rank["engine"] for of_rank in two)
+def test_stages_draw_one_poisson_batch_and_train_as_one_process(by_two: list[Found]) -> None:
+    first, last = (of_rank["pipeline engine"] for of_rank in by_two)
     assert first["drawn"] == last["drawn"] and len(first["drawn"]) == 12
     sizes = {len(index) for index in first["drawn"]}
     assert len(sizes) > 1 and max(sizes) > 2, "some batch takes several rounds"
@@ -84,8 +69,8 @@ def test_stages_draw_one_poisson_batch_and_train_as_one_process(two: list[dict[s
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_an_adaptive_bound_is_one_for_all_stages(two: list[dict[str, Any]]) -> None:
-    bounds = [of_rank["adaptive"]["bounds"] for of_rank in two]
+def test_an_adaptive_bound_is_one_for_all_stages(by_two: list[Found]) -> None:
+    bounds = [of_rank["pipeline adaptive"]["bounds"] for of_rank in by_two]
     assert bounds[0] == bounds[1] and len(set(bounds[0])) > 1
 
 
@@ -109,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str, two: list[dict[str, Any]]) -> None:
-    for of_rank in two:
+def test_what_is_not_served_is_refused_by_name(name: str, by_two: list[Found]) -> None:
+    for of_rank in by_two:
         with pytest.raises(AssertionError, match=REFUSED[name]):
-            raise AssertionError(of_rank["refused"][name])
+            raise AssertionError(of_rank[f"pipeline refuses {name}"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +11,7 @@ import torch
 from torch import distributed as dist
 
 from tests.sharded import processes, tensor_refusals, tensor_steps, uses
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+from tests.sharded.processes import Found, Parts, refusals
 
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
 
@@ -33,78 +34,82 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: The same in fp32, beside float64.
 IN_FP32 = ("layers", "sequence", "two_pass, tied")
+IN_BF16 = ("layers", "sequence")
 
 
-def main(rank: int) -> dict[str, Any]:
+def main(rank: int) -> Parts:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
     mesh, _ = tensor_steps.meshes()
+    step = partial(tensor_steps.clipped_step, mesh)
     return {
-        "clipped": {n: tensor_steps.clipped_step(mesh, **case) for n, case in CASES.items()},
-        "fp32": {
-            n: tensor_steps.clipped_step(mesh, **CASES[n], dtype=torch.float32) for n in IN_FP32
-        },
-        "bf16": {n: tensor_steps.beside_same_operands(mesh, n) for n in ("layers", "sequence")},
-        "transformers": [uses.cut_by_transformers(how) for how in ("loaded", "applied")],
-        "poisoned": tensor_steps.poisoned(mesh),
-        "trained": tensor_steps.trained(mesh),
-        "noise": tensor_steps.noisy(mesh),
-        "engine": tensor_steps.engine_run(mesh),
-        "refused": tensor_refusals.refusals(rank, mesh),
-        "lost": tensor_refusals.lost(rank, mesh),
+        **{f"clipped {n}": partial(step, **case) for n, case in CASES.items()},
+        **{f"fp32 {n}": partial(step, **CASES[n], dtype=torch.float32) for n in IN_FP32},
+        **{f"bf16 {n}": partial(tensor_steps.beside_same_operands, mesh, n) for n in IN_BF16},
+        "loaded": lambda: uses.cut_by_transformers("loaded"),
+        "applied": lambda: uses.cut_by_transformers("applied"),
+        "poisoned": lambda: tensor_steps.poisoned(mesh),
+        "trained": lambda: tensor_steps.trained(mesh),
+        "noise": lambda: tensor_steps.noisy(mesh),
+        "engine": lambda: tensor_steps.engine_run(mesh),
+        **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
+        "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return processes.run(tmp_path_factory, "tensor_parallel", 2, main)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     for of_rank in found:
-        assert of_rank["clipped"][name]["error"] <= 1e-12
+        assert of_rank[f"clipped {name}"]["error"] <= 1e-12
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_coefficients_are_bitwise_equal(name: str, found: list[dict[str, Any]]) -> None:
-    assert all(of_rank["clipped"][name]["alike"] for of_rank in found)
+def test_coefficients_are_bitwise_equal(name: str, found: list[Found]) -> None:
+    assert all(of_rank[f"clipped {name}"]["alike"] for of_rank in found)
 
 
 @pytest.mark.parametrize("name", IN_FP32)
-def test_fp32_is_near_float64(name: str, found: list[dict[str, Any]]) -> None:
+def test_fp32_is_near_float64(name: str, found: list[Found]) -> None:
     for of_rank in found:
-        assert of_rank["fp32"][name]["error"] <= 1e-5
-        assert of_rank["fp32"][name]["alike"]
+        assert of_rank[f"fp32 {name}"]["error"] <= 1e-5
+        assert of_rank[f"fp32 {name}"]["alike"]
 
 
-@pytest.mark.parametrize("name", ["layers", "sequence"])
-def test_bf16_adds_up_in_fp32(name: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bf16_adds_up_in_fp32(name: str, found: list[Found]) -> None:
     """Beside float64 of the same bf16 operands; one rounding to bf16 would be 4e-3."""
     for of_rank in found:
-        assert of_rank["bf16"][name]["norms"] <= 1e-5
-        assert of_rank["bf16"][name]["sums"] <= 1e-5
+        assert of_rank[f"bf16 {name}"]["norms"] <= 1e-5
+        assert of_rank[f"bf16 {name}"]["sums"] <= 1e-5
 
 
-def test_plans_of_transformers_are_exact(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("how", ["loaded", "applied"])
+def test_plans_of_transformers_are_exact(how: str, found: list[Found]) -> None:
     """Their norms are taken in fp32 by the model itself."""
-    assert max(error for of_rank in found for error in of_rank["transformers"]) <= 1e-6
+    assert max(of_rank[how] for of_rank in found) <= 1e-6
 
 
-def test_a_sample_that_is_not_finite_adds_nothing(found: list[dict[str, Any]]) -> None:
+def test_a_sample_that_is_not_finite_adds_nothing(found: list[Found]) -> None:
     """What makes it so is in one process's shard."""
     for of_rank in found:
         assert of_rank["poisoned"]["coefs"][0] == 0
         assert of_rank["poisoned"]["error"] <= 1e-12
 
 
-def test_processes_stop_asking_each_other(found: list[dict[str, Any]]) -> None:
-    assert all(of_rank["clipped"]["sequence"]["settled"] for of_rank in found)
+def test_processes_stop_asking_each_other(found: list[Found]) -> None:
+    assert all(of_rank["clipped sequence"]["settled"] for of_rank in found)
 
 
-def test_training_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
     assert max(of_rank["trained"] for of_rank in found) <= 1e-9
 
 
-def test_noise_is_of_shards_and_equal_on_replicas(found: list[dict[str, Any]]) -> None:
+def test_noise_is_of_shards_and_equal_on_replicas(found: list[Found]) -> None:
     first, second = (of_rank["noise"] for of_rank in found)
     for of_rank in (first, second):
         assert of_rank["drawn"] == of_rank["own"]  # never at full shape
@@ -124,7 +129,7 @@ def test_noise_is_of_shards_and_equal_on_replicas(found: list[dict[str, Any]]) -
     assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
 
 
-def test_all_processes_take_the_same_poisson_batches(found: list[dict[str, Any]]) -> None:
+def test_all_processes_take_the_same_poisson_batches(found: list[Found]) -> None:
     """They are seeded differently; step by step against single samples."""
     first, second = (of_rank["engine"] for of_rank in found)
     assert first["drawn"] == second["drawn"] and len({*map(str, first["drawn"])}) > 1
@@ -140,7 +145,7 @@ REFUSED = {
     "packed": r"o_proj \(Linear\): found the style PackedRowwiseParallel.*Load the model without",
     "reduced gradients": r"self_attn.norm \(LayerNorm\): found a sum of its gradients",
     "unserved": r"norm \(Scale\): found a DTensor",
-    "own heads": "whose gradients differ between these processes",
+    "own heads": "whose gradients differ between them",
     "two layouts": "norm.*a sum over some of the positions.*the whole",
     "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
     "functional": "uses a trainable parameter that another module owns",
@@ -159,12 +164,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str, found: list[dict[str, Any]]) -> None:
+def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) -> None:
     for of_rank in found:
         with pytest.raises(AssertionError, match=REFUSED[name]):
-            raise AssertionError(of_rank["refused"][name])
+            raise AssertionError(of_rank[f"refuses {name}"])
 
 
-def test_a_process_that_ends_leaves_none_waiting(found: list[dict[str, Any]]) -> None:
+def test_a_process_that_ends_leaves_none_waiting(found: list[Found]) -> None:
     assert "ZeroDivisionError" in found[0]["lost"]
     assert "not refused" not in found[1]["lost"]

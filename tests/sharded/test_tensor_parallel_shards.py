@@ -3,15 +3,14 @@ two."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from tests.sharded import decoders, processes, tensor_steps
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+from tests.sharded.processes import Found, Parts
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {"net": {"words": 11}, "times": 2},
@@ -29,7 +28,7 @@ def replicas() -> None:
     from flash_clipping import GradSampleModuleFlashClipping
 
     names = ("replicate", "shard", "tp")
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(processes.device().type, (1, 2, 2), mesh_dim_names=names)
     model = decoders.cut(decoders.make(), mesh["tp"])
     GradSampleModuleFlashClipping(fully_shard(model, mesh=mesh["replicate", "shard"]))
 
@@ -40,37 +39,38 @@ def without_data_dimension() -> None:
     tensor_steps.engine_run(tensor)
 
 
-def main(rank: int) -> dict[str, Any]:
+def main(rank: int) -> Parts:
     tensor, data = tensor_steps.meshes(2)
-    cuts = {"cuts": (0, 3, 4)}
+    cuts: dict[str, Any] = {"cuts": (0, 3, 4)}
     return {
-        "clipped": {
-            n: tensor_steps.clipped_step(tensor, data, **cuts | case) for n, case in CASES.items()
+        **{
+            f"clipped {n}": partial(tensor_steps.clipped_step, tensor, data, **cuts | case)
+            for n, case in CASES.items()
         },
-        "trained": tensor_steps.trained(tensor, data),
-        "noise": tensor_steps.noisy(tensor, data),
-        "engine": tensor_steps.engine_run(tensor, data),
-        "refused": [processes.message(call) for call in (replicas, without_data_dimension)],
+        "trained": lambda: tensor_steps.trained(tensor, data),
+        "noise": lambda: tensor_steps.noisy(tensor, data),
+        "engine": lambda: tensor_steps.engine_run(tensor, data),
+        "refused": lambda: [processes.message(call) for call in (replicas, without_data_dimension)],
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return processes.run(tmp_path_factory, "tensor_parallel_shards", 4, main)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[dict[str, Any]]) -> None:
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     for of_rank in found:
-        assert of_rank["clipped"][name]["error"] <= 1e-12
-        assert of_rank["clipped"][name]["alike"]
+        assert of_rank[f"clipped {name}"]["error"] <= 1e-12
+        assert of_rank[f"clipped {name}"]["alike"]
 
 
-def test_training_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
     assert max(of_rank["trained"] for of_rank in found) <= 1e-9
 
 
-def test_noise_is_drawn_once_for_every_element(found: list[dict[str, Any]]) -> None:
+def test_noise_is_drawn_once_for_every_element(found: list[Found]) -> None:
     """Processes are (data, tensor) = (0, 0), (0, 1), (1, 0), (1, 1). All four have other shards of
     what is cut twice; of a parameter that tensor parallelism leaves whole, (., 0) and (., 1) are
     replicas."""
@@ -90,7 +90,7 @@ def test_noise_is_drawn_once_for_every_element(found: list[dict[str, Any]]) -> N
                     assert alike.sum() < 2, (name, a, b)
 
 
-def test_processes_share_batches_by_their_data_coordinate(found: list[dict[str, Any]]) -> None:
+def test_processes_share_batches_by_their_data_coordinate(found: list[Found]) -> None:
     runs = [of_rank["engine"] for of_rank in found]
     assert runs[0]["drawn"] == runs[1]["drawn"] and runs[2]["drawn"] == runs[3]["drawn"]
     parts = [{i for batch in run["drawn"] for i in batch} for run in (runs[0], runs[2])]
@@ -103,7 +103,7 @@ def test_processes_share_batches_by_their_data_coordinate(found: list[dict[str, 
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_what_is_not_served_is_refused_by_name(found: list[dict[str, Any]]) -> None:
+def test_what_is_not_served_is_refused_by_name(found: list[Found]) -> None:
     for of_rank in found:
         replicas, without_data = of_rank["refused"]
         assert "a mesh of 3 dimensions" in replicas

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,19 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from tests.sharded.processes import C, all_of, batch, error, local, make, sharded, truth_of
+from tests.sharded.processes import (
+    C,
+    Parts,
+    all_of,
+    as_torchrun,
+    batch,
+    device,
+    error,
+    local,
+    make,
+    sharded,
+    truth_of,
+)
 from tests.sharded.steps import Rows
 from tests.support.hugging_face import llama
 from tests.support.oracle import per_sample_truth
@@ -63,7 +73,8 @@ def transformers_step(rank: int, lora: bool) -> float:
     """A Llama whose layers are sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    model, plain = (adapted(llama()) if lora else llama() for _ in range(2))
+    prepare = adapted if lora else lambda model: model
+    model, plain = (prepare(llama().to(device())) for _ in range(2))
     for layer in (model.get_base_model() if lora else model).model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -76,10 +87,10 @@ def cut_by_transformers(how: str) -> float:
     from transformers import LlamaForCausalLM
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    plain = llama(num_key_value_heads=2)
+    plain = llama(num_key_value_heads=2).to(device())
     if how == "applied":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        model = apply_tensor_parallelism(llama(num_key_value_heads=2), mesh)
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+        model = apply_tensor_parallelism(llama(num_key_value_heads=2).to(device()), mesh)
     else:
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)
@@ -88,7 +99,8 @@ def cut_by_transformers(how: str) -> float:
         dist.barrier()
         size = {"tp_plan": "auto", "tp_size": dist.get_world_size()}
         options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-        model = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=size, **options)
+        with as_torchrun(29513):
+            model = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=size, **options)
     forward = model.lm_head.forward
     found = steps_beside_single_samples(model, plain)
     assert model.lm_head.forward is forward  # as it was
@@ -104,12 +116,8 @@ def accelerated(rank: int, wrapped: bool) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (variables | address).items():
-            patch.setitem(os.environ, name, value)
-        accelerator = Accelerator(cpu=True)
+    with as_torchrun(29511):
+        accelerator = Accelerator(cpu=device().type == "cpu")
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -168,10 +176,10 @@ def operations(rank: int, private: bool) -> dict[str, int]:
     return {e.key: e.count for e in found.key_averages() if e.key.startswith("c10d::")}
 
 
-def main(rank: int) -> dict[str, Any]:
+def main(rank: int) -> Parts:
     return {
-        "llama": transformers_step(rank, lora=False),
-        "LoRA": transformers_step(rank, lora=True),
-        "accelerate": [accelerated(rank, wrapped) for wrapped in (False, True)],
-        "sent": {private: operations(rank, private) for private in (False, True)},
+        "llama": lambda: transformers_step(rank, lora=False),
+        "LoRA": lambda: transformers_step(rank, lora=True),
+        "accelerate": lambda: [accelerated(rank, wrapped) for wrapped in (False, True)],
+        "sent": lambda: {private: operations(rank, private) for private in (False, True)},
     }

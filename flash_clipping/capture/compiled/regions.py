@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flash_clipping._compat import (
+    applied_to,
     as_if_compiling,
     call_of,
     compiles,
@@ -38,7 +39,8 @@ class Regions:
         self.root, self.session = root, session
         self.taps = list(taps)
         self._codes: dict[type, Any] = {}
-        self._of_blocks: list[tuple[nn.Module, str, Any, Region]] = []
+        #: Modules and attributes, with what they were before and are now.
+        self._of_blocks: list[tuple[nn.Module, str, Any, Region | None]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
         self._of_root: tuple[EmptyBatchForward, Any] | None = None
         self._compiled_call: Any = None
@@ -82,15 +84,21 @@ class Regions:
         else:
             name = "_compiled_call_impl"
             context = _context_of(vars(module).get(name))
-        before, inner = vars(module).get(name), call_of(module)
-        if context is None or inner is None or isinstance(before, Region):
+        inner = call_of(module)
+        if context is None or inner is None or isinstance(vars(module).get(name), Region):
             return
-        region = self._region(module, path, inner, context)
-        for tap in region.taps:
+        for tap in self._taps_in(module):
             if tap.wiring is not None or tap.rule is None:
                 tap.install(as_method=True)
-        setattr(module, name, region)
-        self._of_blocks.append((module, name, before, region))
+        if "fully_shard" in applied_to(module) and name != "forward":
+            # Its hooks gather parameters, and break the graph. They stay outside of the region.
+            self._put(module, name, None)
+            name, inner = "forward", _forward_of(module)
+        self._put(module, name, self._region(module, path, inner, context))
+
+    def _put(self, module: nn.Module, name: str, instead: Region | None) -> None:
+        self._of_blocks.append((module, name, vars(module).get(name), instead))
+        setattr(module, name, instead)
 
     def compile(self, forward: EmptyBatchForward, context: Any) -> None:
         """Compile the root's forward."""
@@ -100,25 +108,31 @@ class Regions:
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward
         before, root = self._of_root[1], self.root
-        if is_compiled(root):
-            inner = call_of(root)
-        else:
-            inner = before or MethodType(type(root).forward, root)
+        inner = (
+            call_of(root) if is_compiled(root) else before or MethodType(type(root).forward, root)
+        )
         forward.instance_forward = self._region(root, "", inner, context)
 
     def _region(
         self, module: nn.Module, path: str, inner: Callable[..., Any], context: Any
     ) -> Region:
-        inside = set(module.modules())
-        taps = [tap for tap in self.taps if tap.layer in inside]
         fullgraph = bool(getattr(context, "fullgraph", False))
+        taps = self._taps_in(module)
         return Region(module, path, inner, self.session, taps, context, fullgraph, self._codes)
+
+    def _taps_in(self, module: nn.Module) -> list[Tap]:
+        inside = set(module.modules())
+        return [tap for tap in self.taps if tap.layer in inside]
 
     def remove(self) -> None:
         """Put everything back."""
         while self._of_blocks:
-            module, name, before, region = self._of_blocks.pop()
-            if vars(module).get(name) is region:
+            module, name, before, instead = self._of_blocks.pop()
+            if vars(module).get(name) is not instead:
+                continue
+            if before is None:
+                delattr(module, name)
+            else:
                 setattr(module, name, before)
         if self._of_root is not None:
             forward, before = self._of_root
@@ -127,6 +141,11 @@ class Regions:
         if self._compiled_call is not None:
             self.root._compiled_call_impl = self._compiled_call  # type: ignore
             self._compiled_call = None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """A module's forward, whatever stands in for it."""
+    return vars(module).get("forward") or MethodType(type(module).forward, module)
 
 
 def _context_of(compiled: Any) -> Any:

@@ -174,10 +174,15 @@ def _claim(number: int, calls: int) -> int:
 
 
 @constant_in_traces
+def _is_in_an_operator() -> bool:
+    """Whether the body of an operator is traced, which runs any number of times."""
+    return not is_traced_once()
+
+
+@constant_in_traces
 def _note_operator(path: str) -> bool:
-    """A layer is traced that has no wires: in the body of an operator it cannot run by itself."""
-    if not is_traced_once():
-        traces.inside.append(path)
+    """A layer is traced there that has no wires: it cannot run by itself."""
+    traces.inside.append(path)
     return True
 
 
@@ -214,7 +219,8 @@ def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                         if output is not None:
                             return output
                     _note_misfit()
-    _note_operator(tap.path)
+    if _is_in_an_operator():  # its path is a guard, which elsewhere would be one of every layer
+        _note_operator(tap.path)
     return by_itself(tap, args, kwargs)
 
 

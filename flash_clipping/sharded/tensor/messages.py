@@ -25,16 +25,14 @@ from flash_clipping.sharded.tensor.shares import Share, Shares
 ALIKE = 1e-3
 
 _OTHER_SAMPLES = (
-    "the model: processes of one tensor mesh were called with different samples. All of them must "
-    "get the same batch, in the same order: take it from the loader that make_private returns, or "
-    "seed samplers and augmentations alike."
+    "the model: processes of one tensor mesh were called with different samples. Give all of them "
+    "the same batch, in the same order: from the loader that make_private returns, or seed "
+    "samplers and augmentations alike."
 )
 _OTHER_GRADIENTS = (
-    "the model: found parameters that every process of a tensor mesh has as a whole, and whose "
-    "gradients differ between these processes: a layer that was not parallelized reads what only "
-    "one process has (its own heads, a part of the sequence), or labels or dropout differ. "
-    "Parallelize that layer as well (SequenceParallel), give it what all have, or seed the "
-    "processes alike."
+    "the model: found parameters that are whole in every process of a tensor mesh, and whose "
+    "gradients differ between them. Parallelize each layer that reads only its process's heads or "
+    "positions (SequenceParallel), or seed labels and dropout alike."
 )
 
 
