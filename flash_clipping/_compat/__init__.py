@@ -41,6 +41,7 @@ from flash_clipping._compat.lookup import (
 from flash_clipping._compat.modules import (
     BATCH_NORMS,
     DROPOUTS,
+    SPECTRAL_NORM,
     around_modules,
     gate_of_experts,
     hooks_of_module,
@@ -87,6 +88,7 @@ from flash_clipping._compat.triton import (
 __all__ = [
     "BATCH_NORMS",
     "DROPOUTS",
+    "SPECTRAL_NORM",
     "DispatchMode",
     "KNOWN",
     "MissingInterface",

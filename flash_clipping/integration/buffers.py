@@ -9,6 +9,7 @@ A buffer is refused because forward changes it, not because it is there:
   of angles that grows with the sequence. It passes if it has the same bits as before; or if the
   model, run again from the state in which the forward began, makes the same bits of other samples,
   in inputs of the same shapes.
+* Spectral normalization writes the vectors of its power iteration, which reads the weight alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import SPECTRAL_NORM
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import put_back, random_state, untouched
 from flash_clipping.capture.position_rehearsal import other_tokens
@@ -39,7 +41,7 @@ class _Before:
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
-    versions: list[int]
+    versions: list[int] | None  # None: what is written is of weights alone
 
 
 class BufferWatch:
@@ -64,7 +66,7 @@ class BufferWatch:
         """Note what is there."""
         self._written = None
         self._before = [
-            _Before(module, vars(module).copy(), buffers.copy(), _versions(buffers))
+            _Before(module, vars(module).copy(), buffers.copy(), _versions_in(module, buffers))
             for module in self.structure.modules
             if (buffers := module._buffers)
         ]
@@ -74,6 +76,7 @@ class BufferWatch:
         places = [
             (before.module, name, buffer)
             for before in self._before or ()
+            if before.versions is not None
             for name, buffer in before.buffers.items()
             if buffer is not None and buffer.layout == torch.strided
         ]
@@ -108,7 +111,7 @@ class BufferWatch:
         if found is None:
             return
         for before in found:
-            if _versions(before.buffers) != before.versions:
+            if before.versions is not None and _versions(before.buffers) != before.versions:
                 now = [_versions({name: x}) for name, x in before.buffers.items()]
                 changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
                 names = [*before.buffers]
@@ -209,6 +212,10 @@ class BufferWatch:
             "of forward, of what is public. strict=False leaves buffers alone, and what they "
             "keep of samples is not private."
         )
+
+
+def _versions_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> list[int] | None:
+    return None if type(module) is SPECTRAL_NORM else _versions(buffers)
 
 
 def _versions(buffers: dict[str, Tensor | None]) -> list[int]:

@@ -52,8 +52,8 @@ class Rule(ABC):
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
 
-    #: Whether the rule takes what ``nn.utils.parametrize`` computes of frozen tensors, as a quantised
-    #: base has it, for parameters that no sample's gradient is asked of. Trainable ones it refuses.
+    #: Whether the rule takes what ``nn.utils.parametrize`` computes of frozen tensors (a base that
+    #: is kept in fewer bits) in the place of parameters. It refuses what is computed of trainable.
     allows_computed: bool = False
 
     #: Whether the layer reads tokens ``[B·T, ...]``, and the rule ``[B, T, ...]``: rows of a sample

@@ -67,7 +67,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             tap,
             "backward() of something that no tensor with the batch as its first axis took part in",
         )
-    if name.startswith("__set") or "out" in kwargs:
+    writes = kwargs.get("out") is not None
+    may_write = not torch.is_grad_enabled() and is_plain(kwargs.get("out"))
+    if name.startswith("__set") or (writes and not may_write):
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
@@ -79,6 +81,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         layout, given = None, others
     batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
     if any(batched):
+        if writes:
+            raise UnsupportedUse(tap, f"{name} writes into a tensor")
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
@@ -101,6 +105,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     values = [leaf.value if isinstance(leaf, BareParameter) else leaf for leaf in leaves]
     plain_args, plain_kwargs = unflattened(values, spec)
     result = func(*plain_args, **plain_kwargs)
+    if writes:
+        return result  # what it wrote into, with gradients off
     if name in _METADATA_ONLY and is_plain(leaves[0]):
         return result  # only the parameter's shape, dtype or device went into it
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}

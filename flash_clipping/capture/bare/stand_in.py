@@ -169,9 +169,9 @@ def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
         found = [x for x in pytree.tree_leaves(tensors) if is_plain(x) and x.requires_grad]
         return [x.grad_fn for x in found if x.grad_fn is not None]
 
-    seen = {id(node) for node in nodes_of(args)}
+    held = nodes_of(args)  # an id is a node's as long as the node is there
+    seen = {id(node) for node in held}
     waiting = nodes_of(output)
-    held = []  # an id is a node's as long as the node is there
     while waiting:
         node = waiting.pop()
         if id(node) in seen:
