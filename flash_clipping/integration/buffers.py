@@ -28,6 +28,7 @@ from flash_clipping.capture.no_trace import put_back, random_state, untouched
 from flash_clipping.capture.position_rehearsal import other_tokens
 from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import module_at
 from flash_clipping.integration.structure import Structure
 
 #: A module and the name of one of its buffers.
@@ -210,7 +211,7 @@ class BufferWatch:
             "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
             "put this module into eval mode if it changes nothing then, or make the value outside "
             "of forward, of what is public. strict=False leaves buffers alone, and what they "
-            "keep of samples is not private."
+            f"keep of samples is not private.\n    {module_at(path)}.eval()"
         )
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod as _Pruning
 
 from flash_clipping._compat import BATCH_NORMS, without_validator
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
-from flash_clipping.errors import FlashClippingError, module_at
+from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
 from flash_clipping.integration.parallel import refuse_inside
 from flash_clipping.sharded import refuse_sharding
 
@@ -39,7 +39,7 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
             f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
             "not supported. Keep its real and imaginary parts in a real parameter, "
             "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in "
-            "forward, which is exact; or freeze it (requires_grad_(False))."
+            f"forward, which is exact; or freeze it.{to_freeze_parameters(name)}"
         )
 
 
@@ -62,16 +62,16 @@ def refuse_unsupported(root: nn.Module) -> None:
                 raise NotImplementedError(
                     f"{path or 'the model'} ({type(module).__name__}): its parameter {name!r} has "
                     "no shape before the first forward, so nothing can be clipped or trained. Call "
-                    "the model once on a batch (under torch.no_grad()), then make the optimizer "
-                    "and wrap the model."
+                    "the model once on a batch, then make the optimizer and wrap the model."
+                    "\n    with torch.no_grad(): model(x)"
                 )
         _refuse_hooked(path, module)
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
-                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
-                "(opacus.validators.ModuleValidator.fix(model) does)."
+                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict:"
+                "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
             )
 
 

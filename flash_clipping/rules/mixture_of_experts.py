@@ -55,6 +55,6 @@ def _refuse_computed(layer: Any) -> None:
             raise UnsupportedLayer(
                 f"its {name} is computed by torch.nn.utils.parametrize from trainable parameters, "
                 "which have no per-sample gradients there; expected a frozen base. Freeze it "
-                "(LoRA beside it, rank=, is trained):\n"
-                f"    experts.parametrizations.{name}.requires_grad_(False)"
+                "(LoRA beside it, rank=, is trained).",
+                f"{{layer}}.parametrizations.{name}.requires_grad_(False)",
             )

@@ -17,7 +17,17 @@ from flash_clipping.ops.runtime.backend import autocast_operands as autocast_ope
 
 
 class UnsupportedLayer(ValueError):
-    """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path."""
+    """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path.
+
+    Args:
+        message: what was found, what was expected, and what to do.
+        line: code that does it, in which ``{layer}`` stands for the layer; without, the layer is
+            frozen.
+    """
+
+    def __init__(self, message: str, line: str = ""):
+        super().__init__(message)
+        self.line = line
 
 
 @dataclass(frozen=True)

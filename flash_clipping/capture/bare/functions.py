@@ -29,7 +29,7 @@ from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, Unsup
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -184,7 +184,7 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         raise FlashClippingError(
             f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
             f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
-            "takes part in it."
+            f"takes part in it.{to_freeze(tap.path)}"
         )
 
 
