@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.bare import UnsupportedUse
+from flash_clipping.errors import to_freeze
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 from tests.support.uses import Scaling
 
@@ -88,29 +91,6 @@ def rounded_mixture() -> nn.Module:
     return mixture
 
 
-class Straight(torch.autograd.Function):
-    """Rounds, and hands gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (16 * x).round() / 16
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class RoundsStraight(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Straight.apply(x)
-
-
-def straight_through() -> nn.Module:
-    layer = nn.Linear(D, D)
-    nn.utils.parametrize.register_parametrization(layer, "weight", RoundsStraight())
-    return layer
-
-
 def by_frequencies(x: Tensor, gain: Tensor) -> Tensor:
     ids = torch.zeros(x.shape[:2], dtype=torch.long)
     return x + F.embedding(ids, gain[None], scale_grad_by_freq=True)
@@ -138,7 +118,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "lazy": lambda: Around(nn.LazyLinear(D)),
     "recurrent": lambda: Around(nn.LSTM(D, D, batch_first=True)),
     "frequencies": lambda: Around(Scales(by_frequencies)),
-    "straight through": lambda: Around(straight_through()),
     "elsewhere": lambda: Around(Reaches()),
     "experts": lambda: Around(Chosen()),
     "buffer": lambda: Around(Keeps()),
@@ -174,3 +153,21 @@ def test_with_the_line_it_says_the_model_trains(name: str) -> None:
     exec(line.strip(), names)
     norms = step(names["model"], x)
     assert norms.shape == (4,) and norms.isfinite().all()
+
+
+def test_an_unsupported_use_freezes_the_module() -> None:
+    model = Around(Scales(torch.mul))
+    tap: Any = SimpleNamespace(path="middle (Scales)")
+    exec(str(UnsupportedUse(tap, "by hand")).splitlines()[-1].strip(), {"model": model})
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["middle.gain"]
+
+
+def test_of_the_model_itself_its_own_parameters_are_frozen() -> None:
+    model = Around(nn.Identity())
+    model.gain = nn.Parameter(torch.ones(()))
+    for path in ("", "the model (Around)"):
+        model.requires_grad_(True)
+        exec(to_freeze(path).strip(), {"model": model})
+        assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["gain"]
+    exec(to_freeze("first (Linear)", "head (Linear)").strip(), {"model": model})
+    assert not any(param.requires_grad for param in model.parameters())
