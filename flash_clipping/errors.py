@@ -45,3 +45,11 @@ def to_adapt(targets: Sequence[str]) -> str:
     names = ", ".join(f'"{name}"' for name in targets)
     config = f"peft.LoraConfig(target_modules=[{names}])"
     return f"\n    import peft; model = peft.get_peft_model(model, {config})"
+
+
+def missing_extra(extra: str, user: str, error: ImportError) -> ImportError:
+    """What is raised where ``user`` needs packages of an extra that cannot be imported."""
+    return ImportError(
+        f"{user} needs the extra flash-clipping[{extra}]: {error}. In a clone of the repository:"
+        f"\n    pip install -e '.[{extra}]'"
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from opacus.accountants import IAccountant, register_accountant
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, missing_extra
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
@@ -335,10 +335,7 @@ def dp_accounting() -> Any:
         import dp_accounting as package
         import dp_accounting.pld as pld
     except ImportError as error:
-        raise ImportError(
-            'accountant="pld" needs the package dp-accounting: '
-            "pip install flash-clipping[accounting]."
-        ) from error
+        raise missing_extra("accounting", 'accountant="pld"', error) from error
     assert pld is not None
     return package
 

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from flash_clipping.errors import missing_extra
+
+try:
+    import accelerate as accelerate  # which Trainer needs later
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise missing_extra("transformers", __name__, error) from error
 
 from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.arguments import PrivacyArguments
