@@ -2,7 +2,7 @@
 
 A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
 event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
-(``pip install flash-clipping[accounting]``); it is imported when an ε is asked for.
+(``flash-clipping[accounting]``); it is imported when an ε is asked for.
 """
 
 from __future__ import annotations
