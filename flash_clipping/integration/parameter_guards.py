@@ -74,14 +74,6 @@ class ParameterGuards:
         """Let ``param.grad`` hold sums in fp32."""
         if param.dtype not in (torch.bfloat16, torch.float16) or self.sum_dtype == "parameter":
             return
-        if not hasattr(param, "grad_dtype"):
-            raise NotImplementedError(
-                f"{name}: is in {param.dtype}, and this PyTorch ({torch.__version__}) allows no "
-                "gradient in another dtype: its clipped sums would be rounded before noise is "
-                "added. Use a PyTorch whose tensors have grad_dtype (2.10 or newer), keep the "
-                "parameters in float32 (with autocast), or pass sum_dtype='parameter', which "
-                "weakens privacy."
-            )
         self._grad_dtypes.append((param, param.grad_dtype))
         param.grad_dtype = None  # any
 
