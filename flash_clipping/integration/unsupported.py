@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod as _Pruning
 
-from flash_clipping._compat import BATCH_NORMS, without_validator
+from flash_clipping._compat import BATCH_NORMS, hooks_of_module, without_validator
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
 from flash_clipping.integration.parallel import refuse_inside
@@ -105,7 +105,8 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
     Raises:
         NotImplementedError: there is one.
     """
-    for hook in module._forward_pre_hooks.values():
+    before_forward = hooks_of_module(module)[0]
+    for hook in before_forward.values() if isinstance(before_forward, dict) else ():
         name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")
         kind = _COMPUTING_HOOKS.get(type(hook))
         sources = [module._parameters.get(f"{name}{end}") for end in ("_orig", "_g", "_v")]
