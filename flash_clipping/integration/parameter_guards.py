@@ -104,7 +104,8 @@ class _Guard:
                 "owns it; it would be added without being clipped. Use it in its own module's "
                 "forward, which others call; or detach it where it is used elsewhere. For a "
                 "penalty on weights, use the optimizer's weight_decay. A weight that a hook "
-                "computes needs torch.nn.utils.parametrize instead. Freeze it, and train "
+                "computes needs torch.nn.utils.parametrize instead; after pruning, "
+                "torch.nn.utils.prune.remove(module, name). Freeze it, and train "
                 "adapters (LoRA on the model's linear layers)."
                 f"{to_freeze_parameters(self.name)}"
             )
