@@ -1,48 +1,49 @@
-"""``versions``: a part of the tests, with the oldest, the pinned and the newest PyTorch.
+"""``versions``: a part of the tests with the packages that are installed, and what came of it.
 
-Each gets a virtual environment of its own, which is deleted when it has been used: gigabytes, as
-PyTorch's wheels for Linux bring CUDA along. Triton comes as PyTorch requires it: no other can be
-installed beside it. Opacus is the newest that ``setup.cfg`` allows.
+Run in an environment with the oldest versions that ``setup.cfg`` allows, with those of
+``constraints.txt``, and with newer ones. ``benchmarks/results/versions.json`` keeps a row for each
+PyTorch, and the table of ``docs/versions.md`` is made of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import tempfile
-import venv
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.options import UsageError
-
 _ROOT = Path(__file__).resolve().parent.parent
-SETUP, PINS = _ROOT / "setup.cfg", _ROOT / "constraints.txt"
+RESULTS = _ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = _ROOT / "docs" / "versions.md"
 
-#: What each environment runs, column by column: arguments of pytest. Transformers is not installed.
+#: What is run, column by column: arguments of pytest.
 PARTS = {
-    # Without the one rule for a layer of transformers.
-    "rules vs oracle": ["tests/rules/test_norms.py", "-k", "not transposed_linear"],
-    "engine": ["tests/integration/test_engine.py"],
-    "private interfaces": ["tests/test_compat.py"],
-    "kernels (interpreter)": [
-        "tests/ops/test_embedding.py",
-        "tests/ops/test_gram.py",
-        "tests/ops/test_outer.py",
-        "tests/ops/test_row_scale.py",
-        "tests/ops/test_row_sum.py",
+    "rules": ["tests/rules"],
+    "capture": ["tests/capture"],
+    "engine, noise": [
+        *(f"tests/integration/test_{name}.py" for name in ("engine", "clipping", "accounting")),
+        *(f"tests/integration/test_{name}.py" for name in ("noise", "errors", "sampling")),
+        "tests/randomness",
+        "tests/test_compat.py",
     ],
+    "kernels (interpreter)": [
+        *(f"tests/ops/test_{name}.py" for name in ("gram", "outer", "row_scale", "row_sum"))
+    ],
+    "trainers": ["tests/trainers"],
 }
-TOOLS = ("hypothesis", "pytest", "pytest-timeout", "setuptools")
-#: Without constraints.txt: the interpreters of older versions of Triton do not run with newer ones.
-NUMPY = "numpy<2.4"
-PACKAGES = ("torch", "triton", "opacus", "numpy")
+PACKAGES = (
+    *("torch", "triton", "opacus", "cryptography", "dp-accounting", "transformers"),
+    *("accelerate", "lightning", "peft", "numpy"),
+)
+OUTCOMES = ("passed", "failed", "errors", "skipped")
 
 START = "<!-- versions:start -->"
 END = "<!-- versions:end -->"
@@ -51,109 +52,80 @@ END = "<!-- versions:end -->"
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "versions",
-        help="test the oldest, the pinned and the newest PyTorch, and write docs/versions.md",
-        description="Makes a virtual environment for each version of PyTorch, runs a part of the "
-        f"tests in it, and replaces its row between {START} and {END}. The exit status is 1 if a "
-        "test failed.",
+        help="test the installed versions, and write what passed to docs/versions.md",
+        description="Runs a part of the tests with the packages that are installed, and replaces "
+        "the row of this PyTorch in benchmarks/results/versions.json and in docs/versions.md. The "
+        "exit status is 1 if a test failed.",
     )
-    parser.add_argument(
-        "versions",
-        nargs="*",
-        metavar="VERSION",
-        help="of PyTorch; default: the oldest of setup.cfg, that of constraints.txt, 'newest'",
-    )
-    parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "versions.md")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one part")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--only", choices=PARTS, action="append", help="parts; the others stay")
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one part")
     parser.set_defaults(run=run)
 
 
-def promised() -> list[str]:
-    """The oldest version that setup.cfg promises, and the one that constraints.txt pins."""
-    oldest = re.search(r"torch>=(\d+\.\d+)", SETUP.read_text())
-    pinned = re.search(r"^torch==(\S+)", PINS.read_text(), re.MULTILINE)
-    if oldest is None or pinned is None:
-        raise UsageError("no torch>= in setup.cfg, or no torch== in constraints.txt")
-    return [f"{oldest[1]}.*", pinned[1]]
-
-
 def run(options: argparse.Namespace, console: Console) -> int:
-    rows = read_rows(options.page)
-    failed = False
-    for version in options.versions or [*promised(), "newest"]:
-        console.print(f"[bold]PyTorch {version}[/]")
-        with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            try:
-                found, results = try_version(version, Path(folder), options.timeout, console)
-            except subprocess.CalledProcessError as error:
-                console.print(f"[bold red]{error}[/]")
-                failed = True
-                continue
-        rows[found["torch"]] = [*(found[package] for package in PACKAGES), *results]
-        failed |= any("failed" in result or "passed" not in result for result in results)
-        write_rows(options.page, rows)  # row by row: a run takes long
-    return int(failed)
+    rows: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    found = {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}}
+    before = rows.get(found["torch"], {})
+    parts = before.get("parts", {}) if before.get("versions") == found else {}
+    for name in options.only or PARTS:
+        command = ["pytest", "-q", "-p", "no:cacheprovider", *PARTS[name]]
+        counts = outcome(command, options.timeout)
+        parts[name] = {"command": f"python -m {' '.join(command)}", **counts}
+        console.print(f"{name}: {counts}")
+    rows[found["torch"]] = {"versions": found, "parts": parts}
+    options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_table(options.page, rows)
+    return int(any(not is_right(part) for part in parts.values()))
 
 
-def try_version(
-    version: str, folder: Path, timeout: int, console: Console
-) -> tuple[dict[str, str], list[str]]:
-    """Installed versions by package, and what came of each part."""
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    torch = "torch" if version == "newest" else f"torch=={version}"
-    bounds = re.findall(r"^ +((?:opacus|triton)>=[\d.]+)", SETUP.read_text(), re.MULTILINE)
-    install = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
-    if version == promised()[1]:
-        install += ["-c", str(PINS), "numpy"]
-    else:
-        install += [NUMPY]
-    subprocess.run([*install, torch, *bounds, *TOOLS], check=True)
-    listed = subprocess.run(
-        [python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True
-    ).stdout
-    found = dict(line.split("==") for line in listed.splitlines() if line.count("==") == 1)
-    results = []
-    for name, arguments in PARTS.items():
-        results.append(outcome(python, arguments, timeout))
-        console.print(f"  {name}: {results[-1]}")
-    return {package: found.get(package, "none") for package in PACKAGES}, results
+def installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
-def outcome(python: str, arguments: Sequence[str], timeout: int) -> str:
-    """The numbers in pytest's last line."""
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+def is_right(part: dict[str, Any]) -> bool:
+    return part["passed"] > 0 and not part["failed"] and not part["errors"]
+
+
+def outcome(command: list[str], timeout: int) -> dict[str, int]:
+    """The numbers in pytest's last line; all 0 where it did not come to one."""
     settings = {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    environment = {**os.environ, **settings}
     try:
         ran = subprocess.run(
-            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+            [sys.executable, "-m", *command],
+            cwd=_ROOT,
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return f"not through in {timeout} s"
-    last = ran.stdout.strip().splitlines()[-1:]
-    counts = re.findall(r"\d+ (?:passed|failed|errors?)", last[0] if last else "")
-    if ran.returncode and ran.stdout:
-        sys.stderr.write(
-            "\n".join(line for line in ran.stdout.splitlines() if line.startswith("FAILED"))
-        )
-    return ", ".join(sorted(counts, key=lambda count: "passed" not in count)) or "did not start"
+        return dict.fromkeys(OUTCOMES, 0)
+    lines = ran.stdout.splitlines()
+    sys.stderr.writelines(f"{line}\n" for line in lines if line.startswith(("FAILED", "ERROR")))
+    counts = dict.fromkeys(OUTCOMES, 0)
+    for number, name in re.findall(r"(\d+) (passed|failed|error|skipped)", "".join(lines[-1:])):
+        counts["errors" if name == "error" else name] = int(number)
+    return counts
 
 
-def read_rows(page: Path) -> dict[str, list[str]]:
-    """Rows of the table that is on the page, by version of PyTorch."""
-    body = page.read_text().split(START)[1].split(END)[0]
-    lines = [line for line in body.splitlines() if line.startswith("|")][2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0]: row for row in rows}
-
-
-def write_rows(page: Path, rows: dict[str, list[str]]) -> None:
-    """Replace the table."""
-    header = ["PyTorch", "Triton", "Opacus", "NumPy", *PARTS]
-    ordered = sorted(rows.values(), key=lambda row: [int(n) for n in re.findall(r"\d+", row[0])])
-    lines = [header, ["---"] * len(header), *ordered]
+def write_table(page: Path, rows: dict[str, Any]) -> None:
+    """Replace the table of the page."""
+    packages = [name for name in PACKAGES if name != "torch"]
+    header = ["PyTorch", *packages, *PARTS]
+    lines = [header, ["---"] * len(header)]
+    for torch in sorted(rows, key=lambda version: [int(n) for n in re.findall(r"\d+", version)]):
+        row = rows[torch]
+        cells = [row["versions"][name] for name in packages]
+        for name in PARTS:
+            part = row["parts"].get(name)
+            bad = part and [f"{part[key]} {key}" for key in ("failed", "errors") if part[key]]
+            cells.append(", ".join([f"{part['passed']} passed", *bad]) if part else "")
+        lines.append([torch, *cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    python = ".".join(platform.python_version_tuple()[:2])
     before, rest = page.read_text().split(START)
-    text = f"{START}\n\nPython {python}, on a CPU.\n\n{table}\n\n{END}"
-    page.write_text(before + text + rest.split(END)[1])
+    page.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.split(END)[1]}")

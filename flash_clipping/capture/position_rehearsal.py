@@ -25,7 +25,7 @@ from flash_clipping.capture.row_values import are_alike, digest_of, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Taint
 from flash_clipping.capture.units import Units
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Relative difference from which on a position was reached from another document. Kernels compute
 #: rows of one batch alike whatever the others hold, but experts that get other numbers of rows.
@@ -224,6 +224,7 @@ def _refuse_constants(notes: dict[Read, _Note]) -> None:
             "what it reads does not derive from the model's inputs: positions that the model makes "
             "itself, say. Pass them to the model (position_ids, which begin anew in every "
             "document), or freeze the parameters of this layer."
+            f"{to_freeze(*paths)}"
         )
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def merged(key: str, before: Seen, now: Seen) -> Seen:
                 f"{key}: samples lie in another order in what it reads than they did before: "
                 f"found {now[parts]}, expected {before[parts]}, with {parts} rows of each. Keep "
                 "one order, in training and evaluation and for batches of all sizes, or freeze the "
-                "parameters of this layer."
+                f"parameters of this layer.{to_freeze(key)}"
             )
     return before | now
 
@@ -133,7 +133,7 @@ def check_one_layout(
             raise FlashClippingError(
                 f"{key}: samples lie along another axis of what it reads than they did before. "
                 "Keep them along one, in training and evaluation and for batches of all sizes, or "
-                "freeze the parameters of this layer."
+                f"freeze the parameters of this layer.{to_freeze(key)}"
             )
 
 

@@ -31,7 +31,7 @@ from flash_clipping.capture.running_forward import RunningForward
 from flash_clipping.capture.seen_kinds import SeenKinds
 from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import ClipFunction
@@ -370,6 +370,7 @@ class ClippingSession:
                 f"{path}: called inside an operator that traces its body (torch.cond, while_loop, "
                 "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
                 "of the operator, use plain Python for it, or freeze the layer's parameters."
+                f"{to_freeze(path)}"
             )
         read = call.next_read(path)
         if self.positions is not None and call.witness is None:
@@ -405,7 +406,8 @@ class ClippingSession:
             raise FlashClippingError(
                 f"{path}: under activation checkpointing it reads a tensor of shape "
                 f"{tuple(x.shape)} that may or may not be samples. Call this layer outside the "
-                "checkpoint, or always with samples."
+                "checkpoint, or always with samples; or freeze its parameters."
+                f"{to_freeze(path)}"
             )
         rows = x.shape[axis] if rows is None else rows
         batch_size = call.batch_size

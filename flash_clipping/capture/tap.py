@@ -48,7 +48,7 @@ from flash_clipping.capture.positions import (
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import apply_tapped_layer
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, module_at, to_freeze
 from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
 
 
@@ -59,7 +59,11 @@ def _overrides(method: Any, default: Any) -> bool:
 
 class RefusedByRule(FlashClippingError, ValueError):
     """What a rule said of a layer that it cannot serve, with the layer's path, which rules do not
-    know."""
+    know. Its last line is the rule's, or freezes the layer."""
+
+    def __init__(self, path: str, error: UnsupportedLayer):
+        line = error.line.format(layer=module_at(path))
+        super().__init__(f"{path}: {error}" + (f"\n    {line}" if line else to_freeze(path)))
 
 
 class Tap(FactorSource):
@@ -190,7 +194,7 @@ class Tap(FactorSource):
         except ReadsNoSamples:
             return self._constant_forward(args, kwargs)
         except UnsupportedLayer as error:
-            raise RefusedByRule(f"{self.path}: {error}") from error
+            raise RefusedByRule(self.path, error) from error
 
     def _unruled_forward(
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,6 +213,7 @@ class Tap(FactorSource):
                 f"{self.path}: called inside flash_clipping.samples(...), but it has parameters "
                 "and no rule, so its rows cannot be told apart. Call it outside, write a rule for "
                 "it (flash_clipping.register_rule), or freeze its parameters."
+                f"{to_freeze(self.path)}"
             )
         if session.positions is not None and is_grad_enabled():
             return self._unruled_by_position(args, kwargs)
@@ -324,7 +329,7 @@ class Tap(FactorSource):
                 f"{self.path}: what it reads does not derive from the samples (it is the same for "
                 f"all of them), and {unsupported.found}, so its parameters have no per-sample "
                 "gradients here. Expand what it reads over the batch, x.expand(batch_size, ...), "
-                "or freeze its parameters."
+                f"or freeze its parameters.{to_freeze(self.path)}"
             ) from unsupported
         finally:
             self.reads_constants = outside
@@ -344,7 +349,7 @@ class Tap(FactorSource):
         try:
             return rule.call(self.layer, ordinary, args, kwargs)
         except UnsupportedLayer as error:
-            raise RefusedByRule(f"{self.path}: {error}") from error
+            raise RefusedByRule(self.path, error) from error
 
     def _apply(
         self,

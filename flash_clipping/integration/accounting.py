@@ -2,7 +2,7 @@
 
 A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
 event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
-(``pip install flash-clipping[accounting]``); it is imported when such an accountant is made.
+(``flash-clipping[accounting]``); it is imported when such an accountant is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opacus.accountants import (
     register_accountant,
 )
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, missing_extra
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
@@ -384,10 +384,7 @@ def dp_accounting() -> Any:
         import dp_accounting as package
         import dp_accounting.pld as pld
     except ImportError as error:
-        raise ImportError(
-            'accountant="pld" needs the package dp-accounting: '
-            "pip install flash-clipping[accounting]."
-        ) from error
+        raise missing_extra("accounting", 'accountant="pld"', error) from error
     assert pld is not None
     return package
 

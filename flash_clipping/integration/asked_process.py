@@ -81,7 +81,7 @@ def asked_process(
             not isinstance(accountant, PldAccountant),
             f"accountant={accountant.mechanism()!r}",
             "It knows ordinary Poisson sampling with independent noise only. Use "
-            "FlashPrivacyEngine(accountant='pld') (pip install flash-clipping[accounting])",
+            "FlashPrivacyEngine(accountant='pld') (the extra flash-clipping[accounting])",
         ),
     ]
     for found, name, advice in refused:

@@ -9,6 +9,7 @@ A buffer is refused because forward changes it, not because it is there:
   of angles that grows with the sequence. It passes if it has the same bits as before; or if the
   model, run again from the state in which the forward began, makes the same bits of other samples,
   in inputs of the same shapes.
+* Spectral normalization writes the vectors of its power iteration, which reads the weight alone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import SPECTRAL_NORM
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import put_back, random_state, untouched
 from flash_clipping.capture.position_rehearsal import other_tokens
 from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import module_at
 from flash_clipping.integration.structure import Structure
 
 #: A module and the name of one of its buffers.
@@ -39,7 +42,7 @@ class _Before:
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
-    versions: list[int]
+    versions: list[int] | None  # None: what is written is of weights alone
 
 
 class BufferWatch:
@@ -64,7 +67,7 @@ class BufferWatch:
         """Note what is there."""
         self._written = None
         self._before = [
-            _Before(module, vars(module).copy(), buffers.copy(), _versions(buffers))
+            _Before(module, vars(module).copy(), buffers.copy(), _versions_in(module, buffers))
             for module in self.structure.modules
             if (buffers := module._buffers)
         ]
@@ -74,6 +77,7 @@ class BufferWatch:
         places = [
             (before.module, name, buffer)
             for before in self._before or ()
+            if before.versions is not None
             for name, buffer in before.buffers.items()
             if buffer is not None and buffer.layout == torch.strided
         ]
@@ -108,7 +112,7 @@ class BufferWatch:
         if found is None:
             return
         for before in found:
-            if _versions(before.buffers) != before.versions:
+            if before.versions is not None and _versions(before.buffers) != before.versions:
                 now = [_versions({name: x}) for name, x in before.buffers.items()]
                 changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
                 names = [*before.buffers]
@@ -207,8 +211,12 @@ class BufferWatch:
             "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
             "put this module into eval mode if it changes nothing then, or make the value outside "
             "of forward, of what is public. strict=False leaves buffers alone, and what they "
-            "keep of samples is not private."
+            f"keep of samples is not private.\n    {module_at(path)}.eval()"
         )
+
+
+def _versions_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> list[int] | None:
+    return None if type(module) is SPECTRAL_NORM else _versions(buffers)
 
 
 def _versions(buffers: dict[str, Tensor | None]) -> list[int]:

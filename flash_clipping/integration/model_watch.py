@@ -24,6 +24,7 @@ from flash_clipping.integration.installed_taps import InstalledTaps
 from flash_clipping.integration.parallel import refuse_around, refuse_in_pipeline, refuse_since
 from flash_clipping.integration.parameter_guards import ParameterGuards
 from flash_clipping.integration.structure import Structure
+from flash_clipping.integration.unsupported import batch_norms_of, refuse_batch_norms
 
 if TYPE_CHECKING:
     from flash_clipping.sharded.model import ShardedModel
@@ -55,6 +56,7 @@ class ModelWatch:
         self._structure = Structure(wrapper)
         self._buffers = BufferWatch(root, self._structure, session) if strict else None
         self._embeddings = embeddings_of(root)
+        self._batch_norms = batch_norms_of(root)
         #: Of a model with shards, whose processes rehearse together.
         self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
@@ -72,12 +74,14 @@ class ModelWatch:
         Raises:
             FlashClippingError: the model runs inside PyTorch's data parallelism, or was sharded; or
                 a hook waits for a gradient that will not come.
-            NotImplementedError: an embedding was given a ``max_norm``.
+            NotImplementedError: an embedding was given a ``max_norm``, or a batch normalization
+                is in train mode.
         """
         refuse_around(module)
         if not self.in_private_schedule:
             refuse_in_pipeline(module)
         refuse_max_norm(self._embeddings)
+        refuse_batch_norms(self._batch_norms)
         if self._buffers is not None:
             self._buffers.before_forward()
         if self.guards.watch_new():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze_parameters
 from flash_clipping.integration.unsupported import refuse_complex
 
 
@@ -74,14 +74,6 @@ class ParameterGuards:
         """Let ``param.grad`` hold sums in fp32."""
         if param.dtype not in (torch.bfloat16, torch.float16) or self.sum_dtype == "parameter":
             return
-        if not hasattr(param, "grad_dtype"):
-            raise NotImplementedError(
-                f"{name}: is in {param.dtype}, and this PyTorch ({torch.__version__}) allows no "
-                "gradient in another dtype: its clipped sums would be rounded before noise is "
-                "added. Use a PyTorch whose tensors have grad_dtype (2.10 or newer), keep the "
-                "parameters in float32 (with autocast), or pass sum_dtype='parameter', which "
-                "weakens privacy."
-            )
         self._grad_dtypes.append((param, param.grad_dtype))
         param.grad_dtype = None  # any
 
@@ -109,11 +101,11 @@ class _Guard:
         elif self.session.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
-                "owns it; it would be added without being clipped. Freeze it "
-                "(requires_grad_(False)) and train adapters (LoRA on the model's linear layers) "
-                "instead; or use it in its own module's forward, which others call; or detach it "
-                "where it is used elsewhere. For a penalty on weights, use the optimizer's "
-                "weight_decay. A weight that a hook computes (torch.nn.utils.weight_norm, "
-                "spectral_norm) needs torch.nn.utils.parametrizations instead; after pruning, "
-                "torch.nn.utils.prune.remove(module, name)."
+                "owns it; it would be added without being clipped. Use it in its own module's "
+                "forward, which others call; or detach it where it is used elsewhere. For a "
+                "penalty on weights, use the optimizer's weight_decay. A weight that a hook "
+                "computes needs torch.nn.utils.parametrize instead; after pruning, "
+                "torch.nn.utils.prune.remove(module, name). Freeze it, and train "
+                "adapters (LoRA on the model's linear layers)."
+                f"{to_freeze_parameters(self.name)}"
             )

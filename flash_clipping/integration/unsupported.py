@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod as _Pruning
 
-from flash_clipping._compat import BATCH_NORMS, without_validator
+from flash_clipping._compat import BATCH_NORMS, hooks_of_module, without_validator
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
 from flash_clipping.integration.parallel import refuse_inside
 from flash_clipping.sharded import refuse_sharding
 
-#: Layers whose output for one sample depends on the others.
-_MIXING_LAYERS = BATCH_NORMS
+#: Hooks of ``torch.nn.utils`` that compute a weight, and the functions that put them there. (The
+#: functions have the names of the modules.)
+_COMPUTING_HOOKS: dict[type, str] = {
+    import_module("torch.nn.utils.spectral_norm").SpectralNorm: "spectral_norm",
+    import_module("torch.nn.utils.weight_norm").WeightNorm: "weight_norm",
+}
 
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
@@ -30,7 +39,7 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
             f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
             "not supported. Keep its real and imaginary parts in a real parameter, "
             "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in "
-            "forward, which is exact; or freeze it (requires_grad_(False))."
+            f"forward, which is exact; or freeze it.{to_freeze_parameters(name)}"
         )
 
 
@@ -44,6 +53,7 @@ def refuse_unsupported(root: nn.Module) -> None:
     """
     refuse_max_norm(embeddings_of(root))
     refuse_sharding(root)
+    refuse_batch_norms(batch_norms_of(root))
     for name, param in root.named_parameters():
         refuse_complex(name, param)
     for path, module in root.named_modules():
@@ -52,22 +62,72 @@ def refuse_unsupported(root: nn.Module) -> None:
                 raise NotImplementedError(
                     f"{path or 'the model'} ({type(module).__name__}): its parameter {name!r} has "
                     "no shape before the first forward, so nothing can be clipped or trained. Call "
-                    "the model once on a batch (under torch.no_grad()), then make the optimizer "
-                    "and wrap the model."
+                    "the model once on a batch, then make the optimizer and wrap the model."
+                    "\n    with torch.no_grad(): model(x)"
                 )
-        if isinstance(module, _MIXING_LAYERS):
-            raise NotImplementedError(
-                f"{path} ({type(module).__name__}) mixes samples: the gradient of one sample "
-                "depends on the others, so no clipping can bound it. Replace it by "
-                "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does)."
-            )
+        _refuse_hooked(path, module)
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
-                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict "
-                "(opacus.validators.ModuleValidator.fix(model) does)."
+                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict:"
+                "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
             )
+
+
+def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
+    """The batch normalizations in a model, by path."""
+    return [(path, m) for path, m in root.named_modules() if isinstance(m, BATCH_NORMS)]
+
+
+def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
+    """Refuse those of these batch normalizations, by path, that read statistics of the batch now.
+
+    In eval mode, with running statistics, the output for a sample is of that sample alone.
+
+    Raises:
+        NotImplementedError: one does.
+    """
+    for path, module in norms:
+        if module.training or module.running_mean is None or module.running_var is None:
+            raise NotImplementedError(
+                f"{path or 'the model'} ({type(module).__name__}) mixes samples: the gradient of "
+                "one sample depends on the others, so no clipping can bound it. Replace it by "
+                "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does). With running "
+                "statistics, of public data, it may stay as it is in eval mode; after every "
+                f"model.train():\n    {module_at(path)}.eval()"
+            )
+
+
+def _refuse_hooked(path: str, module: nn.Module) -> None:
+    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+    before_forward = hooks_of_module(module)[0]
+    for hook in before_forward.values() if isinstance(before_forward, dict) else ():
+        name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")
+        kind = _COMPUTING_HOOKS.get(type(hook))
+        sources = [module._parameters.get(f"{name}{end}") for end in ("_orig", "_g", "_v")]
+        if not any(source is not None and source.requires_grad for source in sources):
+            continue
+        if isinstance(hook, _Pruning):
+            call = "torch.nn.utils.prune"
+            line = f'torch.nn.utils.prune.remove({module_at(path)}, "{name}")'
+        elif kind is not None:
+            call = f"torch.nn.utils.{kind}"
+            line = (
+                f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
+                f"torch.nn.utils.parametrizations.{kind}(layer)"
+            )
+        else:
+            continue
+        raise NotImplementedError(
+            f"{path or 'the model'} ({type(module).__name__}): its {name} is computed by a hook "
+            f"({call}) before the layer runs, so what it is computed from has no per-sample "
+            f"gradients; expected a parametrization (exact), or a plain parameter:\n    {line}"
+        )
 
 
 def validate(module: nn.Module) -> None:

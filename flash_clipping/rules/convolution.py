@@ -29,7 +29,8 @@ class ConvolutionRule(Rule):
             raise UnsupportedLayer(
                 f"a {type(layer).__name__} without a batch axis has no samples: expected an input "
                 f"of {layer.weight.dim()} dimensions, found shape {tuple(x.shape)}. "
-                "Add the batch axis, x.unsqueeze(0)."
+                "Add the batch axis, x.unsqueeze(0).",
+                "x = x.unsqueeze(0)",
             )
         x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
         assert weight is not None

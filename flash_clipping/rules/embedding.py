@@ -29,7 +29,8 @@ class EmbeddingRule(Rule):
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(
                 "nn.Embedding(scale_grad_by_freq=True) mixes samples: its gradient depends on how "
-                "often an id occurs in the whole batch. Set scale_grad_by_freq=False."
+                "often an id occurs in the whole batch. Set scale_grad_by_freq=False.",
+                "{layer}.scale_grad_by_freq = False",
             )
         output = F.embedding(ids, layer.weight, layer.padding_idx, layer.max_norm, layer.norm_type)
         return output, (ids,)
@@ -71,7 +72,8 @@ class EmbeddingBagRule(Rule):
             raise UnsupportedLayer(
                 f"nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
                 f"{layer.scale_grad_by_freq}) has no per-sample gradients here; expected mode "
-                "'sum' or 'mean' and scale_grad_by_freq=False."
+                "'sum' or 'mean' and scale_grad_by_freq=False.",
+                '{layer}.mode, {layer}.scale_grad_by_freq = "sum", False',
             )
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise UnsupportedLayer(

@@ -10,13 +10,24 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from flash_clipping.factors import Factor
 from flash_clipping.ops.runtime.backend import autocast_operands as autocast_operands
 
 
 class UnsupportedLayer(ValueError):
-    """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path."""
+    """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path.
+
+    Args:
+        message: what was found, what was expected, and what to do.
+        line: code that does it, in which ``{layer}`` stands for the layer; without, the layer is
+            frozen.
+    """
+
+    def __init__(self, message: str, line: str = ""):
+        super().__init__(message)
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,10 @@ class Rule(ABC):
 
     #: Whether layers with children are served too; the children keep their own taps.
     allows_children: bool = False
+
+    #: Whether the rule takes what ``nn.utils.parametrize`` computes of frozen tensors (a base that
+    #: is kept in fewer bits) in the place of parameters. It refuses what is computed of trainable.
+    allows_computed: bool = False
 
     #: Whether the layer reads tokens ``[B·T, ...]``, and the rule ``[B, T, ...]``: rows of a sample
     #: lie together, and are put together before the rule sees them.
@@ -173,17 +188,19 @@ def find_rule(layer: nn.Module) -> Rule | None:
 
     A subclass is served by its parent's rule only while it computes what the parent computes: it
     has the parent's ``forward`` (on the class and on the instance), no children of its own and no
-    property in the place of a parameter.
+    property in the place of a parameter, but for what :attr:`Rule.allows_computed` says.
     """
     if "forward" in vars(layer):
         return None
-    has_children = any(True for _ in layer.children())
+    children = {name for name, _ in layer.named_children()}
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor) or _RULES.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
         if rule is not None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)
-            return rule if same and (rule.allows_children or not has_children) else None
+            if rule.allows_computed and parametrize.is_parametrized(layer):
+                children -= {"parametrizations"}
+            return rule if same and (rule.allows_children or not children) else None
     return next((rule for belongs, rule in _FAMILIES if belongs(layer)), None)
 
 

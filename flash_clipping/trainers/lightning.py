@@ -12,8 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
+
+from flash_clipping.errors import missing_extra
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise missing_extra("lightning", __name__, error) from error
 
 from flash_clipping.integration.accounting import ADD_OR_REMOVE
 from flash_clipping.integration.sampling import PoissonLoader, refuse_loader

@@ -18,12 +18,18 @@ from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
-from transformers.trainer import TRAINER_STATE_NAME
+
+from flash_clipping.errors import missing_extra
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
+    from transformers.trainer import TRAINER_STATE_NAME
+except ImportError as error:
+    raise missing_extra("transformers", __name__, error) from error
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
 from flash_clipping.integration.accounting import ADD_OR_REMOVE

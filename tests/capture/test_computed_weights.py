@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 from flash_clipping import FlashClippingError
 from tests.support.autograd import squares
+from tests.support.oracle import assert_close
 from tests.support.uses import IDS, D, Holder, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import WRAPPERS
 
@@ -129,18 +131,85 @@ def test_computed_weight_is_exact(name: str, mode: str, wrapper: str) -> None:
     exact(COMPUTED[name], batch, mode, wrapper)
 
 
+def convolved_plainly(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x.mT).mT
+
+
+SPECTRAL: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Holder(plainly, layer=parametrizations.spectral_norm(nn.Linear(D, D))),
+    "convolution": lambda: Holder(
+        convolved_plainly, layer=parametrizations.spectral_norm(nn.Conv1d(D, D, 3, padding=1))
+    ),
+}
+
+
+@pytest.mark.parametrize("mode, wrapper", [("one_pass", "wrapped"), ("two_pass", "hooks")])
+@pytest.mark.parametrize("name", SPECTRAL)
+def test_spectral_norm_is_exact(name: str, mode: str, wrapper: str) -> None:
+    """Its vectors are of the weight alone: one more power iteration in every forward."""
+    plain, model = make_around(SPECTRAL[name]), make_around(SPECTRAL[name])
+    batch = seeded_batch()
+    flash = WRAPPERS[wrapper](model, max_grad_norm=1.0, mode=mode)
+    for _ in range(3):
+        before = copy.deepcopy(plain)
+        plain(*batch)
+        rows = []
+        for row in batch[0].split(1):
+            alone = copy.deepcopy(before)
+            squares(alone, (row,)).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in alone.parameters()]))
+        grads = torch.stack(rows)
+        model.zero_grad(set_to_none=True)
+        squares(flash if wrapper == "wrapped" else model, batch).backward()
+        assert_close(flash.get_norm_sample(), grads.norm(dim=1), 1e-9, "norms")
+        coefficients = (1 / (grads.norm(dim=1) + 1e-6)).clamp(max=1)
+        sums = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert_close(sums, coefficients @ grads, 1e-8, "sums")
+        found = dict(model.named_buffers())
+        for key, vector in plain.named_buffers():
+            assert type(found[key]) is Tensor
+            torch.testing.assert_close(found[key], vector, rtol=0, atol=1e-12)
+        with torch.no_grad():
+            for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+                own += 0.1 * own.sin()
+                other.copy_(own)
+
+
+def test_a_buffer_is_written_of_samples_with_gradients_off() -> None:
+    """Written by the same function, of a parameter and samples: refused, as any buffer is."""
+
+    def noting(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(m.gain, x.mean((0, 1)), out=m.seen)
+        return x * m.gain
+
+    model = make_around(lambda: Holder(noting, gain=torch.ones(D)))
+    model.middle.register_buffer("seen", torch.zeros(D, dtype=torch.float64))
+    with pytest.raises((NotImplementedError, FlashClippingError), match="middle"):
+        squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
+
+
+HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    "change",
-    [
-        nn.utils.weight_norm,
-        nn.utils.spectral_norm,
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    ],
-    ids=["weight_norm", "spectral_norm", "prune"],
-)
-def test_weight_of_a_hook_is_refused(change: Callable[[nn.Module], nn.Module]) -> None:
-    model = make_around(lambda: Holder(plainly, layer=change(nn.Linear(D, D))))
-    flash = WRAPPERS["wrapped"](model, strict=False)
-    with pytest.raises(FlashClippingError, match=r"(?s)middle\.layer .*parametrizations"):
-        squares(flash, seeded_batch()).backward()
+@pytest.mark.parametrize("name", HOOKED)
+def test_weight_of_a_hook_is_refused(name: str) -> None:
+    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
+    with pytest.raises(NotImplementedError, match=rf"middle\.layer .*hook .*{name}") as error:
+        WRAPPERS["wrapped"](model)
+    exec(str(error.value).splitlines()[-1].strip(), {"model": model, "torch": torch})
+    squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_frozen_weight_of_a_hook_is_none_of_ours(name: str) -> None:
+    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
+    model.middle.requires_grad_(False)
+    squares(WRAPPERS["wrapped"](model, strict=False), seeded_batch()).backward()
+    assert model.first.weight.grad is not None

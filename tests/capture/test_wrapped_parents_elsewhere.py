@@ -85,7 +85,7 @@ def test_refused_in_a_row_of_documents(name: str) -> None:
 
 
 def test_an_embedding_of_documents_in_one_row() -> None:
-    """Its output has an axis more than its ids. More than a lookup is refused, by its name."""
+    """Its output has an axis more than its ids. What needs the generic rule is refused by name."""
 
     def run(how: str) -> None:
         model = Reader()
@@ -93,8 +93,9 @@ def test_an_embedding_of_documents_in_one_row() -> None:
         check(model.double(), [[(n, 2 + ids % 9) for n, ids in enumerate(documents())]])
 
     run("scaled")
+    run("normalized_rows")
     with pytest.raises(FlashClippingError, match=r"table \(SpeltEmbedding\).*generic rule"):
-        run("normalized_rows")
+        run("by_vmap")
 
 
 # -- rows of any samples ---------------------------------------------------------------------------

@@ -198,3 +198,27 @@ def test_rich_table_has_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys) -
     out = capsys.readouterr().out
     for word in ("0 (Linear)", "weight", "LinearRule", "rank_one", "PASS"):
         assert word in out
+
+
+def test_version() -> None:
+    import flash_clipping
+
+    run = subprocess.run(
+        [sys.executable, "-m", "flash_clipping", "--version"], capture_output=True, text=True
+    )
+    assert run.returncode == 0 and run.stdout == f"flash-clipping {flash_clipping.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", ["env", "--help"])
+def test_a_reader_that_has_enough_is_no_error(arguments: str) -> None:
+    """``flash-clipping env | head -1``, where nobody reads any more before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(
+        [sys.executable, "-m", "flash_clipping", *arguments.split()],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    assert run.stderr == "" and run.returncode in (0, 128 + 13)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.granitemoe import modeling_granitemoe
 
 pytest.importorskip("transformers")
 
@@ -31,6 +32,8 @@ def check(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss, tolerance: fl
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(family: str) -> None:
+    if family == "GraniteMoe" and not hasattr(modeling_granitemoe, "GraniteMoeExperts"):
+        pytest.skip("older transformers: its experts are layers that read rows of any samples")
     model = mixture(family)
     check(model, tokens(), language_loss, ROUNDED)
 

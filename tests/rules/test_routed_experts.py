@@ -297,17 +297,41 @@ def test_arguments() -> None:
         TopKRouter(6, 4, 5)
 
 
-def test_a_parameter_that_is_computed_is_refused() -> None:
-    class Double(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * x
+class Rounded(nn.Module):
+    """A matrix in fewer bits."""
 
-    model = Model()
-    nn.utils.parametrize.register_parametrization(model.mixture.experts, "down", Double())
+    def forward(self, x: Tensor) -> Tensor:
+        return (16 * x).round() / 16
+
+
+def rounded(model: Model, *names: str) -> Model:
+    for name in names:
+        nn.utils.parametrize.register_parametrization(model.mixture.experts, name, Rounded())
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_base_may_be_computed(mode: str) -> None:
+    model = Model(2)
+    for name in ("gate_up", "down"):
+        model.mixture.experts.get_parameter(name).requires_grad_(False)
+    check_by_autograd(rounded(model, "gate_up", "down"), inputs(4, 5), squares, mode=mode)
+
+
+def test_a_parameter_that_is_computed_is_refused() -> None:
+    model = rounded(Model(), "down")
     squares(model, inputs(3, 5)).backward()  # unwrapped it is trained
-    assert model.mixture.experts.parametrizations.down.original.grad is not None
+    computed = model.mixture.experts.parametrizations.down
+    assert computed.original.grad is not None
     flash = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError, match="ParametrizedMixtureOfExperts"):
+    refused = pytest.raises(FlashClippingError, match=r"ParametrizedMixtureOfExperts.*its down is")
+    with refused:
+        squares(flash, inputs(3, 5)).backward()
+    model.zero_grad()
+    computed.requires_grad_(False)
+    squares(flash, inputs(3, 5)).backward()
+    computed.requires_grad_(True)
+    with refused:
         squares(flash, inputs(3, 5)).backward()
 
 

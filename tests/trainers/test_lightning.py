@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def fit(
         default_root_dir=folder,
         **(defaults | settings),
     )
-    trainer.fit(module, loader or data(), data(6), ckpt_path=checkpoint, weights_only=False)
+    # Lightning before 2.6 reads all of a checkpoint, and has no such argument.
+    more = {"weights_only": False} if "weights_only" in signature(trainer.fit).parameters else {}
+    trainer.fit(module, loader or data(), data(6), ckpt_path=checkpoint, **more)
     return trainer, callback
 
 

@@ -35,7 +35,7 @@ from flash_clipping.capture.bare.stand_in import BareParameter, TableRows, Unsup
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -73,7 +73,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             tap,
             "backward() of something that no tensor with the batch as its first axis took part in",
         )
-    if name.startswith("__set") or "out" in kwargs:
+    writes = kwargs.get("out") is not None
+    may_write = not torch.is_grad_enabled() and is_plain(kwargs.get("out"))
+    if name.startswith("__set") or (writes and not may_write):
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
@@ -85,6 +87,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         layout, given = None, others
     batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
     if any(batched):
+        if writes:
+            raise UnsupportedUse(tap, f"{name} writes into a tensor")
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
@@ -108,6 +112,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     plain_args, plain_kwargs = unflattened(values, spec)
     with _out_of_checkpoints():
         result = func(*plain_args, **plain_kwargs)
+        if writes:
+            return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
             return result  # only the parameter's shape, dtype or device went into it
         rows = _row_of(func, name, leaves, spec, result)
@@ -195,7 +201,7 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         raise FlashClippingError(
             f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
             f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
-            "takes part in it."
+            f"takes part in it.{to_freeze(tap.path)}"
         )
 
 

@@ -19,7 +19,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.bare.origin import Origin
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.factors import Lookup
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
@@ -37,7 +37,7 @@ class UnsupportedUse(FlashClippingError):
             "train adapters (LoRA on the model's linear layers) instead; or use the parameter in "
             "ordinary operations of the module's own forward; or wrap the model with "
             "force_functorch=True, which runs every module under torch.func.vmap and is slow; or "
-            "write a rule for the module (flash_clipping.register_rule)."
+            f"write a rule for the module (flash_clipping.register_rule).{to_freeze(tap.path)}"
         )
 
 
@@ -169,9 +169,9 @@ def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
         found = [x for x in pytree.tree_leaves(tensors) if is_plain(x) and x.requires_grad]
         return [x.grad_fn for x in found if x.grad_fn is not None]
 
-    seen = {id(node) for node in nodes_of(args)}
+    held = nodes_of(args)  # an id is a node's as long as the node is there
+    seen = {id(node) for node in held}
     waiting = nodes_of(output)
-    held = []  # an id is a node's as long as the node is there
     while waiting:
         node = waiting.pop()
         if id(node) in seen:

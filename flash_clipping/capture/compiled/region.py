@@ -47,7 +47,7 @@ from flash_clipping.capture.no_trace import (
     without_activations,
 )
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 if TYPE_CHECKING:
     from flash_clipping.capture.tap import Tap
@@ -325,6 +325,7 @@ class Region:
                 f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
                 "layer then runs by itself, between two graphs), compile blocks without such "
                 "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
+                f"{to_freeze(*(path for path, _ in layout.refused))}"
             )
 
 

@@ -1,0 +1,13 @@
+"""Metadata is in setup.cfg, but for the README as a package index shows it.
+
+Links to files of the repository lead nowhere there: such a file is named instead.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+
+setup(long_description=re.sub(r"\[([^]]+)\]\((?!\w+:|#)([^)]+)\)", r"\1 (`\2`)", README))

@@ -1,0 +1,35 @@
+"""What is said where a package of an extra is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from flash_clipping.integration.accounting import dp_accounting
+
+USERS = {
+    "transformers": ("flash_clipping.trainers.transformers", ["transformers", "accelerate"]),
+    "lightning": ("flash_clipping.trainers.lightning", ["lightning.pytorch.callbacks"]),
+}
+
+
+@pytest.mark.parametrize(
+    "extra, missing", [(extra, name) for extra, (_, names) in USERS.items() for name in names]
+)
+def test_a_trainer_names_its_extra(
+    extra: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = USERS[extra][0]
+    monkeypatch.delitem(sys.modules, user, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{user} needs .*flash-clipping\[{extra}\]") as error:
+        importlib.import_module(user)
+    assert str(error.value).splitlines()[-1] == f"    pip install -e '.[{extra}]'"
+
+
+def test_the_accountant_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r"accountant=\"pld\" needs .*\[accounting\]"):
+        dp_accounting()
