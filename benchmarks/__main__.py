@@ -16,6 +16,7 @@ from benchmarks import (
     budgets,
     certificate,
     convolutions,
+    hostwork,
     hyper_connections,
     memory,
     mixtures,
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         convolutions,
         versions,
         walk,
+        hostwork,
     )
     for module in commands_of:
         module.add_parser(commands)

@@ -1,7 +1,8 @@
-"""The parameters that a tapped layer's own forward reads."""
+"""The parameters that a tapped layer's own forward reads, and gradients that go past it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -117,3 +118,24 @@ class OwnParameters:
             or any(x is not None and x.requires_grad for x in buffers.values())
             or any(isinstance(x, BareParameter) for x in buffers.values())
         )
+
+
+class Guard:
+    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
+
+    Args:
+        name: of the parameter, for the message.
+        why: the consequence, and what to do instead.
+        is_on: whether backward passes are recorded.
+    """
+
+    def __init__(self, name: str, why: str, is_on: Callable[[], bool]):
+        self.name, self.why, self.is_on = name, why, is_on
+
+    def __call__(self, grad: Tensor | None) -> None:
+        # None: the tap consumed this gradient.
+        if grad is not None and self.is_on():
+            raise FlashClippingError(
+                f"{self.name}: this parameter received a gradient from outside the module that "
+                f"owns it; it would be {self.why}"
+            )

@@ -58,6 +58,8 @@ class Units(Protocol):
 class Session(Protocol):
     """How to clip, what forward did, and who is told what a backward pass has left."""
 
+    #: An input of every tapped layer, which users cannot name.
+    anchor: Tensor
     #: From per-parameter norms to coefficients; also where norms are published.
     clip: ClipFunction
     #: Told of the parameters whose clipped sums are in ``p.grad``.

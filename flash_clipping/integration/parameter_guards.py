@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from flash_clipping.capture.own_parameters import Guard
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.integration.unsupported import refuse_complex
+
+_PAST_THE_TAP = (
+    "added without being clipped. Freeze it (requires_grad_(False)) and train adapters (LoRA on "
+    "the model's linear layers) instead; or use it in its own module's forward, which others call; "
+    "or detach it where it is used elsewhere. For a penalty on weights, use the optimizer's "
+    "weight_decay. A weight that a hook computes (torch.nn.utils.weight_norm, spectral_norm) needs "
+    "torch.nn.utils.parametrizations instead; after pruning, "
+    "torch.nn.utils.prune.remove(module, name)."
+)
 
 
 class ParameterGuards:
@@ -65,7 +74,8 @@ class ParameterGuards:
         for key, param in new.items():
             refuse_complex(names[key], param)
             self._allow_sums(names[key], param)
-            self.handles.append(param.register_hook(_Guard(names[key], key, self.session)))
+            guard = Guard(names[key], _PAST_THE_TAP, lambda: self.session.enabled)
+            self.handles.append(param.register_hook(guard))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1
         return True
@@ -92,28 +102,3 @@ class ParameterGuards:
             param, dtype = self._grad_dtypes.pop()
             if param.grad is None or dtype in (None, param.grad.dtype):
                 param.grad_dtype = dtype
-
-
-class _Guard:
-    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
-
-    def __init__(self, name: str, key: int, session: ClippingSession):
-        self.name = name
-        self.key = key
-        self.session = session
-
-    def __call__(self, grad: Tensor | None) -> None:
-        if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
-            if (backward_pass := self.session.backward_pass) is not None:
-                backward_pass.asked.add(self.key)
-        elif self.session.enabled:
-            raise FlashClippingError(
-                f"{self.name}: this parameter received a gradient from outside the module that "
-                "owns it; it would be added without being clipped. Freeze it "
-                "(requires_grad_(False)) and train adapters (LoRA on the model's linear layers) "
-                "instead; or use it in its own module's forward, which others call; or detach it "
-                "where it is used elsewhere. For a penalty on weights, use the optimizer's "
-                "weight_decay. A weight that a hook computes (torch.nn.utils.weight_norm, "
-                "spectral_norm) needs torch.nn.utils.parametrizations instead; after pruning, "
-                "torch.nn.utils.prune.remove(module, name)."
-            )

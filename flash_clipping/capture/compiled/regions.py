@@ -111,6 +111,8 @@ class Regions:
     ) -> Region:
         inside = set(module.modules())
         taps = [tap for tap in self.taps if tap.layer in inside]
+        for tap in taps:
+            tap.compiled = True
         fullgraph = bool(getattr(context, "fullgraph", False))
         return Region(module, path, inner, self.session, taps, context, fullgraph, self._codes)
 
