@@ -131,6 +131,7 @@ class Tap(FactorSource):
         self._proven_in = -1
         self._worth_storing: dict[Any, bool] = {}
         self.shared = 0
+        self.is_simple = False
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -208,10 +209,11 @@ class Tap(FactorSource):
             self._worth_storing[shape] = found is not factors
         return found
 
-    def _may_be_proven(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
-        """Whether a call of these arguments, which is about to be recorded, is an ordinary one."""
+    def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
+        """Whether a call of these arguments needed nothing but its rule."""
         return (
-            not self.compiled
+            self.is_simple
+            and not self.compiled
             and len(args) == 1
             and args[0].__class__ is Tensor
             and not axis
@@ -498,15 +500,11 @@ class Tap(FactorSource):
         if self._rule_folds:
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        if (
-            call is not None
-            and call is session.proven_call
-            and self._may_be_proven(args, axis, rows)
-        ):
-            self._prove(trainable)
         output = apply_tapped_layer(
             self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
         )
+        if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
+            self._prove(trainable)
         if self._rule_folds:
             return output.flatten(0, 1)
         if not axis:

@@ -33,6 +33,8 @@ class RuledTap(Protocol):
     rule: Rule | None
     #: How many layers read the input that it reads; 0 where its parameters have other uses.
     shared: int
+    #: Whether its rule returned one tensor in its last call, and saved nothing but tensors.
+    is_simple: bool
 
     def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
 
@@ -80,10 +82,11 @@ class TappedLayer(torch.autograd.Function):
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
         ctx.others = None
         for value in saved:
-            if not isinstance(value, Tensor):
+            if value is not None and not isinstance(value, Tensor):
                 ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
                 saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
                 break
+        tap.is_simple = ctx.others is None and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
         ctx.call, ctx.place, ctx.rows = call, place, rows
@@ -153,10 +156,11 @@ class ProvenLayer(torch.autograd.Function):
     def forward(
         ctx: Any, tap: Any, call: ForwardCall, anchor: Tensor, x: Tensor, *params: Tensor
     ) -> Tensor:
+        output: Tensor
         output, saved = tap.rule.forward(tap.layer, x)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.call = tap, call
-        return output
+        return _fresh(output, (x,)) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
