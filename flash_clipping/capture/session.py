@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +60,7 @@ class ClippingSession:
         self,
         *,
         clip: ClipFunction,
-        note_sums: Callable[[list[nn.Parameter]], None],
+        note_sums: Callable[[Iterable[nn.Parameter]], None],
         trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
         loss_reduction: str,

@@ -240,8 +240,8 @@ class BackwardPass:
         if self.units is not None:
             self.batch_size = self.units.count
         params = self.session.trainable()
-        self.params = {id(param): param for param in params}
-        keys = [id(param) for of_call in self.used for param in of_call]
+        self.params = dict(zip(map(id, params), params, strict=True))
+        keys = [*map(id, chain.from_iterable(self.used))]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
         layout = (of_step, asked_for(self.backend), self.norms_only)
         plans, number = self.session.plans, hash(layout)
@@ -296,12 +296,16 @@ class BackwardPass:
         factors = dict(zip(keys, uses, strict=True))
         if len(factors) == len(keys):
             return factors
-        by_key: dict[int, list[Factor]] = {key: [] for key in factors}
+        # Only parameters that were used several times have anything to merge.
+        several = {key for key, count in Counter(keys).items() if count > 1}
+        by_key: dict[int, list[Factor]] = {key: [] for key in factors if key in several}
         for key, factor in zip(keys, uses, strict=True):
-            by_key[key].append(factor)
+            if key in several:
+                by_key[key].append(factor)
         uses.clear()
-        for key in factors:  # letting go of what has been merged
-            factors[key] = merge(by_key.pop(key))
+        for key in by_key:  # letting go of what has been merged
+            factors[key] = merge(by_key[key])
+            by_key[key] = []
         return factors
 
     def _own_gradient_scale(self) -> float:
@@ -349,14 +353,22 @@ class BackwardPass:
             param = self.params[key]
             if param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
+        params = self.params
         self.session.note_sums(
-            [p for key, p in self.params.items() if self.is_for_all or key in self.asked]
+            params.values()
+            if self.is_for_all
+            else [param for key, param in params.items() if key in self.asked]
         )
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        params, is_for_all = self.params, self.is_for_all
+        rounded = self.session.sum_dtype == "parameter"
         for key, grad in zip(keys, grads, strict=True):
-            if self.is_for_all or key in self.asked:
-                self._put(self.params[key], grad)
+            param = params[key]
+            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
+                param.grad = grad  # nearly all
+            elif is_for_all or key in self.asked:
+                self._put(param, grad)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:
         """Where gradients go: add to ``p.grad`` as autograd would, but in the sum's own dtype.

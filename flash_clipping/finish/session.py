@@ -7,7 +7,7 @@ no taps and no modules: only what is stated here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -63,7 +63,7 @@ class Session(Protocol):
     #: From per-parameter norms to coefficients; also where norms are published.
     clip: ClipFunction
     #: Told of the parameters whose clipped sums are in ``p.grad``.
-    note_sums: Callable[[list[nn.Parameter]], None]
+    note_sums: Callable[[Iterable[nn.Parameter]], None]
     #: The trainable parameters, in order.
     trainable: Callable[[], list[nn.Parameter]]
     #: ``"mean"`` or ``"sum"``.

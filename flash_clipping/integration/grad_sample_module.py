@@ -33,7 +33,7 @@ from flash_clipping.integration.like_the_model import LikeTheModel
 from flash_clipping.integration.model_watch import ModelWatch
 from flash_clipping.integration.options import Mode, check_options
 from flash_clipping.integration.parallel import refuse_new_class
-from flash_clipping.integration.parameter_guards import ParameterGuards
+from flash_clipping.integration.parameter_guards import ParameterGuards, trainable_parameters
 from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
 from flash_clipping.integration.token_losses import ModelLosses
@@ -434,13 +434,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _trainable(self) -> list[nn.Parameter]:
         if self._sharded is not None:
             return self._sharded.slots.trainable()
-        # Not named_parameters(): walking the module tree takes milliseconds in every step.
-        found: dict[int, nn.Parameter] = {}
-        for owner in self._owners:
-            for param in owner._parameters.values():
-                if param is not None and param.requires_grad:
-                    found[id(param)] = param
-        return list(found.values())
+        return trainable_parameters(self._owners)
 
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())

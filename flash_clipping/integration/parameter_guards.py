@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,18 @@ _PAST_THE_TAP = (
     "torch.nn.utils.parametrizations instead; after pruning, "
     "torch.nn.utils.prune.remove(module, name)."
 )
+
+
+def trainable_parameters(owners: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these modules that are trainable now, each once, in their order."""
+    # Not named_parameters(): walking the module tree takes milliseconds in every step.
+    found = [
+        param
+        for owner in owners
+        for param in owner._parameters.values()
+        if param is not None and param.requires_grad
+    ]
+    return [*dict(zip(map(id, found), found, strict=True)).values()]
 
 
 class ParameterGuards:
@@ -62,14 +74,11 @@ class ParameterGuards:
             NotImplementedError: one is in 16 bits, and this PyTorch has no sums in fp32 for it.
         """
         guarded = self._guarded
-        new = {
-            id(param): param
-            for owner in self.owners
-            for param in owner._parameters.values()
-            if param is not None and id(param) not in guarded and param.requires_grad
-        }
-        if not new:
+        found = trainable_parameters(self.owners)
+        keys = [*map(id, found)]
+        if guarded.keys() >= set(keys):
             return False
+        new = {key: p for key, p in zip(keys, found, strict=True) if key not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()}
         for key, param in new.items():
             refuse_complex(names[key], param)
