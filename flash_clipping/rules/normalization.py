@@ -208,25 +208,28 @@ class RMSNormRule(Rule):
         return _normalized_backward(self.shape(layer), x, grad_output, None, rstd, scale, needs)
 
 
-def _eps_name(layer: nn.Module) -> str | None:
-    """The attribute that other libraries' RMS norms keep their stability constant in."""
-    names = ("variance_epsilon", "eps", "epsilon")
-    return next((name for name in names if isinstance(vars(layer).get(name), float)), None)
+def _eps_of(layer: nn.Module) -> Any:
+    """What other libraries' RMS norms add to the mean square, by the names that they give it."""
+    held = layer.__dict__
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if name in held:
+            return held[name]
+    return None
 
 
 def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
     """Whether a module that owns one vector, ``weight``, computes ``x̂ · (weight + plus)``: it is
     tried, on inputs of ordinary size and on some so small that its constant shows."""
-    weight, eps_name = layer._parameters.get("weight"), _eps_name(layer)
+    weight, eps = layer._parameters.get("weight"), _eps_of(layer)
     alone = len(layer._parameters) == 1 and not layer._buffers and not layer._modules
-    if not alone or weight is None or weight.dim() != 1 or eps_name is None:
+    if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return False
     if weight.dtype == torch.float64:
         return False  # such modules take their statistics in fp32 all the same
     generator = torch.Generator().manual_seed(0)
     n = len(weight)
     x = torch.randn((4, n), generator=generator)
-    x[2:] *= getattr(layer, eps_name) ** 0.5
+    x[2:] *= eps**0.5
     # Its forward on another object of its class, with another weight: nothing of it is touched.
     trial = copy.copy(layer)
     trial.__dict__ = {**vars(layer), "_parameters": {"weight": None}}
@@ -238,7 +241,7 @@ def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
             mixed = type(layer).forward(trial, x.bfloat16())  # type: ignore[attr-defined]
     except Exception:  # whatever it needs, it is something else
         return False
-    expected = F.rms_norm(x.double(), (n,), scale.double() + plus, getattr(layer, eps_name))
+    expected = F.rms_norm(x.double(), (n,), scale.double() + plus, eps)
     return (
         isinstance(found, Tensor)
         and found.shape == x.shape
@@ -257,8 +260,8 @@ class FoundRMSNormRule(RMSNormRule):
         return tuple(layer._parameters["weight"].shape)
 
     def eps(self, layer: Any) -> float | None:
-        name = _eps_name(layer)
-        return None if name is None else float(getattr(layer, name))
+        eps: float = _eps_of(layer)
+        return eps
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         scale = self.scale(layer)
