@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -120,21 +119,27 @@ class OwnParameters:
         )
 
 
+class Recording(Protocol):
+    """The session, as far as guards are concerned."""
+
+    enabled: bool
+
+
 class Guard:
     """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
 
     Args:
         name: of the parameter, for the message.
         why: the consequence, and what to do instead.
-        is_on: whether backward passes are recorded.
+        session: knows whether backward passes are recorded.
     """
 
-    def __init__(self, name: str, why: str, is_on: Callable[[], bool]):
-        self.name, self.why, self.is_on = name, why, is_on
+    def __init__(self, name: str, why: str, session: Recording):
+        self.name, self.why, self.session = name, why, session
 
     def __call__(self, grad: Tensor | None) -> None:
         # None: the tap consumed this gradient.
-        if grad is not None and self.is_on():
+        if grad is not None and self.session.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"

@@ -132,6 +132,7 @@ class Tap(FactorSource):
         self._worth_storing: dict[Any, bool] = {}
         self.shared = 0
         self.is_simple = False
+        self._ordinary_in = -1  # epoch of the last call, if that was an ordinary one
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -224,8 +225,12 @@ class Tap(FactorSource):
             and len(self.owners) == 1
         )
 
-    def _prove(self, trainable: Trainable) -> None:
-        """Take the short way from now on."""
+    def note_recorded(self, trainable: Trainable, shared: int) -> None:
+        """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
+        have other uses. If the call was an ordinary one, the next takes the short way."""
+        self.shared = shared
+        if self._ordinary_in != self.session.epoch:
+            return
         layer = self.layer
         if vars(layer).get("forward") is not self:
             return  # something else stands around it
@@ -503,8 +508,9 @@ class Tap(FactorSource):
         output = apply_tapped_layer(
             self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
         )
+        self._ordinary_in = -1
         if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
-            self._prove(trainable)
+            self._ordinary_in = session.epoch
         if self._rule_folds:
             return output.flatten(0, 1)
         if not axis:

@@ -31,12 +31,12 @@ class RuledTap(Protocol):
     path: str
     session: ClippingSession
     rule: Rule | None
-    #: How many layers read the input that it reads; 0 where its parameters have other uses.
-    shared: int
     #: Whether its rule returned one tensor in its last call, and saved nothing but tensors.
     is_simple: bool
 
     def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
+
+    def note_recorded(self, trainable: Trainable, shared: int) -> None: ...
 
     def record(
         self,
@@ -142,7 +142,7 @@ def backward_of(
     if session.enabled:
         readers = None if ctx.call is None else (ctx.call, ctx.place)
         if readers is not None:
-            tap.shared = ctx.call.count_readers(ctx.place, params)
+            tap.note_recorded(ctx.trainable, ctx.call.count_readers(ctx.place, params))
         tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
         return (*_NONE, *grads, *(None,) * (rest + len(params)))
     return (*_NONE, *grads, *(None,) * rest, *_ordinary(factors, params, session))
@@ -178,7 +178,9 @@ class ProvenLayer(torch.autograd.Function):
         running = None if running is None else running()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
-        running.record(tap.path, params, tap.stored_where_cheaper(factors, grad_output.shape))
+        if running.holds_factors:
+            factors = tap.stored_where_cheaper(factors, grad_output.shape)
+        running.record(tap.path, params, factors)
         return None, None, None, grad, *(None,) * len(params)
 
 

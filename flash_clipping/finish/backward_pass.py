@@ -108,7 +108,7 @@ class BackwardPass:
                 units.of_units(path, factor, param.device)
                 for param, factor in zip(params, factors, strict=True)
             ]
-        if self.coef is not None or self.norms_only:
+        if not self.holds_factors:
             self._use_now(path, params, factors)
             return
         if readers is not None:
@@ -118,6 +118,11 @@ class BackwardPass:
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether factors are held to the end, and not used as they come."""
+        return self.coef is None and not self.norms_only
 
     def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
         """Take note of a batch without samples, which used these parameters."""

@@ -268,7 +268,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         check_drawn(session, call)
         session.returning = call
-        if self._sharded is None and call.recorded and session.positions is None:
+        if self._sharded is None and call.recorded and units is None:
             session.proven_call = call
         self._losses.before_forward()
         return args, kwargs

@@ -83,7 +83,7 @@ class ParameterGuards:
         for key, param in new.items():
             refuse_complex(names[key], param)
             self._allow_sums(names[key], param)
-            guard = Guard(names[key], _PAST_THE_TAP, lambda: self.session.enabled)
+            guard = Guard(names[key], _PAST_THE_TAP, self.session)
             self.handles.append(param.register_hook(guard))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1

@@ -124,7 +124,7 @@ class ShardedModel:
             "reduced without being clipped. Use it in its own module's forward, detach it where it "
             "is used elsewhere, or freeze it."
         )
-        guard = Guard(name, why, lambda: self.session.enabled)
+        guard = Guard(name, why, self.session)
         self._handles.append(unsharded.register_hook(guard))
 
     def _clip(
