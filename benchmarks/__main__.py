@@ -16,6 +16,7 @@ from benchmarks import (
     budgets,
     certificate,
     convolutions,
+    hostwork,
     hyper_connections,
     memory,
     mixtures,
@@ -73,6 +74,7 @@ def _run(arguments: list[str], console: Console) -> int:
         convolutions,
         versions,
         walk,
+        hostwork,
     )
     for module in commands_of:
         module.add_parser(commands)

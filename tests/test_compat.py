@@ -27,8 +27,7 @@ COMPAT = PACKAGE / "_compat"
 INTERFACES: dict[str, tuple[list[str], str]] = {
     "graph_task": (["_current_graph_task_id"], r"torch\._C\._current_graph_task_id"),
     "at_end_of_backward": (["_execution_engine"], r"_execution_engine\.queue_callback"),
-    "will_run": (["_will_engine_execute_node"], "same"),
-    "TELLS_WHAT_RUNS": (["_will_engine_execute_node"], "same"),
+    "will_run": (["_will_engine_execute_node"], r"torch\._C\._will_engine_execute_node"),
     "transforms_are_active": (["_are_functorch_transforms_active"], "same"),
     "apply_of": (["_are_functorch_transforms_active", "apply"], "same"),
     "saved_tensors_hooks_now": (["_top_saved_tensors_default_hooks"], "same"),
@@ -364,25 +363,6 @@ def test_padding_is_that_of_pytorch(padding: str | tuple[int, int]) -> None:
     assert _compat.padding_of(layer) == known
     del layer._reversed_padding_repeated_twice
     assert _compat.padding_of(layer) == known
-
-
-def test_what_autograd_was_asked_for_is_known_from_hooks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A gradient of something else leaves nothing, and backward leaves sums."""
-    from flash_clipping.finish import backward_pass
-
-    def refuse(_: object) -> bool:
-        raise AssertionError("this PyTorch cannot tell")
-
-    monkeypatch.setattr(backward_pass, "TELLS_WHAT_RUNS", False)
-    monkeypatch.setattr(backward_pass, "will_run", refuse)
-    model = flash_clipping.GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(3, 2)))
-    x = torch.randn(4, 3, requires_grad=True)
-    torch.autograd.grad(model(x).sum(), x)
-    assert all(param.grad is None for param in model.parameters())
-    model(x).mean().backward()
-    assert all(param.grad is not None for param in model.parameters())
 
 
 # -- and nowhere else -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ with.
 """
 
 from flash_clipping._compat.autograd import (
-    TELLS_WHAT_RUNS,
     apply_of,
     at_end_of_backward,
     checkpoints_replaced,
@@ -94,7 +93,6 @@ __all__ = [
     "DispatchMode",
     "KNOWN",
     "MissingInterface",
-    "TELLS_WHAT_RUNS",
     "applied_to",
     "apply_of",
     "arguments_of",

@@ -24,10 +24,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = needed(
 #: Whether the running backward was asked to come by a node. Without: an error.
 will_run: Callable[[Any], bool] = needed("_C._will_engine_execute_node")
 
-#: Whether that can be told. Without: the hooks of parameters tell, and ``mode="two_pass"`` gives
-#: no gradients of the model's inputs.
-TELLS_WHAT_RUNS: bool = find(torch, "_C._will_engine_execute_node") is not None
-
 #: Whether a transform of torch.func runs. Without: PyTorch refuses our functions there by itself.
 transforms_are_active: Callable[[], bool] = find(torch, "_C._are_functorch_transforms_active") or (
     lambda: False

@@ -75,6 +75,11 @@ def _check_range(inside: Tensor, message: str) -> None:
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
 
 
+#: An entry for each ``with samples(...)`` that runs, in whatever thread: layers that take the short
+#: way need not ask for more while it is empty.
+DECLARATIONS: list[None] = []
+
+
 def declared_rows() -> DeclaredRows | None:
     """What holds for layers that are called now."""
     return _declared.get()
@@ -130,7 +135,9 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
     )
     # A copy: the map is read in backward, and index is the user's.
     before = _declared.set(DeclaredRows(index.detach().to(torch.int64, copy=True), count))
+    DECLARATIONS.append(None)
     try:
         yield
     finally:
+        DECLARATIONS.pop()
         _declared.reset(before)

@@ -90,6 +90,7 @@ class FactorSource:
                     "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
             backward_pass = self.session.begin_backward()
+        backward_pass.is_checkpointed |= recomputed
         return backward_pass
 
     def record_on(

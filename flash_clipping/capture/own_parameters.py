@@ -1,8 +1,8 @@
-"""The parameters that a tapped layer's own forward reads."""
+"""The parameters that a tapped layer's own forward reads, and gradients that go past it."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -118,3 +118,30 @@ class OwnParameters:
             or any(x is not None and x.requires_grad for x in buffers.values())
             or any(isinstance(x, BareParameter) for x in buffers.values())
         )
+
+
+class Recording(Protocol):
+    """The session, as far as guards are concerned."""
+
+    enabled: bool
+
+
+class Guard:
+    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
+
+    Args:
+        name: of the parameter, for the message.
+        why: the consequence, and what to do instead.
+        session: knows whether backward passes are recorded.
+    """
+
+    def __init__(self, name: str, why: str, session: Recording):
+        self.name, self.why, self.session = name, why, session
+
+    def __call__(self, grad: Tensor | None) -> None:
+        # None: the tap consumed this gradient.
+        if grad is not None and self.session.enabled:
+            raise FlashClippingError(
+                f"{self.name}: this parameter received a gradient from outside the module that "
+                f"owns it; it would be {self.why}"
+            )

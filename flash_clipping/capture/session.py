@@ -1,8 +1,9 @@
 """What the taps of one model share: its calls, how to clip, and the backward pass that runs.
 
-A :class:`ClippingSession` lives as long as the model is wrapped and holds no tensors. What belongs
-to one call of the root is in a :class:`~flash_clipping.capture.forward_call.ForwardCall`, which
-lives as long as somebody holds what that call returned.
+A :class:`ClippingSession` lives as long as the model is wrapped and holds no tensors of batches.
+Everything that belongs to one call of the root is in a
+:class:`~flash_clipping.capture.forward_call.ForwardCall`, which lives as long as somebody holds
+what that call returned.
 
 Shape suffixes: ``B`` samples.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +61,7 @@ class ClippingSession:
         self,
         *,
         clip: ClipFunction,
-        note_sums: Callable[[list[nn.Parameter]], None],
+        note_sums: Callable[[Iterable[nn.Parameter]], None],
         trainable: Callable[[], list[nn.Parameter]],
         state: Callable[[], Iterator[Tensor]],
         loss_reduction: str,
@@ -70,6 +71,9 @@ class ClippingSession:
         sample_of: str | Offsets | None = None,
     ):
         self.key = next(_keys)
+        #: An input of every tapped layer, which users cannot name: autograd comes by its node only
+        #: in a backward that was asked for the gradients of all parameters.
+        self.anchor = torch.empty(0, requires_grad=True)
         self.clip = clip
         self.note_sums = note_sums
         self.trainable = trainable
@@ -95,6 +99,11 @@ class ClippingSession:
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
+        #: The call of the root whose forward runs, where layers that are proven may take the short
+        #: way (:meth:`flash_clipping.capture.tap.Tap.proven`); otherwise None.
+        self.proven_call: ForwardCall | None = None
+        #: How often it was looked at anew which rows are samples: what was proven before is void.
+        self.epoch = 0
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
         #: While a layer runs uncompiled in the midst of a compiled region.
@@ -171,6 +180,7 @@ class ClippingSession:
             plans=Plans(),  # parameters go by their id there
             captured=None,
             positions=None,
+            proven_call=None,
         )
         return state
 
@@ -200,6 +210,7 @@ class ClippingSession:
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
+        self.proven_call = None
         self._running.leave()
 
     def check_thread(self, call: ForwardCall) -> None:
@@ -277,7 +288,7 @@ class ClippingSession:
         )
         self.positions = units if units is not None and units.by_position else None
         self._forwards.add(forward)
-        self._current_forward = weakref.ref(forward)
+        self._current_forward, self.proven_call = weakref.ref(forward), None
         return forward
 
     def may_rehearse(self) -> bool:
@@ -320,7 +331,7 @@ class ClippingSession:
 
     def resume_forward(self, forward: ForwardCall) -> None:
         """Go on with a call of the root that another one came between."""
-        self._current_forward = weakref.ref(forward)
+        self._current_forward, self.proven_call = weakref.ref(forward), None
 
     def saw_no_two_samples(self) -> bool:
         """Whether rehearsals have not seen samples that differ: they might reach each other."""
@@ -437,6 +448,7 @@ class ClippingSession:
 
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
+        self.epoch += 1
         self.evidence.forget([path])
         call = self.current_forward
         if call is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -32,7 +33,7 @@ from flash_clipping.capture.compiled.tracing import (
     traced_call,
     wiring_of,
 )
-from flash_clipping.capture.declared_rows import declared_rows
+from flash_clipping.capture.declared_rows import DECLARATIONS, DeclaredRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
@@ -47,9 +48,14 @@ from flash_clipping.capture.positions import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tapped_layer import apply_tapped_layer
+from flash_clipping.capture.tapped_layer import apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
+from flash_clipping.factors import Factor
+from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
+
+#: In the place of an argument that was not given.
+_MISSING = object()
 
 
 def _overrides(method: Any, default: Any) -> bool:
@@ -120,6 +126,17 @@ class Tap(FactorSource):
         self._needs: tuple[list[str], Needs] | None = None  # of the last backward
         self.loops = False  # whether vmap was tried on this module and failed
         self._was_declared = False  # whether it was called inside `samples(index, count)`
+        #: Whether it is a part of a compiled region, whose taps Dynamo traces.
+        self.compiled = False
+        # What the short way was shown for: all parameters, those that are trainable, and in which
+        # epoch; and for which shapes per-sample gradients are formed at once.
+        self._proven_for: list[tuple[str, nn.Parameter | None, bool]] = []
+        self.trainable_when_proven: Trainable = [], []
+        self._proven_in = -1
+        self._worth_storing: dict[Any, bool] = {}
+        self.shared = 0
+        self.is_simple = False
+        self._ordinary_in = -1  # epoch of the last call, if that was an ordinary one
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -153,6 +170,79 @@ class Tap(FactorSource):
         if self.instance_forward is not None:
             return self.instance_forward(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def proven(self, x: Any = _MISSING, /, *rest: Any, **named: Any) -> Any:
+        """The short way of a layer that has gone the long one (:meth:`__call__`) in this epoch and
+        met nothing that is special. Here is asked what may have changed since then."""
+        session = self.session
+        call = session.proven_call
+        if (
+            call is None
+            or session.epoch != self._proven_in
+            or session.bypassed
+            or not session.enabled
+            or rest
+            or named
+            or x.__class__ is not Tensor
+            or DECLARATIONS
+            or ACTIVE
+            or not is_grad_enabled()
+            or transforms_are_active()
+            or is_dynamo_compiling()
+        ):
+            return self(*(() if x is _MISSING else (x,)), *rest, **named)
+        now, device = self.layer._parameters, x.device
+        for name, param, trainable in self._proven_for:
+            if now.get(name) is not param or (
+                param is not None and (param.requires_grad != trainable or param.device != device)
+            ):
+                return self(x)
+        params = self.trainable_when_proven[1]
+        call.used.append(params)
+        return apply_proven_layer(self, call, session.anchor, x, *params)
+
+    def stored_where_cheaper(
+        self, factors: Sequence[Factor], shape: torch.Size
+    ) -> Sequence[Factor]:
+        """Per-sample gradients, formed now, where that is cheapest; decided once for each shape of
+        the output's gradient."""
+        worth = self._worth_storing.get(shape)
+        if worth is False:
+            return factors
+        found = stored_where_cheaper(factors, lambda: self.shared, self.session.backend)
+        if worth is None:
+            self._worth_storing[shape] = found is not factors
+        return found
+
+    def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
+        """Whether a call of these arguments needed nothing but its rule."""
+        return (
+            self.is_simple
+            and not self.compiled
+            and len(args) == 1
+            and args[0].__class__ is Tensor
+            and not axis
+            and rows is None
+            and self.path in self.session.evidence.proven
+            and not (self.folded or self.path in self.session.layouts)
+            and not (self._rule_calls or self._rule_has_rows or self._rule_folds)
+            and len(self.owners) == 1
+        )
+
+    def note_recorded(self, trainable: Trainable, shared: int) -> None:
+        """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
+        have other uses. If the call was an ordinary one, the next takes the short way."""
+        self.shared = shared
+        if self._ordinary_in != self.session.epoch:
+            return
+        layer = self.layer
+        if vars(layer).get("forward") is not self:
+            return  # something else stands around it
+        self.trainable_when_proven, self._proven_in = trainable, self.session.epoch
+        self._proven_for = [
+            (n, p, p is not None and p.requires_grad) for n, p in layer._parameters.items()
+        ]
+        layer.forward = self.proven
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # This runs for every layer of every forward, and small models wait for the host: what a
@@ -425,11 +515,14 @@ class Tap(FactorSource):
         if folds:
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        given = self, trainable, call, place, recomputed, rows, *args, *params
+        given = self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
         if self._rule_folds and call is not None and call.witness is not None:
             output = call.witness.taint.row_by_row(args, apply_tapped_layer, *given)
         else:
             output = apply_tapped_layer(*given)
+        self._ordinary_in = -1
+        if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
+            self._ordinary_in = session.epoch
         if folds:
             return output.flatten(0, 1)
         if not axis:
@@ -490,7 +583,7 @@ class Tap(FactorSource):
         # Rows are made anew for every layer: who shares an input is seen by what they are made of.
         place = 0 if call is None else call.note_reader(args[0])
         output = apply_layer_by_position(
-            self, trainable, call, place, recomputed, None, *rows, *params
+            self, trainable, call, place, recomputed, None, session.anchor, *rows, *params
         )
         found = tuple(
             positions.back(part.flatten(0, 1) if self._rule_folds else part)

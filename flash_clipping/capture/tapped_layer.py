@@ -18,6 +18,11 @@ from flash_clipping.factors import Factor
 from flash_clipping.finish.session import Readers
 from flash_clipping.rules.registry import Needs, Rule, own
 
+_NO_SECOND = (
+    "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
+    "have. Call backward() without create_graph, or take such gradients on the unwrapped model."
+)
+
 
 class RuledTap(Protocol):
     """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
@@ -26,8 +31,12 @@ class RuledTap(Protocol):
     path: str
     session: ClippingSession
     rule: Rule | None
+    #: Whether its rule returned one tensor in its last call, and saved nothing but tensors.
+    is_simple: bool
 
     def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
+
+    def note_recorded(self, trainable: Trainable, shared: int) -> None: ...
 
     def record(
         self,
@@ -60,6 +69,7 @@ class TappedLayer(torch.autograd.Function):
         place: int,
         recomputed: bool,
         rows: DeclaredRows | None,
+        anchor: Tensor,
         *inputs_and_params: Any,
     ) -> Any:
         assert tap.rule is not None
@@ -72,10 +82,11 @@ class TappedLayer(torch.autograd.Function):
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
         ctx.others = None
         for value in saved:
-            if not isinstance(value, Tensor):
+            if value is not None and not isinstance(value, Tensor):
                 ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
                 saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
                 break
+        tap.is_simple = ctx.others is None and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
         ctx.call, ctx.place, ctx.rows = call, place, rows
@@ -98,11 +109,7 @@ def backward_of(
     rule = tap.rule
     assert rule is not None
     if is_grad_enabled():
-        raise FlashClippingError(
-            f"{tap.path}: backward(create_graph=True) asks for second derivatives, which "
-            "flash clipping does not have. Call backward() without create_graph, or take "
-            "such gradients on the unwrapped model."
-        )
+        raise FlashClippingError(_NO_SECOND.format(tap.path))
     grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
     saved = ctx.saved_tensors
     if ctx.others is not None:
@@ -134,23 +141,67 @@ def backward_of(
     rest = len(needs.inputs) - len(grads)
     if session.enabled:
         readers = None if ctx.call is None else (ctx.call, ctx.place)
+        if readers is not None:
+            tap.note_recorded(ctx.trainable, ctx.call.count_readers(ctx.place, params))
         tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
         return (*_NONE, *grads, *(None,) * (rest + len(params)))
-    # An ordinary backward: ordinary gradients.
-    ordinary = [
+    return (*_NONE, *grads, *(None,) * rest, *_ordinary(factors, params, session))
+
+
+class ProvenLayer(torch.autograd.Function):
+    """A layer of one input and one output, with a rule, that has been through
+    :class:`TappedLayer` and is called in the same way again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tap: Any, call: ForwardCall, anchor: Tensor, x: Tensor, *params: Tensor
+    ) -> Tensor:
+        output: Tensor
+        output, saved = tap.rule.forward(tap.layer, x)
+        ctx.save_for_backward(*saved)
+        ctx.tap, ctx.call = tap, call
+        return _fresh(output, (x,)) if output._is_view() else output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        tap: Any = ctx.tap
+        session = tap.session
+        if is_grad_enabled():
+            raise FlashClippingError(_NO_SECOND.format(tap.path))
+        names, params = tap.trainable_when_proven
+        needs = tap.needs(ctx.needs_input_grad[3:4], names)
+        grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
+        factors = [by_name[name] for name in names]
+        if not session.enabled:
+            return None, None, None, grad, *_ordinary(factors, params, session)
+        running = session._backward_pass
+        running = None if running is None else running()
+        if running is None:
+            running = tap.running_backward_pass(recomputed=False)
+        if running.holds_factors:
+            factors = tap.stored_where_cheaper(factors, grad_output.shape)
+        running.record(tap.path, params, factors)
+        return None, None, None, grad, *(None,) * len(params)
+
+
+def _ordinary(
+    factors: Sequence[Factor], params: Sequence[nn.Parameter], session: ClippingSession
+) -> list[Tensor]:
+    """Gradients summed over the batch, as autograd has them."""
+    return [
         factor.clipped_sum(None, session.backend).view_as(param)
         for param, factor in zip(params, factors, strict=True)
     ]
-    return (*_NONE, *grads, *(None,) * rest, *ordinary)
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.
-_NONE = (None,) * 6
+_NONE = (None,) * 7
 
 
 # torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
 # (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
 apply_tapped_layer = apply_of(TappedLayer)
+apply_proven_layer = apply_of(ProvenLayer)
 
 
 def _fresh(output: Tensor, inputs: tuple[Any, ...]) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import (
-    TELLS_WHAT_RUNS,
     at_end_of_backward,
     backward_runs_again,
     graph_task,
@@ -205,9 +204,7 @@ class _TwoPass(torch.autograd.Function):
             )
         call.grads = list(grad_outputs)
         session = call.root.session
-        # Without inputs that require grad nothing but the model itself can be meant.
-        asks = TELLS_WHAT_RUNS or any(tensor.requires_grad for tensor in call.inner_inputs)
-        if session.enabled and asks and not will_run(ctx.next_functions[0][0]):
+        if session.enabled and not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
                 f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
                 "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "

@@ -12,13 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flash_clipping._compat import TELLS_WHAT_RUNS, will_run
+from flash_clipping._compat import will_run
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
     Factor,
@@ -69,10 +70,12 @@ class BackwardPass:
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
         self.thread: int | None = None
-        #: Parameters, by ``id``, whose gradients this backward was asked for.
+        #: Whether this backward was asked for the gradients of all parameters that it recorded; if
+        #: not, these were asked for, by ``id``.
+        self.is_for_all = True
         self.asked: set[int] = set()
-        #: Whether that is all that were recorded.
-        self.asked_for_all = True
+        #: Whether a re-entrant checkpoint recorded something: such serve no other backward.
+        self.is_checkpointed = False
 
         self._stand_ins = ExitStack()
 
@@ -105,15 +108,21 @@ class BackwardPass:
                 units.of_units(path, factor, param.device)
                 for param, factor in zip(params, factors, strict=True)
             ]
-        if self.coef is not None or self.norms_only:
+        if not self.holds_factors:
             self._use_now(path, params, factors)
             return
         if readers is not None:
             call, place = readers
-            factors = self._stored_where_cheaper(factors, lambda: call.count_readers(place, params))
+            count = partial(call.count_readers, place, params)
+            factors = stored_where_cheaper(factors, count, self.backend)
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether factors are held to the end, and not used as they come."""
+        return self.coef is None and not self.norms_only
 
     def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
         """Take note of a batch without samples, which used these parameters."""
@@ -155,19 +164,6 @@ class BackwardPass:
                 self.calls.append(path)
                 self.used.append([param])
                 self.factors.append(factor)
-
-    def _stored_where_cheaper(
-        self, factors: Sequence[Factor], readers: Callable[[], int]
-    ) -> Sequence[Factor]:
-        """Form per-sample gradients now where that is cheapest and takes no more memory."""
-        worth = [factor.is_worth_storing(readers) for factor in factors]
-        if not any(worth):
-            return factors
-        # A bias alone would keep its rows to the end.
-        return [
-            factor.stored(self.backend) if is_worth or isinstance(factor, RowSum) else factor
-            for factor, is_worth in zip(factors, worth, strict=True)
-        ]
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.
@@ -216,27 +212,15 @@ class BackwardPass:
         Raises:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
-        recorded = {id(param): param for params in self.used for param in params}
-        recorded.update((id(param), param) for param in self.without_samples)
-        asked = self.asked
-        if not asked.issuperset(recorded):
-            # Parameters that have no guard yet are looked up one by one.
-            asked |= {
-                key for key, param in recorded.items() if key not in asked and self._will_get(param)
-            }
-            self.asked_for_all = asked.issuperset(recorded)
-        if asked.isdisjoint(recorded):
-            return False
-        for key, param in recorded.items():
-            if key in asked:
-                self._will_get(param)  # torch.autograd.grad is the same for all
-                break
-        return True
+        if self.is_checkpointed or will_run(get_gradient_edge(self.session.anchor).node):
+            return bool(self.used or self.without_samples)
+        recorded = [*chain(*self.used, self.without_samples)]
+        self.asked = {id(param) for param in recorded if self._will_get(param)}
+        self.is_for_all = len(self.asked) == len(set(map(id, recorded)))
+        return bool(self.asked)
 
     def _will_get(self, param: nn.Parameter) -> bool:
         """Whether the running backward is to leave a gradient with this parameter."""
-        if not TELLS_WHAT_RUNS:
-            return id(param) in self.asked  # as its guard says
         try:
             return bool(will_run(get_gradient_edge(param).node))
         except RuntimeError as error:
@@ -261,8 +245,8 @@ class BackwardPass:
         if self.units is not None:
             self.batch_size = self.units.count
         params = self.session.trainable()
-        self.params = {id(param): param for param in params}
-        keys = [id(param) for of_call in self.used for param in of_call]
+        self.params = dict(zip(map(id, params), params, strict=True))
+        keys = [*map(id, chain.from_iterable(self.used))]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
         layout = (of_step, asked_for(self.backend), self.norms_only)
         plans, number = self.session.plans, hash(layout)
@@ -317,12 +301,16 @@ class BackwardPass:
         factors = dict(zip(keys, uses, strict=True))
         if len(factors) == len(keys):
             return factors
-        by_key: dict[int, list[Factor]] = {key: [] for key in factors}
+        # Only parameters that were used several times have anything to merge.
+        several = {key for key, count in Counter(keys).items() if count > 1}
+        by_key: dict[int, list[Factor]] = {key: [] for key in factors if key in several}
         for key, factor in zip(keys, uses, strict=True):
-            by_key[key].append(factor)
+            if key in several:
+                by_key[key].append(factor)
         uses.clear()
-        for key in factors:  # letting go of what has been merged
-            factors[key] = merge(by_key.pop(key))
+        for key in by_key:  # letting go of what has been merged
+            factors[key] = merge(by_key[key])
+            by_key[key] = []
         return factors
 
     def _own_gradient_scale(self) -> float:
@@ -366,18 +354,26 @@ class BackwardPass:
         assert self.coef is not None and self.plan is not None
         self.groups.add_clipped_sums(self.plan, self.coef, self._add)
         # A parameter that this batch did not reach still takes part in the step: it gets noise.
-        for key in self.plan.unreached if self.asked_for_all else ():
+        for key in self.plan.unreached if self.is_for_all else ():
             param = self.params[key]
             if param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
+        params = self.params
         self.session.note_sums(
-            [p for key, p in self.params.items() if self.asked_for_all or key in self.asked]
+            params.values()
+            if self.is_for_all
+            else [param for key, param in params.items() if key in self.asked]
         )
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        params, is_for_all = self.params, self.is_for_all
+        rounded = self.session.sum_dtype == "parameter"
         for key, grad in zip(keys, grads, strict=True):
-            if self.asked_for_all or key in self.asked:
-                self._put(self.params[key], grad)
+            param = params[key]
+            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
+                param.grad = grad  # nearly all
+            elif is_for_all or key in self.asked:
+                self._put(param, grad)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:
         """Where gradients go: add to ``p.grad`` as autograd would, but in the sum's own dtype.
@@ -399,3 +395,17 @@ class BackwardPass:
 
 def _one_by_one(rows_B: Mapping[int, Tensor]) -> Blocks:
     return [([key], row_B.unsqueeze(0)) for key, row_B in rows_B.items()]
+
+
+def stored_where_cheaper(
+    factors: Sequence[Factor], readers: Callable[[], int], backend: str
+) -> Sequence[Factor]:
+    """Form per-sample gradients now where that is cheapest and takes no more memory."""
+    worth = [factor.is_worth_storing(readers) for factor in factors]
+    if not any(worth):
+        return factors
+    # A bias alone would keep its rows to the end.
+    return [
+        factor.stored(backend) if is_worth or isinstance(factor, RowSum) else factor
+        for factor, is_worth in zip(factors, worth, strict=True)
+    ]

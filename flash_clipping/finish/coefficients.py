@@ -24,11 +24,10 @@ class Coefficients:
     def __init__(self, coef: Tensor, params: Sequence[nn.Parameter], plan: Plan):
         self._of: dict[int, Tensor] = {}
         by_param = coef.dim() == 2
-        #: Whether one tensor holds the coefficients of all parameters.
-        self._is_one = (
-            not by_param and plan.one_device and coef.get_device() == params[0].get_device()
-        )
-        if self._is_one:
+        is_one = not by_param and plan.one_device and coef.get_device() == params[0].get_device()
+        #: The coefficients of all parameters, where one tensor holds them.
+        self.one: Tensor | None = coef if is_one else None
+        if is_one:
             self._of = dict.fromkeys(plan.trainable, coef)
             return
         rows = coef.unbind(0) if by_param else [coef] * len(params)
@@ -44,7 +43,7 @@ class Coefficients:
 
     def alike(self, keys: Iterable[int]) -> list[list[int]]:
         """Those of these parameters together that are clipped by the same coefficients."""
-        if self._is_one:
+        if self.one is not None:
             found = [*keys]
             return [found] if found else []
         by_coef: dict[int, list[int]] = {}  # by id of the coefficients

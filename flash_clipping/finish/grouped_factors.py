@@ -105,7 +105,7 @@ class GroupedFactors:
         self._add_products(plan, coef, add)
         while self.stacks:
             stack = self.stacks.pop()
-            coefs = [coef[key] for key in stack.keys]
+            coefs = [coef.one] if coef.one is not None else [coef[key] for key in stack.keys]
             add(stack.keys, stack.clipped_sums(coefs, self.backend))
         self._add_stored(coef, add)
         while self.others:

@@ -7,9 +7,11 @@ so a session remembers its plans. A plan holds no tensor of a step.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,26 +96,31 @@ def layout_of_step(
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
     """
-    operands: list[Hashable] = []
-    memory: dict[int, int] = {}  # which of them lie at one address
-    for factor in factors:
-        operands.append(type(factor))
-        for operand in factor.operands():
-            if isinstance(operand, Tensor):
-                address = operand.data_ptr()
-                operands += (
-                    operand.dtype,
-                    operand.get_device(),
-                    operand.shape,
-                    # Along axes of one element they say nothing.
-                    None if operand.is_contiguous() else operand.stride(),
-                    address % ALIGNMENT,
-                    memory.setdefault(address, len(memory)),
-                )
-            else:
-                operands.append(operand)
-    of_params = [(id(param), param.dtype, param.get_device()) for param in params]
-    return tuple(keys), tuple(operands), tuple(of_params), tuple(done)
+    operands = [operand for factor in factors for operand in factor.operands()]
+    # `map` costs half of a comprehension, and there are hundreds of tensors.
+    are_tensors = [*map(isinstance, operands, repeat(Tensor))]
+    tensors = [*compress(operands, are_tensors)]
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    contiguous = [*map(Tensor.is_contiguous, tensors)]
+    # Which of them lie at one address: the last of these stands for all.
+    last = dict(zip(addresses, range(len(addresses)), strict=True))
+    return (
+        tuple(keys),
+        tuple(map(type, factors)),
+        tuple(are_tensors),
+        tuple(compress(operands, map(operator.not_, are_tensors))),
+        tuple([x.shape for x in tensors]),
+        tuple([x.dtype for x in tensors]),
+        # Along axes of one element they say nothing.
+        tuple([None if ok else x.stride() for x, ok in zip(tensors, contiguous, strict=True)]),
+        tuple([address % ALIGNMENT for address in addresses]),
+        tuple([last[address] for address in addresses]),
+        tuple(map(Tensor.get_device, tensors)),
+        tuple(map(id, params)),
+        tuple([param.dtype for param in params]),
+        tuple(map(Tensor.get_device, params)),
+        tuple(done),
+    )
 
 
 def plan_of(

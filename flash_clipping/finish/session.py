@@ -7,7 +7,7 @@ no taps and no modules: only what is stated here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -63,10 +63,12 @@ class Units(Protocol):
 class Session(Protocol):
     """How to clip, what forward did, and who is told what a backward pass has left."""
 
+    #: An input of every tapped layer, which users cannot name.
+    anchor: Tensor
     #: From per-parameter norms to coefficients; also where norms are published.
     clip: ClipFunction
     #: Told of the parameters whose clipped sums are in ``p.grad``.
-    note_sums: Callable[[list[nn.Parameter]], None]
+    note_sums: Callable[[Iterable[nn.Parameter]], None]
     #: The trainable parameters, in order.
     trainable: Callable[[], list[nn.Parameter]]
     #: ``"mean"`` or ``"sum"``.

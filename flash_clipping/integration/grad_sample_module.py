@@ -41,7 +41,7 @@ from flash_clipping.integration.options import (
     check_options,
 )
 from flash_clipping.integration.parallel import refuse_new_class
-from flash_clipping.integration.parameter_guards import ParameterGuards
+from flash_clipping.integration.parameter_guards import ParameterGuards, trainable_parameters
 from flash_clipping.integration.running_step import RunningStep
 from flash_clipping.integration.step_record import checked_bound
 from flash_clipping.integration.token_losses import ModelLosses
@@ -282,6 +282,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         check_drawn(session, call)
         self.running_step.awaits_backward |= call.recorded
         session.returning = call
+        if self._sharded is None and call.recorded and units is None:
+            session.proven_call = call
         self._losses.before_forward()
         return args, kwargs
 
@@ -474,13 +476,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _trainable(self) -> list[nn.Parameter]:
         if self._sharded is not None:
             return self._sharded.slots.trainable()
-        # Not named_parameters(): walking the module tree takes milliseconds in every step.
-        found: dict[int, nn.Parameter] = {}
-        for owner in self._owners:
-            for param in owner._parameters.values():
-                if param is not None and param.requires_grad:
-                    found[id(param)] = param
-        return list(found.values())
+        return trainable_parameters(self._owners)
 
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())

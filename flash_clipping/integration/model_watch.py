@@ -126,6 +126,7 @@ class ModelWatch:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
             NotImplementedError: the forward writes into a buffer.
         """
+        self.session.epoch += 1
         forward: Callable[..., Any] = module.forward
         if isinstance(forward, TwoPassForward):
             forward = forward.original

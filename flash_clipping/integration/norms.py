@@ -20,7 +20,7 @@ def publish(params: Sequence[nn.Parameter], norms_PB: Tensor, one_device: bool =
     for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
         if not near and param.get_device() != index:
             norm_B = norm_B.to(param.device)
-        setattr(param, "_norm_sample", norm_B)  # noqa: B010 (Tensor has no such attribute)
+        param.__dict__["_norm_sample"] = norm_B
 
 
 def published(params: Iterable[nn.Parameter]) -> Tensor:

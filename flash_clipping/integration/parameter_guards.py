@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from flash_clipping.capture.own_parameters import Guard
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError, to_freeze_parameters
+from flash_clipping.errors import to_freeze_parameters
 from flash_clipping.integration.unsupported import refuse_complex
+
+_PAST_THE_TAP = (
+    "added without being clipped. Use it in its own module's forward, which others call; or detach "
+    "it where it is used elsewhere. For a penalty on weights, use the optimizer's weight_decay. A "
+    "weight that a hook computes needs torch.nn.utils.parametrize instead; after pruning, "
+    "torch.nn.utils.prune.remove(module, name). Freeze it, and train adapters (LoRA on the model's "
+    "linear layers)."
+)
+
+
+def trainable_parameters(owners: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these modules that are trainable now, each once, in their order."""
+    # Not named_parameters(): walking the module tree takes milliseconds in every step.
+    found = [
+        param
+        for owner in owners
+        for param in owner._parameters.values()
+        if param is not None and param.requires_grad
+    ]
+    return [*dict(zip(map(id, found), found, strict=True)).values()]
 
 
 class ParameterGuards:
@@ -53,19 +74,18 @@ class ParameterGuards:
             NotImplementedError: one is in 16 bits, and this PyTorch has no sums in fp32 for it.
         """
         guarded = self._guarded
-        new = {
-            id(param): param
-            for owner in self.owners
-            for param in owner._parameters.values()
-            if param is not None and id(param) not in guarded and param.requires_grad
-        }
-        if not new:
+        found = trainable_parameters(self.owners)
+        keys = [*map(id, found)]
+        if guarded.keys() >= set(keys):
             return False
+        new = {key: p for key, p in zip(keys, found, strict=True) if key not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()}
         for key, param in new.items():
             refuse_complex(names[key], param)
             self._allow_sums(names[key], param)
-            self.handles.append(param.register_hook(_Guard(names[key], key, self.session)))
+            why = _PAST_THE_TAP + to_freeze_parameters(names[key])
+            guard = Guard(names[key], why, self.session)
+            self.handles.append(param.register_hook(guard))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1
         return True
@@ -84,28 +104,3 @@ class ParameterGuards:
             param, dtype = self._grad_dtypes.pop()
             if param.grad is None or dtype in (None, param.grad.dtype):
                 param.grad_dtype = dtype
-
-
-class _Guard:
-    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap."""
-
-    def __init__(self, name: str, key: int, session: ClippingSession):
-        self.name = name
-        self.key = key
-        self.session = session
-
-    def __call__(self, grad: Tensor | None) -> None:
-        if grad is None:  # a tap's word that it has the gradient; autograd was asked for it
-            if (backward_pass := self.session.backward_pass) is not None:
-                backward_pass.asked.add(self.key)
-        elif self.session.enabled:
-            raise FlashClippingError(
-                f"{self.name}: this parameter received a gradient from outside the module that "
-                "owns it; it would be added without being clipped. Use it in its own module's "
-                "forward, which others call; or detach it where it is used elsewhere. For a "
-                "penalty on weights, use the optimizer's weight_decay. A weight that a hook "
-                "computes needs torch.nn.utils.parametrize instead; after pruning, "
-                "torch.nn.utils.prune.remove(module, name). Freeze it, and train "
-                "adapters (LoRA on the model's linear layers)."
-                f"{to_freeze_parameters(self.name)}"
-            )

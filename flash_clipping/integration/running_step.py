@@ -140,12 +140,15 @@ class RunningStep:
         self.record, self._left = None, {}
 
     def _remember(self, params: Iterable[nn.Parameter], foreign: Container[int]) -> None:
-        left, versions = {}, {}
-        for param in params:
-            key, grad = id(param), param.grad
-            if grad is not None and key not in foreign:
-                left[key] = weakref.ref(grad)
-                versions[key] = grad._version
+        found = [
+            (param, grad)
+            for param in params
+            if (grad := param.grad) is not None and not (foreign and id(param) in foreign)
+        ]
+        keys = [id(param) for param, _ in found]
+        grads = [grad for _, grad in found]
+        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
+        versions = dict(zip(keys, [grad._version for grad in grads], strict=True))
         self._versions = versions
         self._left = left  # the last: an interrupt before it leaves nothing known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import chain
 
 from torch import nn
 
@@ -36,13 +37,8 @@ class Structure:
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
         """Children and parameters of all modules that are known."""
         # Flat: walking the tree of modules takes milliseconds in every step.
-        return [
-            part
-            for module in self.modules
-            for parts in (module._modules, module._parameters)
-            if parts
-            for part in parts.values()
-        ]
+        dicts = [d for m in self.modules for d in (m._modules, m._parameters) if d]
+        return [*chain.from_iterable(map(operator.methodcaller("values"), dicts))]
 
     def check(self) -> None:
         """Refuse trainable parameters that have come since the model was wrapped.

@@ -14,7 +14,14 @@ from flash_clipping.ops.certificate import doubt, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
+from flash_clipping.ops.runtime.shapes import (
+    Group,
+    Memo,
+    SqnormBlock,
+    accumulator,
+    checked_groups,
+    remembered,
+)
 
 
 def linear_sqnorms(
@@ -59,45 +66,45 @@ def linear_sqnorm_blocks(
     kept for operands of the same layout. A step takes its norms in this way, as it puts them into
     an order of its own anyway.
     """
-    if memo is not None and memo.get("gram for all"):
-        return gram_blocks(ready, backend=backend, memo=memo)
-    # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
-    gram: list[Group] = []
-    left: list[list[int]] = []  # their layers in each group
-    outer: list[tuple[int, int]] = []  # group and layer of each of these parts and doubts
-    parts: list[Tensor] = []
-    doubts: list[Tensor] = []
+    by_algorithm = remembered(memo, "algorithms", lambda: _algorithms(ready))
     blocks: list[SqnormBlock] = []
-    for group, (A_BTd, Gs_BTp) in enumerate(ready):
-        B, T, d = A_BTd.shape
-        device_type, itemsize = A_BTd.device.type, A_BTd.element_size()
-        left.append([])
-        for layer, G in enumerate(Gs_BTp):
-            p = G.shape[2]
-            algorithm = cost.choose_on(
-                device_type, B, T, d, p, itemsize, may_store=False, shared=len(Gs_BTp)
-            )
-            if algorithm == "gram":
-                left[group].append(layer)
-            elif algorithm == "rank_one":
-                sq_1B = rank_one_sqnorms(A_BTd, G).unsqueeze(0)
-                blocks.append(SqnormBlock([(group, layer)], sq_1B, None))
-            else:
-                outer.append((group, layer))
-                parts.append(outer_sqnorms(A_BTd, G, in_parts=True, backend=backend)[0])
-                doubts.append(doubt(spread(A_BTd, G)))
-        gram.append((A_BTd, [Gs_BTp[layer] for layer in left[group]]))
-    for members, sq_LB in sum_parts(parts):
-        doubt_LB = torch.stack([doubts[i] for i in members])
-        blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
-    for_all = not blocks
-    if memo is not None:
-        memo["gram for all"] = for_all
-    # Groups that others took a part of are not what the memo will be asked for.
-    for block in gram_blocks(gram, backend=backend, memo=memo if for_all else None):
+    for group, layer in by_algorithm["rank_one"]:
+        A_B1d, Gs = ready[group]
+        blocks.append(SqnormBlock([(group, layer)], rank_one_sqnorms(A_B1d, Gs[layer])[None], None))
+    if outer := by_algorithm["outer"]:
+        pairs = [(ready[group][0], ready[group][1][layer]) for group, layer in outer]
+        parts = [outer_sqnorms(A, G, in_parts=True, backend=backend)[0] for A, G in pairs]
+        doubts = [doubt(spread(A, G)) for A, G in pairs]
+        for members, sq_LB in sum_parts(parts):
+            doubt_LB = torch.stack([doubts[i] for i in members])
+            blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
+    # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
+    if not blocks:
+        return gram_blocks(ready, backend=backend, memo=memo)
+    left: list[list[int]] = [[] for _ in ready]  # their layers in each group
+    for group, layer in by_algorithm["gram"]:
+        left[group].append(layer)
+    gram = [(A, [Gs[i] for i in some]) for (A, Gs), some in zip(ready, left, strict=True)]
+    for block in gram_blocks(gram, backend=backend, memo=memo):
         order = [(group, left[group][layer]) for group, layer in block.order]
         blocks.append(block._replace(order=order))
     return blocks
+
+
+def _algorithms(ready: Sequence[Group]) -> dict[str, list[tuple[int, int]]]:
+    """Layers, by their group and their number there, that take each algorithm."""
+    found: dict[str, list[tuple[int, int]]] = {"gram": [], "outer": [], "rank_one": []}
+    for group, (A_BTd, Gs_BTp) in enumerate(ready):
+        B, T, d = A_BTd.shape
+        for layer, G in enumerate(Gs_BTp):
+            algorithm = cost.choose_on(
+                A_BTd.device.type,
+                *(B, T, d, G.shape[2], A_BTd.element_size()),
+                may_store=False,
+                shared=len(Gs_BTp),
+            )
+            found[algorithm].append((group, layer))
+    return found
 
 
 def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:

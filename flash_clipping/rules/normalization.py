@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from flash_clipping.rules.registry import (
     Rule,
     UnsupportedLayer,
     as_BTd,
+    register_family,
     register_rule,
     weight_and_bias,
 )
@@ -50,7 +52,7 @@ def _vectors(
 
 
 def _normalized_backward(
-    layer: Any,
+    shape: tuple[int, ...],
     x: Tensor,
     grad_output: Tensor,
     mean: Tensor | None,
@@ -59,7 +61,6 @@ def _normalized_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Mapping[str, Factor]]:
     """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
-    shape = layer.normalized_shape
     if len(shape) > 1:  # the usual case needs no reshaping
         x_flat, G_flat = x.flatten(-len(shape)), grad_output.flatten(-len(shape))
         mean = None if mean is None else mean.flatten(-len(shape))
@@ -147,7 +148,8 @@ class LayerNormRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, mean, rstd, weight = saved
-        return _normalized_backward(layer, x, grad_output, mean, rstd, weight, needs)
+        shape = tuple(layer.normalized_shape)
+        return _normalized_backward(shape, x, grad_output, mean, rstd, weight, needs)
 
 
 def _default_eps(dtype: torch.dtype) -> float:
@@ -172,24 +174,118 @@ class RMSNormRule(Rule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
 
     def works_by_position(self, layer: Any) -> bool:
-        return len(layer.normalized_shape) == 1
+        return len(self.shape(layer)) == 1
+
+    def shape(self, layer: Any) -> tuple[int, ...]:
+        return tuple(layer.normalized_shape)
+
+    def eps(self, layer: Any) -> float | None:
+        """Added to the mean square; ``None``: as PyTorch does by default."""
+        eps: float | None = layer.eps
+        return eps
+
+    def scale(self, layer: Any) -> Tensor | None:
+        """The scale of the normalized input: the weight, or the weight and a constant."""
+        weight: Tensor | None = layer._parameters["weight"]
+        return weight
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x)
+        shape, scale, eps = self.shape(layer), self.scale(layer), self.eps(layer)
         # One fused kernel where PyTorch has one; it also returns what backward needs.
-        output, rstd = rms_norm(x, layer.normalized_shape, layer.weight, layer.eps)
+        output, rstd = rms_norm(x, shape, scale, eps)
         wide = accumulation_dtype(x.dtype)
         if rstd is None or rstd.dtype != wide:  # not fused: not told, or rounded
-            axes = tuple(range(-len(layer.normalized_shape), 0))
-            eps = DEFAULT_EPS[x.dtype] if layer.eps is None else layer.eps
+            axes = tuple(range(-len(shape), 0))
+            eps = DEFAULT_EPS[x.dtype] if eps is None else eps
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
-        return output, (x, rstd, layer.weight)
+        return output, (x, rstd, scale)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
-        x, rstd, weight = saved
-        return _normalized_backward(layer, x, grad_output, None, rstd, weight, needs)
+        x, rstd, scale = saved
+        return _normalized_backward(self.shape(layer), x, grad_output, None, rstd, scale, needs)
+
+
+def _eps_of(layer: nn.Module) -> Any:
+    """What other libraries' RMS norms add to the mean square, by the names that they give it."""
+    held = layer.__dict__
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if name in held:
+            return held[name]
+    return None
+
+
+def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
+    """Whether a module that owns one vector, ``weight``, computes ``x̂ · (weight + plus)``: it is
+    tried, on inputs of ordinary size and on some so small that its constant shows."""
+    weight, eps = layer._parameters.get("weight"), _eps_of(layer)
+    alone = len(layer._parameters) == 1 and not layer._buffers and not layer._modules
+    if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    if weight.dtype == torch.float64:
+        return False  # such modules take their statistics in fp32 all the same
+    generator = torch.Generator().manual_seed(0)
+    n = len(weight)
+    x = torch.randn((4, n), generator=generator)
+    x[2:] *= eps**0.5
+    # Its forward on another object of its class, with another weight: nothing of it is touched.
+    trial = copy.copy(layer)
+    trial.__dict__ = {**vars(layer), "_parameters": {"weight": None}}
+    scale = torch.randn(n, generator=generator)
+    trial._parameters["weight"] = nn.Parameter(scale, requires_grad=False)
+    try:
+        with torch.no_grad():
+            found = type(layer).forward(trial, x)  # type: ignore[attr-defined]
+            mixed = type(layer).forward(trial, x.bfloat16())  # type: ignore[attr-defined]
+    except Exception:  # whatever it needs, it is something else
+        return False
+    expected = F.rms_norm(x.double(), (n,), scale.double() + plus, eps)
+    return (
+        isinstance(found, Tensor)
+        and found.shape == x.shape
+        and found.dtype == x.dtype
+        and mixed.dtype == (torch.bfloat16 if plus else torch.float32)
+        and bool(torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6))
+    )
+
+
+@register_family(lambda layer: _computes_rms_norm(layer, 0.0))
+class FoundRMSNormRule(RMSNormRule):
+    """RMS norms of other libraries (``LlamaRMSNorm``, ``T5LayerNorm``), known by what they compute:
+    as one operation, whose output in 16 bits is rounded once, not after each of several."""
+
+    def shape(self, layer: Any) -> tuple[int, ...]:
+        return tuple(layer._parameters["weight"].shape)
+
+    def eps(self, layer: Any) -> float | None:
+        eps: float = _eps_of(layer)
+        return eps
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        scale = self.scale(layer)
+        if scale is not None and scale.dtype != x.dtype:
+            x = x.to(torch.promote_types(x.dtype, scale.dtype))
+        return super().forward(layer, x)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+        return super().backward(layer, saved, grad_output.to(saved[0].dtype), needs)
+
+
+@register_family(lambda layer: _computes_rms_norm(layer, 1.0))
+class ShiftedRMSNormRule(FoundRMSNormRule):
+    """The same with a weight that is added to 1 (``Gemma2RMSNorm``)."""
+
+    def scale(self, layer: Any) -> Tensor | None:
+        weight: Tensor = layer._parameters["weight"]
+        return weight + 1.0
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        output, saved = super().forward(layer, x)
+        return output.to(x.dtype), saved  # whatever the weight's
 
 
 @register_rule(nn.GroupNorm)

@@ -65,7 +65,7 @@ class ShardedBackwardPass(BackwardPass):
     def _is_for_parameters(self) -> bool:
         if not super()._is_for_parameters():
             return False
-        if not self.asked_for_all:
+        if not self.is_for_all:
             raise FlashClippingError(
                 "backward(inputs=...) asked for gradients of some parameters of a sharded "
                 "model. All processes reduce the sums of all parameters: call "

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from flash_clipping.capture.own_parameters import Guard
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
@@ -119,21 +120,12 @@ class ShardedModel:
 
     def _watch(self, name: str, destination: nn.Parameter, unsharded: nn.Parameter) -> None:
         """Refuse gradients that autograd brings to an unsharded parameter."""
-
-        def refuse(grad: Tensor | None) -> None:
-            if grad is None:
-                # A tap's word that it has the gradient. A re-entrant checkpoint reaches it by a
-                # backward of its own, of which the outer one knows nothing.
-                if (backward_pass := self.session.backward_pass) is not None:
-                    backward_pass.asked.add(id(unsharded))
-            elif self.session.enabled:
-                raise FlashClippingError(
-                    f"{name}: this parameter received a gradient from outside the module that owns "
-                    "it; it would be reduced without being clipped. Use it in its own module's "
-                    "forward, detach it where it is used elsewhere, or freeze it."
-                )
-
-        self._handles.append(unsharded.register_hook(refuse))
+        why = (
+            "reduced without being clipped. Use it in its own module's forward, detach it where it "
+            "is used elsewhere, or freeze it."
+        )
+        guard = Guard(name, why, self.session)
+        self._handles.append(unsharded.register_hook(guard))
 
     def _clip(
         self,

@@ -72,7 +72,7 @@ class Wired(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, handed: Handed, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, handed: Handed, anchor: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.handed = handed
         ctx.set_materialize_grads(False)
         # Each has a history of its own. To detach one takes the host half of what a new one takes,
@@ -81,7 +81,7 @@ class Wired(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *ctx.handed.take(grads)
+        return None, None, *ctx.handed.take(grads)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,11 @@ from flash_clipping.capture.compiled.wiring import (
     sum_rows,
 )
 from flash_clipping.factors import Factor, RowSum, accumulation_dtype
-from flash_clipping.rules.normalization import DEFAULT_EPS
+from flash_clipping.rules.normalization import (
+    DEFAULT_EPS,
+    FoundRMSNormRule,
+    ShiftedRMSNormRule,
+)
 
 
 def _input_gradient(
@@ -136,6 +140,30 @@ class LayerNormWiring(_VectorsWiring):
 
 class RMSNormWiring(LayerNormWiring):
     centred = False
+
+
+class FoundRMSNormWiring(RMSNormWiring):
+    """RMS norms of other libraries, by the shape, scale and constant that their rule knows."""
+
+    def __init__(self, rule: FoundRMSNormRule):
+        self.rule = rule
+
+    def shape(self, layer: Any) -> tuple[int, ...]:
+        return self.rule.shape(layer)
+
+    def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
+        meta = (seen.x_shape[0], *self.shape(layer)), accumulation_dtype(seen.x_dtype)
+        return meta, meta
+
+    def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
+        scale = self.rule.scale(layer)
+        assert scale is not None
+        wide = x.to(torch.promote_types(x.dtype, scale.dtype))
+        output: Tensor = _RowNormFunction.apply(
+            normalization_input(wide), scale.detach(), None, self.shape(layer),
+            self.rule.eps(layer), False, *wires,
+        )  # fmt: skip
+        return output.to(x.dtype) if isinstance(self.rule, ShiftedRMSNormRule) else output
 
 
 class _GroupNormFunction(torch.autograd.Function):

@@ -241,7 +241,7 @@ class Region:
             ]
         call = session.current_forward
         handed = Handed(self.path, layout, session, call, in_backward())
-        wires = Wired.apply(handed, *layout.params)
+        wires = Wired.apply(handed, self.session.anchor, *layout.params)
         return [
             None
             if calls is None

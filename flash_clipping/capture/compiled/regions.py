@@ -118,6 +118,8 @@ class Regions:
     ) -> Region:
         fullgraph = bool(getattr(context, "fullgraph", False))
         taps = self._taps_in(module)
+        for tap in taps:
+            tap.compiled = True
         return Region(module, path, inner, self.session, taps, context, fullgraph, self._codes)
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:

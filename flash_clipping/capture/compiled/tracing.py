@@ -28,6 +28,7 @@ from flash_clipping.capture.compiled.linear import (
     TransposedLinearWiring,
 )
 from flash_clipping.capture.compiled.normalization import (
+    FoundRMSNormWiring,
     GroupNormWiring,
     InstanceNormWiring,
     LayerNormWiring,
@@ -51,10 +52,12 @@ from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
 from flash_clipping.rules.normalization import (
+    FoundRMSNormRule,
     GroupNormRule,
     InstanceNormRule,
     LayerNormRule,
     RMSNormRule,
+    ShiftedRMSNormRule,
 )
 from flash_clipping.rules.registry import Rule
 
@@ -107,6 +110,8 @@ _WIRINGS: dict[type[Rule], Wiring] = {
     EmbeddingRule: EmbeddingWiring(),
     LayerNormRule: LayerNormWiring(),
     RMSNormRule: RMSNormWiring(),
+    FoundRMSNormRule: FoundRMSNormWiring(FoundRMSNormRule()),
+    ShiftedRMSNormRule: FoundRMSNormWiring(ShiftedRMSNormRule()),
     GroupNormRule: GroupNormWiring(),
     InstanceNormRule: InstanceNormWiring(),
     ConvolutionRule: ConvolutionWiring(),

@@ -93,7 +93,8 @@ def on_16_bytes(x_BTf: Tensor) -> Tensor:
     What is between its rows is left as it was found. Nothing reads that.
     """
     if x_BTf.numel() < WORTH_A_COPY:  # nearly all that come here
-        return x_BTf
+        # Copied once where features do not lie together, rather than by every kernel.
+        return x_BTf if x_BTf.stride(2) == 1 else x_BTf.contiguous()
     stride_b, stride_t, _ = x_BTf.stride()
     lies_well = (stride_b | stride_t) * x_BTf.element_size() % ALIGNMENT == 0
     if lies_well or not _has_descriptors(x_BTf):

@@ -1,0 +1,274 @@
+"""``hostwork``: what a private step costs the host, without the kernels.
+
+Small models wait for the host. On a CPU, every Triton launch is replaced by the look-up that finds
+its kernel; the rest of a step is the host's work on the way that a GPU takes. Two figures:
+processor time of forward and backward beside the plain model's, and calls per trainable layer, by
+the part of the library that makes them (as cProfile counts: Python functions and built-in ones, by
+their callers; calls that ``ops/`` makes are not counted).
+
+Results of such a step are wrong, as nothing is computed; its gradients are never used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import importlib
+import json
+import os
+import pkgutil
+import pstats
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import flash_clipping
+from benchmarks.environment import describe
+from flash_clipping import GradSampleModuleFlashClipping
+
+#: Calls that these make are counted.
+PARTS = ("capture", "rules", "factors", "finish", "integration")
+
+LIBRARY = Path(flash_clipping.__file__).parent
+
+Model = tuple[nn.Module, dict[str, Tensor]]
+
+
+def _tokens(B: int = 4, T: int = 8) -> Tensor:
+    return torch.randint(3, 64, (B, T))
+
+
+def _bert() -> Model:
+    import transformers as tr
+
+    config = tr.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=16,
+    )  # fmt: skip
+    return tr.BertForSequenceClassification(config), {"input_ids": _tokens()}
+
+
+def _smollm() -> Model:
+    import transformers as tr
+
+    config = tr.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=64, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return tr.LlamaForCausalLM(config), {"input_ids": _tokens()}
+
+
+def _t5() -> Model:
+    import transformers as tr
+
+    config = tr.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=6, num_decoder_layers=6,
+        num_heads=2, dropout_rate=0.0, use_cache=False,
+    )  # fmt: skip
+    model = tr.T5ForConditionalGeneration(config)
+    return model, {"input_ids": _tokens(), "decoder_input_ids": _tokens()}
+
+
+def _qwen3_moe() -> Model:
+    import transformers as tr
+
+    config = tr.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return tr.Qwen3MoeForCausalLM(config), {"input_ids": _tokens()}
+
+
+class _Block(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.n, self.m = nn.GroupNorm(4, c), nn.GroupNorm(4, c)
+        self.a, self.b = (nn.Conv2d(c, c, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.relu(self.m(self.a(F.relu(self.n(x))))))
+
+
+class _WideResNet(nn.Module):
+    def __init__(self, c: int = 16, blocks: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, c, 3, padding=1)
+        self.blocks = nn.Sequential(*[_Block(c) for _ in range(blocks)])
+        self.head = nn.Linear(c, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def _wrn() -> Model:
+    return _WideResNet(), {"x": torch.randn(4, 3, 8, 8)}
+
+
+#: Small models with as many layers as those that they are named after, or half of them.
+MODELS: dict[str, Callable[[], Model]] = {
+    "bert": _bert,
+    "smollm": _smollm,
+    "t5": _t5,
+    "qwen3-moe": _qwen3_moe,
+    "wrn": _wrn,
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "hostwork",
+        help="count what a private step costs the host, with kernels left out",
+        description="Processor time of a step beside the plain model's and calls per trainable "
+        "layer, on a CPU with stubbed kernels.",
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=60, help="steps of each that are timed")
+    parser.add_argument("--calls", type=int, default=0, metavar="N", help="list the N most called")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    parser.set_defaults(run=run)
+
+
+def _looked_up(
+    kernel: Any, programs: int, *args: Any, workspace: bool = False, **constants: Any
+) -> None:
+    """What a launch does before the kernel starts (``ops/runtime/launches.py``)."""
+    key: list[Any] = [id(kernel)]
+    plain: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            key += (value.dtype, value.get_device(), address % 16)
+            plain.append(address)
+        else:
+            key.append(value)
+            plain.append(value)
+    key += constants
+    key += constants.values()
+    hash(tuple(key))
+
+
+@contextlib.contextmanager
+def no_kernels() -> Iterator[None]:
+    """Let operations go the way of Triton, whose launches do nothing."""
+    stack = contextlib.ExitStack()
+    with stack:
+        names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
+        stack.enter_context(mock.patch.dict(os.environ, names))
+        from flash_clipping.ops.runtime import launches
+
+        ops = importlib.import_module("flash_clipping.ops")
+        for found in pkgutil.walk_packages(ops.__path__, "flash_clipping.ops."):
+            module = importlib.import_module(found.name)
+            if vars(module).get("launch") is launches.launch:
+                stack.enter_context(mock.patch.object(module, "launch", _looked_up))
+        yield
+
+
+def _loss(output: Any) -> Tensor:
+    tensor = output if isinstance(output, Tensor) else output.logits
+    return tensor.flatten(1).square().mean(1).mean()
+
+
+def _step(model: nn.Module, batch: dict[str, Tensor], params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+    if isinstance(model, GradSampleModuleFlashClipping):
+        model.set_grad_sample_to_none()
+    _loss(model(**batch)).backward()
+
+
+def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
+    """Figures of one model, and the functions that its step calls most, per trainable layer."""
+    torch.manual_seed(0)
+    plain, batch = MODELS[name]()
+    torch.manual_seed(0)
+    wrapped = GradSampleModuleFlashClipping(MODELS[name]()[0])
+    models = {"plain": plain, "private": wrapped}
+    params = {key: list(model.parameters()) for key, model in models.items()}
+    for key, model in models.items():  # what is proven is proven with kernels
+        _step(model, batch, params[key])
+    times: dict[str, list[float]] = {key: [] for key in models}
+    with no_kernels():
+        for number in range(steps + 4):
+            for key, model in models.items():
+                start = time.process_time()
+                _step(model, batch, params[key])
+                if number >= 4:  # plans are made
+                    times[key].append(time.process_time() - start)
+        profile = cProfile.Profile()
+        for param in params["private"]:
+            param.grad = None
+        wrapped.set_grad_sample_to_none()
+        profile.enable()
+        _loss(wrapped(**batch)).backward()
+        profile.disable()
+    layers = sum(
+        any(p.requires_grad for p in module.parameters(recurse=False)) for module in plain.modules()
+    )
+    by_part: Counter[str] = Counter()
+    by_function: Counter[str] = Counter()
+    for callee, (_, _, _, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        for caller, counts in callers.items():
+            part = _part_of(caller[0])
+            if part is not None:
+                by_part[part] += counts[1]
+                where = f"{Path(caller[0]).relative_to(LIBRARY)}: {caller[2]} -> {callee[2]}"
+                by_function[where] += counts[1]
+    medians = {key: 1e3 * statistics.median(found) for key, found in times.items()}
+    row = {
+        "model": name,
+        "layers": layers,
+        "plain_ms": medians["plain"],
+        "private_ms": medians["private"],
+        "ratio": medians["private"] / medians["plain"],
+        "calls_per_layer": sum(by_part.values()) / layers,
+        "calls_by_part": {part: count / layers for part, count in by_part.most_common()},
+    }
+    return row, Counter({where: round(count / layers, 1) for where, count in by_function.items()})  # type: ignore[misc]
+
+
+def _part_of(file: str) -> str | None:
+    path = Path(file)
+    if not path.is_relative_to(LIBRARY):
+        return None
+    part = path.relative_to(LIBRARY).parts[0]
+    return part if part in PARTS else None
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    try:
+        for name in options.models:
+            row, functions = measure(name, options.steps)
+            rows.append(row)
+            for where, count in functions.most_common(options.calls):
+                print(f"  {count:6.1f}  {where}", file=sys.stdout)
+    finally:
+        torch.set_num_threads(threads)
+    table = Table("model", "layers", "plain ms", "private ms", "ratio", "calls a layer", "by part")
+    for row in rows:
+        parts = ", ".join(f"{part} {count:.0f}" for part, count in row["calls_by_part"].items())
+        figures = (f"{row[key]:.2f}" for key in ("plain_ms", "private_ms", "ratio"))
+        table.add_row(
+            row["model"], str(row["layers"]), *figures, f"{row['calls_per_layer']:.0f}", parts
+        )
+    console.print(table)
+    if options.json:
+        found = {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
