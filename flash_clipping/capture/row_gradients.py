@@ -33,6 +33,10 @@ from flash_clipping.finish.session import Readers
 #: Samples that the model runs on.
 SAMPLES = 3
 
+#: How often at most it runs, with other random numbers: stochastic depth leaves samples out of
+#: layers, and in the deepest of them every fourth.
+TRIES = 8
+
 #: What of a gradient may be rounding.
 ROUNDING = 1e-6
 
@@ -69,13 +73,32 @@ def rows_reached(runs: Rehearsals, size: int, sources: list[Tensor], paths: set[
         torch.OutOfMemoryError: a few samples, with what backward needs, do not fit.
     """
     order = [*range(min(size, SAMPLES) - 1), size - 1] if size > 1 else [0, 0]
-    try:
-        found = list(_backwards(runs, size, order, sources))
-    except torch.OutOfMemoryError:
-        raise
-    except MODELS_OWN:
-        return Reached(set(), set())
-    return _confined(found, len(order), paths)
+    found: list[tuple[int, int, _Rows]] = []
+    reached = Reached(set(), set())
+    for number in range(TRIES):
+        try:
+            again = list(_backwards(runs, size, order, sources, runs.seed + number))
+        except torch.OutOfMemoryError:
+            raise
+        except MODELS_OWN:
+            return Reached(set(), set())
+        if number == 1 and _are_equal(found, again):
+            break  # nothing is drawn at random
+        found += again
+        reached = _confined(found, len(order), paths)
+        if reached.own | reached.strays >= paths:
+            break
+    return reached
+
+
+def _are_equal(some: list[tuple[int, int, _Rows]], others: list[tuple[int, int, _Rows]]) -> bool:
+    """Whether two runs have recorded the same numbers."""
+    return len(some) == len(others) and all(
+        a[:2] == b[:2]
+        and a[2].keys() == b[2].keys()
+        and all(torch.equal(norms_B, b[2][path]) for path, norms_B in a[2].items())
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _confined(found: list[tuple[int, int, _Rows]], B: int, paths: set[str]) -> Reached:
@@ -105,7 +128,7 @@ def _strays(norms_B: Tensor, b: int) -> bool:
 
 
 def _backwards(
-    runs: Rehearsals, size: int, order: list[int], sources: list[Tensor]
+    runs: Rehearsals, size: int, order: list[int], sources: list[Tensor], seed: int
 ) -> Iterator[tuple[int, int, _Rows]]:
     """The model on the samples in ``order``; each of its outputs, sample by sample, backward."""
     session = runs.session
@@ -121,7 +144,7 @@ def _backwards(
     try:
         with (
             untouched(runs.root),
-            random_state(list(devices), runs.seed),
+            random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
             _noted(session, len(order)) as rows,
         ):

@@ -38,6 +38,7 @@ class ConvolutionRule(Rule):
             )
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
+            assert weight is not None
         padded, padding = _padded(layer, x)
         none = [0] * len(padding)
         output = torch.convolution(

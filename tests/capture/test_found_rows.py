@@ -82,6 +82,46 @@ def test_windows_with_a_table_of_biases() -> None:
     check_by_autograd(Windows().double(), float64s(3, 12, 3), squares)
 
 
+class Deep(nn.Module):
+    """Windows that are left out for a part of the samples, as stochastic depth does."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Flat() for _ in range(4))
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            kept = torch.rand(len(x), 1, 1, dtype=x.dtype) >= self.rate
+            rows = block.ffn(block.norm(h.reshape(-1, 4))).view_as(h)
+            h = h + (rows * kept / (1 - self.rate) if self.training else rows)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_samples_that_stochastic_depth_leaves_out(rate: float, seed: int) -> None:
+    """That a sample reached no row once tells nothing; its norms are of what was drawn."""
+    torch.manual_seed(seed)
+    model = Deep(rate).double()
+    (x,) = float64s(3, 4, 3)
+    flash = GradSampleModuleFlashClipping(model)
+    torch.manual_seed(7)
+    flash(x).square().mean().backward()
+    norms = flash.get_norm_sample()
+    flash.to_standard_module()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    per_sample = model(x).square().flatten(1).mean(1)
+    params = list(model.parameters())
+    for norm, loss in zip(norms, per_sample, strict=True):
+        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        expected = sum(g.square().sum() for g in grads if g is not None) ** 0.5
+        assert abs(norm - expected) <= 1e-9 * expected
+
+
 def test_other_batches_after_the_first() -> None:
     torch.manual_seed(0)
     model = Flat().double()
