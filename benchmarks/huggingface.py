@@ -116,6 +116,54 @@ def llama_1b(
     return causal_lm(name, "Llama", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
+def smollm(
+    name: str, *, batch: int = 32, seq: int = 512, layers: int = 30, checkpointing: bool = False
+) -> Workload:
+    """SmolLM-135M: narrow and deep, its embedding tied to the head."""
+    config = {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    }
+    return causal_lm(name, "Llama", config, batch=batch, seq=seq, checkpointing=checkpointing)
+
+
+class Copied(nn.Module):
+    """An encoder and a decoder that both read the input: its logits are the decoder's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x, decoder_input_ids=x, use_cache=False).logits
+
+
+def t5_base(name: str, *, batch: int = 16, seq: int = 128, layers: int = 12) -> Workload:
+    """T5-base, with relative biases in its attention and without dropout."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        config = transformers.T5Config(
+            d_model=768,
+            d_kv=64,
+            d_ff=3072,
+            num_layers=layers,
+            num_heads=12,
+            vocab_size=32_128,
+            dropout_rate=0.0,
+        )
+        return Copied(transformers.T5ForConditionalGeneration(config))
+
+    draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=32_128)
+    return Workload(name, build, draw, batch=batch, positions=seq)
+
+
 def llama_8b_lora(
     name: str, *, batch: int = 4, seq: int = 1024, layers: int = 32, checkpointing: bool = False
 ) -> Workload:

@@ -319,6 +319,8 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
 #: Functions of :mod:`benchmarks.huggingface`, which needs transformers, and their arguments. E2E:
 #: the lengths to which published private fine-tuning on that data set pads its samples.
 _HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm-135m": ("smollm", {}),
+    "t5-base": ("t5_base", {}),
     "llama-3.2-1b": ("llama_1b", {}),
     "llama-3.2-1b-untied": ("llama_1b", dict(tied=False)),
     "llama-3-8b-lora": ("llama_8b_lora", {}),
