@@ -65,6 +65,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "empty": {"cuts": EMPTY, "compiled": "blocks"},
     "two_pass": {"cuts": UNEVEN, "compiled": "blocks", "mode": "two_pass"},
     "root": {"cuts": UNEVEN, "compiled": "root"},
+    "shards": {"cuts": UNEVEN, "compiled": "shards", "net": {"blocks": 10}},
 }
 
 

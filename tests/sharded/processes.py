@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.compiled.region import Region
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
 
@@ -192,9 +193,12 @@ def clipped_step(
     if compiled:
         torch.compiler.reset()  # it counts how often one function is compiled anew
         counters.clear()
-        for module in (model,) if compiled == "root" else model.blocks:
+        for module in {"root": (model,), "blocks": model.blocks}.get(compiled, ()):
             module.compile(backend="eager")
     sharded(model, how, **(shards or {}))
+    if compiled == "shards":
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = torch.compile(block, backend="eager")
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     ids, y = local(rank, cuts)
     whole = truth_of(plain, *batch())
@@ -210,11 +214,16 @@ def clipped_step(
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name
             if param.grad is not None:
-                errors.append(error(all_of(param.grad), clipped[name]))
+                plain_name = name.replace("_orig_mod.", "")
+                errors.append(error(all_of(param.grad), clipped[plain_name]))
     together = flash._sharded.together
+    settled = together._settled_with == flash._guards.count
+    flash.to_standard_module()
+    left = [x for module in model.modules() for x in vars(module).values()]
+    assert not any(isinstance(x, Region) for x in left)
     return {
         "error": max(errors),
-        "settled": together._settled_with == flash._guards.count,
+        "settled": settled,
         "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
         "breaks": sum(counters["graph_break"].values()),
     }

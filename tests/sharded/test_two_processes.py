@@ -69,6 +69,8 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
     for of_rank in found:
         for name in cases.COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
+        for name in ("blocks", "two_pass", "shards"):
+            assert (of_rank[name]["graphs"], of_rank[name]["breaks"]) == (1, 0), name
 
 
 @pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])

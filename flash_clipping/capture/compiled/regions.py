@@ -40,7 +40,7 @@ class Regions:
         self.taps = list(taps)
         self._codes: dict[type, Any] = {}
         #: Modules and attributes, with what they were before and are now.
-        self._of_blocks: list[tuple[nn.Module, str, Any, Region | None]] = []
+        self._of_blocks: list[tuple[nn.Module, str, Any, Any]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
         self._of_root: tuple[EmptyBatchForward, Any] | None = None
         self._compiled_call: Any = None
@@ -84,19 +84,20 @@ class Regions:
         else:
             name = "_compiled_call_impl"
             context = _context_of(vars(module).get(name))
-        inner = call_of(module)
-        if context is None or inner is None or isinstance(vars(module).get(name), Region):
+        inner, itself = call_of(module), getattr(module, "_orig_mod", module)
+        present = vars(module).get(name), vars(itself).get("forward")
+        if context is None or inner is None or any(isinstance(x, Region) for x in present):
             return
         for tap in self._taps_in(module):
             if tap.wiring is not None or tap.rule is None:
                 tap.install(as_method=True)
-        if "fully_shard" in applied_to(module) and name != "forward":
+        if "fully_shard" in applied_to(itself):
             # Its hooks gather parameters, and break the graph. They stay outside of the region.
-            self._put(module, name, None)
-            name, inner = "forward", _forward_of(module)
+            self._put(module, name, None if itself is module else inner)
+            module, name, inner = itself, "forward", _forward_of(itself)
         self._put(module, name, self._region(module, path, inner, context))
 
-    def _put(self, module: nn.Module, name: str, instead: Region | None) -> None:
+    def _put(self, module: nn.Module, name: str, instead: Any) -> None:
         self._of_blocks.append((module, name, vars(module).get(name), instead))
         setattr(module, name, instead)
 
