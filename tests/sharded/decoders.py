@@ -95,12 +95,12 @@ class Decoder(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(**options).to(device(), dtype)
-    with torch.no_grad():
+    model = Decoder(**options).to(dtype)
+    with torch.no_grad():  # by the CPU's generator: the same on every device
         for name, param in model.named_parameters():
             if "norm" in name:
                 param.add_(torch.rand_like(param))
-    return model
+    return model.to(device())
 
 
 def batch(samples: int = 4, length: int = 6, words: int = 12) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,7 @@ def sharded(model: Any, how: str = "blocks", **options: Any) -> Any:
 def error(found: Tensor, expected: Tensor) -> float:
     """Relative to the largest element."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
+    expected = expected.to(found.device)  # norms of offloaded parameters are on the CPU
     scale = expected.abs().max().clamp(min=1e-30) if expected.numel() else 1.0
     return float(((found - expected).abs() / scale).max()) if expected.numel() else 0.0
 
