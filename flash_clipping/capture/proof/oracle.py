@@ -1,0 +1,462 @@
+"""Is what is clipped each sample's own gradient?
+
+*The gradient of a sample, through the taps, in its batch, equals plain autograd's for that sample
+among other companions.* A round compares two runs of the model. Half of the samples, S, stand in
+both; the rest of the batch is replaced in one of them, by other samples and an extreme one.
+
+=========  =====================  =================================================================
+run        backward passes        what must hold
+=========  =====================  =================================================================
+taps       S                      norms of the other samples are 0 (STRAY)
+the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
+autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
+others     one of S               its norm is the one that is clipped by (NORM)
+=========  =====================  =================================================================
+
+The second batch is smaller than the first where nothing is drawn at random; else a few samples are
+compared in batches of two sizes, without chance (SIZE). Parameters are moved meanwhile (PERTURB).
+
+A round before the first step, and more as audits of later ones, with S and the rest swapped, other
+random numbers, and soon for one sample only. Nothing of the user's is changed by a round.
+
+Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.draws import perturbed
+from flash_clipping.capture.proof.runs import Run, Runs
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+
+#: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
+#: rounding gives in a deep model where kernels or the order of rows differ.
+TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.02}
+TOLERANCE_WIDE = 1e-3
+
+#: A gradient that is a smaller part of the whole has this part of it as its scale.
+FLOOR = 1e-2
+
+#: What of another sample's norm may be rounding: rows without a gradient give 0.
+STRAY = 1e-6
+
+#: What losses are multiplied by; less where gradients could overflow.
+LOUD, LOUD_FP16 = 1000.0, 16.0
+
+#: Samples whose outputs are compared in batches of two sizes.
+FEW = 4
+
+#: Outputs that are looked at one by one where something is wrong with one of them.
+OUTPUTS = 16
+
+#: Parameters that an error names.
+NAMED = 10
+
+#: What a part of the oracle found, in words.
+WORDS = {
+    "VALUE": "the outputs of a sample change with the other samples of its batch",
+    "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
+    "NORM": "the norm that a sample is clipped by is not that of its gradient",
+    "STRAY": "the gradient of some samples reaches rows that are booked to others",
+    "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
+    "SIZE": "what belongs to a sample changes with the number of samples in its batch",
+}
+
+ADVICE = (
+    "The model mixes samples (a mean or a scale over the batch, shuffled or sorted rows, in-batch "
+    "negatives, a hook that looks at the whole batch), or a layer has its rows in another order "
+    "than the samples. Compute each sample by itself, draw per-sample augmentation outside of the "
+    "model, or freeze the parameters:"
+)
+
+
+@dataclass
+class Complaint:
+    """What is wrong: the part that found it, and with which parameters, or outputs."""
+
+    part: str
+    names: list[str]
+    gap: float
+
+    def text(self) -> str:
+        names = [*self.names[:NAMED]]
+        if len(self.names) > NAMED:
+            names.append(f"and {len(self.names) - NAMED} more")
+        freeze = self.names[0] if self.names else "layer.weight"
+        return (
+            f"{', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
+            f"{self.gap:.2g}, expected rounding alone. {ADVICE}\n"
+            f'    model.get_parameter("{freeze}").requires_grad_(False)'
+        )
+
+
+@dataclass
+class Verdict:
+    """What a proof found.
+
+    Attributes:
+        complaint: why nothing may be clipped; ``None`` if all is well.
+        unfit: outputs from which no gradient may come back, and why.
+        outputs: outputs that were shown to be each sample's own.
+        notes: what could not be looked at.
+        gaps: the largest relative difference that each part has seen.
+    """
+
+    complaint: Complaint | FlashClippingError | None
+    unfit: dict[int, str]
+    outputs: tuple[int, ...]
+    notes: list[str]
+    gaps: dict[str, float]
+
+
+def examine(
+    root: nn.Module,
+    forward: Callable[..., Any],
+    session: ClippingSession,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    audit: int = 0,
+    skip: Collection[str] = (),
+) -> Verdict:
+    """A round of the oracle on one batch.
+
+    Args:
+        root: the model; ``forward`` runs it, and ``session`` is what its taps share.
+        args, kwargs: of the call.
+        audit: 0 before the first step, then the number of the audit: another one swaps halves,
+            draws otherwise, and from the third on looks at one sample.
+        skip: parts to leave out, for tests: those of :data:`WORDS`, ``"EXTREME"``, ``"PERTURB"``
+            and ``"SEEDS"``.
+
+    Raises:
+        whatever the model raises on this batch.
+    """
+    params = session.trainable()
+    moved = contextlib.nullcontext() if "PERTURB" in skip else perturbed(params)
+    with moved:
+        for narrow in range(4):
+            samples = Samples(args, kwargs, session.batch_axis, narrow)
+            oracle = _Oracle(root, forward, session, samples, audit, frozenset(skip))
+            verdict = oracle.verdict()
+            if narrow == 0:
+                first = verdict
+            if verdict.complaint is None and not verdict.unfit:
+                return verdict
+            if not samples.is_ambiguous:
+                break
+    return first
+
+
+class _Oracle:
+    """One round, for outputs together and, where that fails, one by one."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        forward: Callable[..., Any],
+        session: ClippingSession,
+        samples: Samples,
+        audit: int,
+        skip: frozenset[str],
+    ) -> None:
+        self.samples, self.B, self.skip, self.audit = samples, samples.count, skip, audit
+        self.runs = Runs(root, forward, session, samples.tensors, seeded="SEEDS" not in skip)
+        names = {id(p): name for name, p in root.named_parameters()}
+        self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
+        low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
+        self.tolerance = max(low, default=TOLERANCE_WIDE)
+        self.loud = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        self.S, self.R = _halves(self.B, audit)
+        self.notes: list[str] = []
+        self.gaps: dict[str, float] = {}
+        self.unfit: dict[int, str] = {}
+        self.returned: set[int] = set()
+        self.axes: dict[int, list[int]] = {}
+
+    def verdict(self) -> Verdict:
+        if not self.B or not self.runs.params:
+            return self._conclude(None)
+        why = self._judge()
+        if why is None:
+            return self._conclude(None)
+        for number in sorted(self.returned - self.unfit.keys())[:OUTPUTS]:
+            # Samples may be along another axis of it that has as many entries by chance.
+            for axis in self.axes[number] if len(self.returned) > 1 else self.axes[number][1:]:
+                self.runs.only, self.runs.chosen_axes[number] = {number}, axis
+                if (of_one := self._judge()) is None:
+                    break
+            else:
+                if len(self.returned) > 1:
+                    self.unfit[number] = _text(of_one)
+        self.runs.only = None
+        if self.returned - self.unfit.keys():
+            self.runs.only = self.returned - self.unfit.keys()
+            why = self._judge()
+        return self._conclude(why)
+
+    def _conclude(self, why: Complaint | FlashClippingError | None) -> Verdict:
+        fit = tuple(sorted(self.returned - self.unfit.keys()))
+        if why is None and not fit:
+            if self.unfit:
+                why = Complaint("VALUE", [f"output {n}" for n in sorted(self.unfit)], 1.0)
+            else:
+                self.notes.append("no output has a row for each sample: nothing was compared")
+        return Verdict(why, self.unfit, fit, self.notes, self.gaps)
+
+    def _judge(self) -> Complaint | FlashClippingError | None:
+        """What is wrong with gradients of the outputs that may go backward."""
+        try:
+            return self._round()
+        except FlashClippingError as error:
+            return error
+
+    # -- a round ------------------------------------------------------------------------------
+
+    def _round(self, calm: bool = False) -> Complaint | None:
+        S, R, B = self.S, self.R, self.B
+        seed = 1 + self.audit
+        order = [*R, *S]
+        loud = {b: self.loud ** (order.index(b) / B) for b in range(B)}
+        on_S = dict.fromkeys(S, 1.0)
+        together = [loud] if "TOGETHER" not in self.skip else []
+        taps = self.runs.run(
+            self.samples.batch(range(B)), range(B), [on_S, *together], taps=True, seed=seed, calm=calm
+        )
+        self.returned, self.axes = set(taps.outputs), taps.axes
+        if not self._fit(taps):
+            return None
+        found = self._plain(taps, seed, calm)
+        if found is None:
+            self.notes.append("the model runs on this batch only")
+            return None
+        plain, places, given = found
+        at = [places.index(b) for b in S]
+        draws_differ = plain.drawn != taps.drawn or bool(
+            taps.drawn and self._unlike(taps, plain, S, at)
+        )
+        if draws_differ and not calm and R and "SEEDS" not in self.skip:
+            # The library's layers draw in another order, or values decide how much is drawn.
+            again = self.runs.run(given, places, taps=True, seed=seed)
+            if again.drawn == taps.drawn and self._unfit_values(taps, again, S, at, "VALUE"):
+                return self._again(calm)
+            return self._round(calm=True)
+        if self._unfit_values(taps, plain, S, at, "VALUE"):
+            return self._again(calm)
+        why = self._gradients(taps, plain, loud, calm)
+        if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
+            why = self._sizes()
+        return why
+
+    def _again(self, calm: bool) -> Complaint | None:
+        """The same without outputs that turned out to be unfit."""
+        fit = self.returned - self.unfit.keys()
+        self.runs.only = fit if self.runs.only is None else self.runs.only & fit
+        return self._round(calm) if self.runs.only else None
+
+    def _fit(self, run: Run) -> list[int]:
+        return [n for n in run.outputs if self.runs.only is None or n in self.runs.only]
+
+    def _plain(self, taps: Run, seed: int, calm: bool) -> tuple[Run, list[int], Any] | None:
+        """Autograd's run of S among others: the run, which sample is in each place, the batch."""
+        S, R, B = self.S, self.R, self.B
+        # Of each batch: the samples in order, a number for each place, and the extreme place.
+        # Others have numbers of their own, so that S is found by its.
+        batches: list[tuple[list[int], list[int], int | None]] = []
+        if not taps.drawn and "SIZE" not in self.skip:
+            # A smaller batch, S behind the others; a batch of 1 or 2 has a larger one.
+            others = R[:1] if B > 2 else [*R, *S][:2]
+            numbers = [B + n for n in range(len(others))]
+            batches.append(([*others, *S], [*numbers, *S], 0))
+        turned = dict(zip(R, [*R[1:], *R[:1]], strict=True))
+        order = [turned.get(b, b) for b in range(B)]
+        places = [B + b if b in turned else b for b in range(B)]
+        batches += [(order, places, R[0])] if R else []
+        batches.append((order, places, None))
+        for order, places, extreme in batches:
+            if "EXTREME" in self.skip:
+                extreme = None
+            given = self.samples.batch(order, extreme)
+            at = [places.index(b) for b in S]
+            scales = [dict.fromkeys(at, 1.0), {at[0]: 1.0}]
+            try:
+                run = self.runs.run(given, places, scales, seed=seed, calm=calm)
+            except FlashClippingError:
+                raise
+            except MODELS_OWN:
+                continue
+            finite = all(run.outputs[n][at].isfinite().all() for n in run.outputs) and all(
+                g.norms.isfinite().all() for g in run.gradients
+            )
+            if not finite and extreme is not None:
+                continue
+            return run, places, given
+        return None
+
+    def _gradients(
+        self, taps: Run, plain: Run, loud: Mapping[int, float], calm: bool
+    ) -> Complaint | None:
+        S, R = self.S, self.R
+        found, expected, one = taps.gradients[0], plain.gradients[0], plain.gradients[1].norms
+        each = found.each
+        if each is None:
+            each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
+        if R:
+            gap = each[:, R].amax(1) / found.norms.norm().clamp(min=1e-300)
+            if why := self._complain("STRAY", gap > STRAY, gap):
+                return why
+        if len(taps.gradients) > 1 and taps.gradients[1].each is not None:
+            scale = torch.tensor([loud[b] for b in S], dtype=torch.float64)
+            gap = self._gap(taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1))
+            if bool((gap > self.tolerance).any()):
+                gap = self._out_of_order(each, calm)
+            if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                return why
+        doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
+        error = ((each[:, S[0]] - one).abs() - doubt).clamp(min=0)
+        gap = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
+        if why := self._complain("NORM", gap > self.tolerance, gap):
+            return why
+        gap = self._gap(found.projections, expected.projections, expected.norms)
+        return self._complain("GRADIENT", gap > self.tolerance, gap)
+
+    def _out_of_order(self, each: Tensor, calm: bool) -> Tensor:
+        """Relative differences where gradients need not be linear in a sample's loss (a hook that
+        bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
+        S, R = self.S, self.R
+        loud = {b: self.loud if b in R else 1.0 for b in range(self.B)}
+        bits = [
+            {b: 1.0 for n, b in enumerate(S) if n >> bit & 1}
+            for bit in range((len(S) - 1).bit_length())
+        ]
+        run = self.runs.run(
+            self.samples.batch(range(self.B)),
+            range(self.B),
+            [loud, *bits],
+            taps=True,
+            seed=1 + self.audit,
+            calm=calm,
+        )
+        together, *some = run.gradients
+        assert together.each is not None
+        gap = self._gap(together.each[:, S], each[:, S], each[:, S].norm(dim=1))
+        for on, g in zip(bits, some, strict=True):
+            if g.each is not None and (off := [b for b in S if b not in on]):
+                strays = g.each[:, off].amax(1) > STRAY * g.norms.norm()
+                gap = torch.where(strays, 1.0, gap)
+        return gap
+
+    def _sizes(self) -> Complaint | None:
+        """A few samples in batches of two sizes, without chance."""
+        order = [*self.S, *self.R][:FEW]
+        fewer = order[: max(len(order) // 2, 1)]
+        if len(order) == len(fewer):
+            return None
+        scale = dict.fromkeys(range(len(fewer)), 1.0)
+        try:
+            a, b = (
+                self.runs.run(self.samples.batch(some), some, [scale], calm=True)
+                for some in (order, fewer)
+            )
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:
+            self.notes.append("the model runs on one batch size only")
+            return None
+        places = [*range(len(fewer))]
+        if self._unfit_values(a, b, places, places, "SIZE"):
+            return self._again(calm=False)
+        x, y = a.gradients[0], b.gradients[0]
+        gap = self._gap(x.projections, y.projections, y.norms)
+        return self._complain("SIZE", gap > self.tolerance, gap)
+
+    # -- comparisons --------------------------------------------------------------------------
+
+    def _gap(self, a: Tensor, b: Tensor, norms: Tensor) -> Tensor:
+        """``[P]``: differences of the rows of ``a`` and ``b``, as parts of these norms."""
+        scale = norms.clamp(min=FLOOR * float(norms.norm())).clamp(min=1e-300)
+        return (a - b).norm(dim=1) / scale
+
+    def _complain(self, part: str, wrong: Tensor, gap: Tensor) -> Complaint | None:
+        if part in self.skip:
+            return None
+        # What is not a number is no rounding.
+        wrong = wrong | gap.isnan()
+        worst = float(gap.nan_to_num(torch.inf, torch.inf).max())
+        self.gaps[part] = max(self.gaps.get(part, 0.0), worst)
+        if not wrong.any():
+            return None
+        names = [name for name, is_wrong in zip(self.names, wrong.tolist(), strict=True) if is_wrong]
+        return Complaint(part, names, worst)
+
+    def _value_gaps(
+        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]
+    ) -> dict[int, float]:
+        """The largest relative difference of a sample's outputs, by output."""
+        gaps = {}
+        for n in self._fit(a):
+            if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
+                gaps[n] = torch.inf
+                continue
+            x, y = (
+                run.outputs[n][list(rows)].double().nan_to_num(0, 0, 0).clamp(-1e4, 1e4)
+                for run, rows in ((a, rows_a), (b, rows_b))
+            )
+            gaps[n] = float(((x - y).norm(dim=1) / (y.norm(dim=1) + 1e-9)).max())
+        return gaps
+
+    def _unlike(self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]) -> bool:
+        return any(gap > self.tolerance for gap in self._value_gaps(a, b, rows_a, rows_b).values())
+
+    def _unfit_values(
+        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int], part: str
+    ) -> bool:
+        """Exclude outputs whose samples have other values in the two runs; whether there are any.
+
+        Where the number of samples and the others both change, it is the part ``part`` that tells.
+        """
+        if part in self.skip:
+            return False
+        gaps = self._value_gaps(a, b, rows_a, rows_b)
+        self.gaps[part] = max([self.gaps.get(part, 0.0), *gaps.values()])
+        wrong = [n for n, gap in gaps.items() if gap > self.tolerance]
+        for n in wrong:
+            self.unfit[n] = Complaint(part, [f"output {n}"], gaps[n]).text()
+        return bool(wrong)
+
+
+def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
+    """The samples that are looked at, and the others."""
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(3)).tolist()
+    half = -(-B // 2)
+    S, R = order[:half], order[half:]
+    if audit % 2 and R:
+        S, R = R, S
+    if audit > 2:
+        chosen = order[audit % B]
+        S, R = [chosen], [b for b in order if b != chosen]
+    return sorted(S), sorted(R)
+
+
+def _text(why: Complaint | FlashClippingError | None) -> str:
+    return why.text() if isinstance(why, Complaint) else str(why)
+
+
+def refusal(verdict: Verdict) -> FlashClippingError | None:
+    """The error of a verdict, if there is one."""
+    why = verdict.complaint
+    if why is None or isinstance(why, FlashClippingError):
+        return why
+    if why.names and why.names[0].startswith("output"):
+        return FlashClippingError("\n".join(verdict.unfit.values()))
+    return FlashClippingError(why.text())

@@ -1,0 +1,211 @@
+"""Where the samples are in what each layer returns: seen from gradients, not from sizes or values.
+
+The outputs of one sample go backward alone; the rows of a layer's output gradient that are not 0
+are that sample's. Two batches of gradients are enough for many samples: a pass for each bit of a
+sample's number, in which the samples with that bit take part, and one for those without it. A row
+that got a gradient in both has two samples. Rows of padding get none, and are nobody's.
+
+Shape suffixes: ``B`` samples, ``R`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.draws import perturbed
+from flash_clipping.capture.proof.layout import (
+    CONSTANT,
+    MANY,
+    NOBODY,
+    SEVERAL,
+    SampleLayout,
+    layout_of_owners,
+)
+from flash_clipping.capture.proof.runs import Runs
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+
+#: Samples that are looked at: a small batch tells where they are as well as a large one.
+SAMPLES = 4
+
+#: Relative difference of two outputs that are the same but for rounding.
+SAME = 1e-5
+
+#: A layer's path, and which of its calls.
+_Call = tuple[str, int]
+
+
+def probe(
+    root: nn.Module,
+    forward: Callable[..., Any],
+    session: ClippingSession,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[int] | None = None,
+) -> dict[str, tuple[SampleLayout, ...]]:
+    """Where the samples are in what layers with trainable parameters return.
+
+    Args:
+        root: the model; ``forward`` runs it.
+        args, kwargs: of the call.
+        outputs: which of the model's outputs are each sample's own; all, if ``None``.
+
+    Returns:
+        The layouts of every such layer that was called, by its path, one for each call; one alone
+        where they are the same. Empty where the model returns nothing with a row for each sample.
+
+    Raises:
+        whatever the model raises on this batch.
+    """
+    samples = Samples(args, kwargs, session.batch_axis)
+    few = min(samples.count, SAMPLES)
+    with perturbed(session.trainable()):
+        for count in sorted({few, samples.count}):
+            try:
+                return _probe(root, forward, session, samples, count, outputs)
+            except FlashClippingError:
+                raise
+            except MODELS_OWN:  # it may run on batches of this size only
+                if count == samples.count:
+                    raise
+    return {}
+
+
+def _probe(
+    root: nn.Module,
+    forward: Callable[..., Any],
+    session: ClippingSession,
+    samples: Samples,
+    B: int,
+    outputs: Sequence[int] | None,
+) -> dict[str, tuple[SampleLayout, ...]]:
+    runs = Runs(root, forward, session, samples.tensors)
+    runs.only = None if outputs is None else set(outputs)
+    marks = marks_of(B)
+    with _watched(root) as seen:
+        given = samples.batch(range(B))
+        run = runs.run(given, range(B), [dict.fromkeys(on, 1.0) for on in marks], before=seen.next)
+    owners = {call: owners_of(masks, marks, B) for call, masks in seen.masks(len(marks)).items()}
+    found = {
+        call: layout_of_owners(rows, B, session.batch_axis) for call, rows in owners.items()
+    }
+    if not run.outputs:
+        return {}
+    if shared := {call for call, layout in found.items() if layout is SEVERAL}:
+        others = [*reversed(range(samples.count))][:B]
+        with _watched(root) as again, torch.no_grad():
+            runs.run(samples.batch(others), range(B), no_grad=True)
+        for call in shared:
+            if _same(seen.values.get(call), again.values.get(call)):
+                found[call] = CONSTANT
+    by_path: dict[str, list[SampleLayout]] = {}
+    for (path, _), layout in sorted(found.items()):
+        by_path.setdefault(path, []).append(layout)
+    return {
+        path: tuple(calls) if len(set(calls)) > 1 else (calls[0],)
+        for path, calls in by_path.items()
+    }
+
+
+def marks_of(B: int) -> list[list[int]]:
+    """Which samples take part in each backward pass: each alone, or by the bits of their numbers
+    and by the inverted bits."""
+    bits = max((B - 1).bit_length(), 1)
+    if B <= 2 * bits:
+        return [[b] for b in range(B)]
+    with_bit = [[b for b in range(B) if b >> bit & 1] for bit in range(bits)]
+    return [*with_bit, *([b for b in range(B) if b not in on] for on in with_bit)]
+
+
+def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -> Tensor:
+    """The sample of each row, from the rows that got a gradient in each pass."""
+    reached = torch.stack([mask.cpu() for mask in masks])
+    codes = torch.zeros(len(marks), B, dtype=torch.bool)
+    for number, on in enumerate(marks):
+        codes[number, list(on)] = True
+    owners = torch.full(reached.shape[1:], MANY)
+    owners[~reached.any(0)] = NOBODY
+    for b in range(B):
+        code = codes[:, b].view(-1, *[1] * owners.dim())
+        owners[(reached == code).all(0)] = b
+    return owners
+
+
+class _Seen:
+    """What hooks have seen of layers' outputs and of their gradients."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+        self._passes: list[dict[_Call, Tensor]] = []
+        #: Outputs.
+        self.values: dict[_Call, Tensor] = {}
+        self._shapes: dict[_Call, torch.Size] = {}
+
+    def next(self) -> None:
+        """Another backward pass begins."""
+        self._passes.append({})
+
+    def note(self, path: str, output: Any) -> None:
+        tensors = [x for x in tensors_in(output) if x.is_floating_point() and x.dim()]
+        x = next((x for x in tensors if x.requires_grad), tensors[0] if tensors else None)
+        if x is None or in_backward():  # recomputed by a checkpoint
+            return
+        call = path, self._calls.get(path, 0)
+        self._calls[path] = call[1] + 1
+        self.values[call] = x.detach()
+        if not x.requires_grad:
+            return
+        self._shapes[call] = x.shape[:-1] if x.dim() > 1 else x.shape
+
+        def reached(grad: Tensor) -> None:
+            if self._passes:
+                mask = grad.detach() != 0
+                self._passes[-1][call] = mask.any(-1) if mask.dim() > 1 else mask
+
+        x.register_hook(reached)
+
+    def masks(self, passes: int) -> Mapping[_Call, list[Tensor]]:
+        """Of every call, the rows that got a gradient in each pass."""
+        return {
+            call: [
+                self._passes[n].get(call, torch.zeros(shape, dtype=torch.bool))
+                for n in range(min(passes, len(self._passes)))
+            ]
+            for call, shape in self._shapes.items()
+            if self._passes
+        }
+
+
+@contextmanager
+def _watched(root: nn.Module) -> Iterator[_Seen]:
+    """Hooks on every module that has trainable parameters of its own."""
+    seen = _Seen()
+    handles = []
+    try:
+        for path, module in root.named_modules():
+            params = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+            if params and module is not root:
+
+                def hook(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+                    seen.note(path, output)
+
+                handles.append(module.register_forward_hook(hook))
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return bool((a - b).double().norm() <= SAME * b.double().norm())
