@@ -84,11 +84,16 @@ class AlikeDraws(DispatchMode):
         self._calm = calm
         #: Of every random operator, in order: its name and the shape of what it returned.
         self.drawn: list[Hashable] = []
+        #: Dtypes that floats were cast to.
+        self.casts: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if not kwargs:
+            kwargs = {}
+        elif (dtype := kwargs.get("dtype")) is not None:
+            self.casts.add(dtype)
         if not _is_random(func):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -137,6 +142,10 @@ class Repeatable:
     def __init__(self, draws: AlikeDraws) -> None:
         self._draws = draws
         self._before = _outside_torch()
+
+    def casts(self) -> set[torch.dtype]:
+        """Dtypes that floats were cast to: by autocast in the model's own code, say."""
+        return self._draws.casts
 
     def drawn(self) -> list[Hashable]:
         """Everything so far, in order; Python's and NumPy's draws count as one."""

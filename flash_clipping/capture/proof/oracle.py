@@ -174,15 +174,18 @@ class _Oracle:
         self.runs = Runs(root, forward, session, samples.tensors, seeded="SEEDS" not in skip)
         names = {id(p): name for name, p in root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
-        low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
-        self.tolerance = max(low, default=TOLERANCE_WIDE)
-        self.loud = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
         self.S, self.R = _halves(self.B, audit)
         self.notes: list[str] = []
         self.gaps: dict[str, float] = {}
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
         self.axes: dict[int, list[int]] = {}
+
+    @property
+    def tolerance(self) -> float:
+        """Known once the model has run: what it casts floats to counts."""
+        low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
+        return max(low, default=TOLERANCE_WIDE)
 
     def verdict(self) -> Verdict:
         if not self.B or not self.runs.params:
@@ -227,9 +230,14 @@ class _Oracle:
         S, R, B = self.S, self.R, self.B
         seed = 1 + self.audit
         order = [*R, *S]
-        loud = {b: self.loud ** (order.index(b) / B) for b in range(B)}
+        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        loud = {b: most ** (order.index(b) / B) for b in range(B)}
+        if self.audit % 2:  # a hook that looks at the sign of a sum
+            loud |= {b: -loud[b] for b in R}
         on_S = dict.fromkeys(S, 1.0)
         together = [loud] if "TOGETHER" not in self.skip else []
+        if together and self.audit and R:  # do the sums of two parts of the batch add up?
+            together += [{b: loud[b] for b in part} for part in (S, R)]
         taps = self.runs.run(
             self.samples.batch(range(B)), range(B), [on_S, *together], taps=True, seed=seed, calm=calm
         )
@@ -322,6 +330,12 @@ class _Oracle:
                 gap = self._out_of_order(each, calm)
             if why := self._complain("TOGETHER", gap > self.tolerance, gap):
                 return why
+            if len(taps.gradients) > 2:
+                whole, *parts = (g.projections for g in taps.gradients[1:])
+                norms = torch.stack([g.norms for g in taps.gradients[1:]]).amax(0)
+                gap = self._gap(whole, sum(parts[1:], parts[0]), norms)
+                if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                    return why
         doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
         error = ((each[:, S[0]] - one).abs() - doubt).clamp(min=0)
         gap = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
@@ -334,7 +348,8 @@ class _Oracle:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that
         bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
         S, R = self.S, self.R
-        loud = {b: self.loud if b in R else 1.0 for b in range(self.B)}
+        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        loud = {b: most if b in R else 1.0 for b in range(self.B)}
         bits = [
             {b: 1.0 for n, b in enumerate(S) if n >> bit & 1}
             for bit in range((len(S) - 1).bit_length())

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import is_autocasting
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.session import ClippingSession
@@ -93,10 +92,8 @@ class Runs:
         self.only: set[int] | None = None
         #: Outputs whose samples are along another axis than the likely one.
         self.chosen_axes: dict[int, int] = {}
-        kinds = {x.dtype for x in (*tensors, *self.params)}
-        if is_autocasting():
-            kinds |= {torch.get_autocast_dtype(x.device.type) for x in self.params[:1]}
-        self.dtypes = kinds
+        #: Dtypes of inputs, of parameters, and that floats are cast to.
+        self.dtypes = {x.dtype for x in (*tensors, *self.params)}
 
     def run(
         self,
@@ -146,6 +143,7 @@ class Runs:
                 if call is not None:
                     call.end()
                 drawn = random.drawn()
+                self.dtypes |= random.casts()
                 axes = {
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
                 }
