@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ from flash_clipping._compat import (
     pytree,
 )
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+
+
+#: Entries of a parameter that tell how far they are spread.
+ENTRIES = 4096
 
 
 def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,6 +86,8 @@ class AlikeDraws(DispatchMode):
     def __init__(self, calm: bool) -> None:
         super().__init__()
         self._calm = calm
+        #: Whether any operator did something else than without this mode.
+        self.changed = False
         #: Of every random operator, in order: its name and the shape of what it returned.
         self.drawn: list[Hashable] = []
         #: Dtypes that floats were cast to.
@@ -98,8 +104,9 @@ class AlikeDraws(DispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
-            kwargs = {**kwargs, "generator": None}
+            kwargs, self.changed = {**kwargs, "generator": None}, True
         if name == "randperm":
+            self.changed = True
             self.drawn.append((name, args[0]))
             like = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
             return torch.arange(args[0], **{"dtype": torch.int64, **like}).roll(1)
@@ -108,6 +115,7 @@ class AlikeDraws(DispatchMode):
         if is_attention and (plain_args, plain_kwargs) == (args, kwargs):
             return func(*args, **kwargs)  # its probability is 0 already, or left out
         if self._calm:
+            self.changed = True
             result = calm_result(func, plain_args, plain_kwargs)
         else:
             result = func(*args, **kwargs)
@@ -131,26 +139,35 @@ def _own_generators(root: nn.Module) -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _outside_torch() -> tuple[Any, ...]:
+def _outside_torch() -> Hashable:
     numpy = sys.modules.get("numpy")
-    return random.getstate(), "" if numpy is None else str(numpy.random.get_state())
+    if numpy is None:
+        return random.getstate()
+    kind, words, *rest = numpy.random.get_state()
+    return random.getstate(), kind, words.tobytes(), *rest
 
 
 class Repeatable:
     """What a run of :func:`repeatable` has drawn."""
 
-    def __init__(self, draws: AlikeDraws) -> None:
-        self._draws = draws
+    def __init__(self, draws: AlikeDraws, until: ExitStack) -> None:
+        self._draws, self._until = draws, until
         self._before = _outside_torch()
+
+    def end_forward(self) -> list[Hashable]:
+        """What was drawn so far, in order; Python's and NumPy's draws count as one.
+
+        Operators of backward are watched only where checkpoints might draw there what was changed
+        in forward.
+        """
+        if not self._draws.changed:
+            self._until.close()
+        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
+        return [*self._draws.drawn, *outside]
 
     def casts(self) -> set[torch.dtype]:
         """Dtypes that floats were cast to: by autocast in the model's own code, say."""
         return self._draws.casts
-
-    def drawn(self) -> list[Hashable]:
-        """Everything so far, in order; Python's and NumPy's draws count as one."""
-        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
-        return [*self._draws.drawn, *outside]
 
 
 @contextmanager
@@ -171,9 +188,10 @@ def repeatable(
             untouched(root),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
-            draws,
+            ExitStack() as until,
         ):
-            yield Repeatable(draws)
+            until.enter_context(draws)
+            yield Repeatable(draws, until)
     finally:
         torch.seed = new_seed
         for holder, how, state in generators:
@@ -209,10 +227,10 @@ def perturbed(params: Sequence[nn.Parameter], seed: int = 7) -> Iterator[None]:
 def _moved(data: Tensor, generator: torch.Generator) -> Tensor:
     """``data`` plus a product of two random vectors: one read of a large matrix, no numbers as
     many as it has entries."""
-    rows = data.numel() // data.shape[-1] if data.dim() > 1 else 1
-    down = torch.randn(rows, 1, generator=generator)
-    along = torch.randn(data.numel() // rows, generator=generator)
-    down, along = (x.to(data.device, torch.float32) for x in (down, along))
-    spread = data.float().std(correction=0)
-    scale = torch.where(spread > 1e-4, 0.1 * spread, 0.05)
-    return data + (down * along * scale).view(data.shape).to(data.dtype)
+    columns = data.shape[-1] if data.dim() > 1 else data.numel()
+    rows = data.reshape(-1, columns)
+    down, along = (torch.randn(n, generator=generator).to(data.device) for n in rows.shape)
+    some = data.flatten()[:: -(-data.numel() // ENTRIES)]
+    spread = some.float().std(correction=0)
+    along = along * torch.where(spread > 1e-4, 0.1 * spread, 0.05)
+    return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)

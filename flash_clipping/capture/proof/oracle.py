@@ -53,8 +53,8 @@ STRAY = 1e-6
 #: What losses are multiplied by; less where gradients could overflow.
 LOUD, LOUD_FP16 = 1000.0, 16.0
 
-#: Samples whose outputs are compared in batches of two sizes.
-FEW = 4
+#: Batches of two sizes in which samples are compared; the second pair where the first fails.
+SIZES = ((2, 1), (4, 2))
 
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
@@ -234,17 +234,23 @@ class _Oracle:
         loud = {b: most ** (order.index(b) / B) for b in range(B)}
         if self.audit % 2:  # a hook that looks at the sign of a sum
             loud |= {b: -loud[b] for b in R}
-        on_S = dict.fromkeys(S, 1.0)
-        together = [loud] if "TOGETHER" not in self.skip else []
-        if together and self.audit and R:  # do the sums of two parts of the batch add up?
-            together += [{b: loud[b] for b in part} for part in (S, R)]
+        # In two audits, losses of the halves and of the whole: their sums must add up.
+        adds_up = bool(R and self.audit in (1, 2))
+        alone = {b: loud[b] if adds_up else 1.0 for b in S}
+        scales = [alone, loud, {b: loud[b] for b in R}][: 3 if adds_up else 2]
         taps = self.runs.run(
-            self.samples.batch(range(B)), range(B), [on_S, *together], taps=True, seed=seed, calm=calm
+            self.samples.batch(range(B)),
+            range(B),
+            scales[:1] if "TOGETHER" in self.skip else scales,
+            taps=True,
+            seed=seed,
+            calm=calm,
+            sums=3 if adds_up else 1,
         )
         self.returned, self.axes = set(taps.outputs), taps.axes
         if not self._fit(taps):
             return None
-        found = self._plain(taps, seed, calm)
+        found = self._plain(taps, alone, seed, calm)
         if found is None:
             self.notes.append("the model runs on this batch only")
             return None
@@ -261,7 +267,7 @@ class _Oracle:
             return self._round(calm=True)
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
-        why = self._gradients(taps, plain, loud, calm)
+        why = self._gradients(taps, plain, alone, loud, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
             why = self._sizes()
         return why
@@ -275,7 +281,9 @@ class _Oracle:
     def _fit(self, run: Run) -> list[int]:
         return [n for n in run.outputs if self.runs.only is None or n in self.runs.only]
 
-    def _plain(self, taps: Run, seed: int, calm: bool) -> tuple[Run, list[int], Any] | None:
+    def _plain(
+        self, taps: Run, alone: Mapping[int, float], seed: int, calm: bool
+    ) -> tuple[Run, list[int], Any] | None:
         """Autograd's run of S among others: the run, which sample is in each place, the batch."""
         S, R, B = self.S, self.R, self.B
         # Of each batch: the samples in order, a number for each place, and the extreme place.
@@ -296,7 +304,8 @@ class _Oracle:
                 extreme = None
             given = self.samples.batch(order, extreme)
             at = [places.index(b) for b in S]
-            scales = [dict.fromkeys(at, 1.0), {at[0]: 1.0}]
+            of_S = dict(zip(at, alone.values(), strict=True))
+            scales = [of_S, {at[0]: of_S[at[0]]}][: len(S)]  # of one sample both are the same
             try:
                 run = self.runs.run(given, places, scales, seed=seed, calm=calm)
             except FlashClippingError:
@@ -312,10 +321,15 @@ class _Oracle:
         return None
 
     def _gradients(
-        self, taps: Run, plain: Run, loud: Mapping[int, float], calm: bool
+        self,
+        taps: Run,
+        plain: Run,
+        alone: Mapping[int, float],
+        loud: Mapping[int, float],
+        calm: bool,
     ) -> Complaint | None:
         S, R = self.S, self.R
-        found, expected, one = taps.gradients[0], plain.gradients[0], plain.gradients[1].norms
+        found, expected, one = taps.gradients[0], plain.gradients[0], plain.gradients[-1].norms
         each = found.each
         if each is None:
             each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
@@ -324,16 +338,16 @@ class _Oracle:
             if why := self._complain("STRAY", gap > STRAY, gap):
                 return why
         if len(taps.gradients) > 1 and taps.gradients[1].each is not None:
-            scale = torch.tensor([loud[b] for b in S], dtype=torch.float64)
+            scale = torch.tensor([loud[b] / alone[b] for b in S], dtype=torch.float64)
             gap = self._gap(taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1))
             if bool((gap > self.tolerance).any()):
-                gap = self._out_of_order(each, calm)
+                gap = self._out_of_order(each, alone, calm)
             if why := self._complain("TOGETHER", gap > self.tolerance, gap):
                 return why
             if len(taps.gradients) > 2:
-                whole, *parts = (g.projections for g in taps.gradients[1:])
-                norms = torch.stack([g.norms for g in taps.gradients[1:]]).amax(0)
-                gap = self._gap(whole, sum(parts[1:], parts[0]), norms)
+                of_S, whole, of_R = (g.projections for g in taps.gradients)
+                norms = torch.stack([g.norms for g in taps.gradients]).amax(0)
+                gap = self._gap(whole, of_S + of_R, norms)
                 if why := self._complain("TOGETHER", gap > self.tolerance, gap):
                     return why
         doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
@@ -344,23 +358,24 @@ class _Oracle:
         gap = self._gap(found.projections, expected.projections, expected.norms)
         return self._complain("GRADIENT", gap > self.tolerance, gap)
 
-    def _out_of_order(self, each: Tensor, calm: bool) -> Tensor:
+    def _out_of_order(self, each: Tensor, alone: Mapping[int, float], calm: bool) -> Tensor:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that
         bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
         S, R = self.S, self.R
         most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
-        loud = {b: most if b in R else 1.0 for b in range(self.B)}
         bits = [
-            {b: 1.0 for n, b in enumerate(S) if n >> bit & 1}
+            {b: alone[b] for n, b in enumerate(S) if n >> bit & 1}
             for bit in range((len(S) - 1).bit_length())
         ]
+        scales = [{**alone, **dict.fromkeys(R, most)}, *bits]
         run = self.runs.run(
             self.samples.batch(range(self.B)),
             range(self.B),
-            [loud, *bits],
+            scales,
             taps=True,
             seed=1 + self.audit,
             calm=calm,
+            sums=len(scales),
         )
         together, *some = run.gradients
         assert together.each is not None
@@ -372,28 +387,32 @@ class _Oracle:
         return gap
 
     def _sizes(self) -> Complaint | None:
-        """A few samples in batches of two sizes, without chance."""
-        order = [*self.S, *self.R][:FEW]
-        fewer = order[: max(len(order) // 2, 1)]
-        if len(order) == len(fewer):
-            return None
-        scale = dict.fromkeys(range(len(fewer)), 1.0)
-        try:
-            a, b = (
-                self.runs.run(self.samples.batch(some), some, [scale], calm=True)
-                for some in (order, fewer)
-            )
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:
+        """A few samples in batches of two sizes, without chance; their gradients in audits only."""
+        order = [*self.S, *self.R]
+        for more, less in SIZES:
+            if len(order) < more:
+                continue
+            scales = [dict.fromkeys(range(less), 1.0)] if self.audit else []
+            try:
+                a, b = (
+                    self.runs.run(self.samples.batch(some), some, scales, calm=True)
+                    for some in (order[:more], order[:less])
+                )
+            except FlashClippingError:
+                raise
+            except MODELS_OWN:
+                continue
+            places = [*range(less)]
+            if self._unfit_values(a, b, places, places, "SIZE"):
+                return self._again(calm=False)
+            if not scales:
+                return None
+            x, y = a.gradients[0], b.gradients[0]
+            gap = self._gap(x.projections, y.projections, y.norms)
+            return self._complain("SIZE", gap > self.tolerance, gap)
+        if len(order) > 1:
             self.notes.append("the model runs on one batch size only")
-            return None
-        places = [*range(len(fewer))]
-        if self._unfit_values(a, b, places, places, "SIZE"):
-            return self._again(calm=False)
-        x, y = a.gradients[0], b.gradients[0]
-        gap = self._gap(x.projections, y.projections, y.norms)
-        return self._complain("SIZE", gap > self.tolerance, gap)
+        return None
 
     # -- comparisons --------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Runs:
         self._devices = list(devices)
         self._seeded = seeded
         self._count = 0
-        self._signs: dict[tuple[int, torch.device], Tensor] = {}
+        self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
         self.only: set[int] | None = None
         #: Outputs whose samples are along another axis than the likely one.
@@ -106,6 +106,7 @@ class Runs:
         calm: bool = False,
         no_grad: bool = False,
         before: Callable[[], None] = lambda: None,
+        sums: int = 1,
     ) -> Run:
         """The model on a batch.
 
@@ -119,6 +120,8 @@ class Runs:
             seed, calm: what is drawn at random.
             no_grad: nothing goes backward.
             before: called before every backward pass.
+            sums: of so many backward passes, the first ones, sums over samples are wanted; of the
+                others norms alone.
 
         Raises:
             whatever the model raises.
@@ -142,7 +145,7 @@ class Runs:
                 tensors = tensors_in(self.forward(*args, **kwargs))
                 if call is not None:
                     call.end()
-                drawn = random.drawn()
+                drawn = random.end_forward()
                 self.dtypes |= random.casts()
                 axes = {
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
@@ -154,9 +157,9 @@ class Runs:
                     for n in axes
                 }
                 gradients = []
-                for scale in scales:
+                for number, scale in enumerate(scales):
                     before()
-                    gradients.append(self._backward(outputs, places, scale, taps))
+                    gradients.append(self._backward(outputs, places, scale, taps, number < sums))
             return Run({n: x.detach() for n, x in outputs.items()}, axes, drawn, gradients)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -181,6 +184,7 @@ class Runs:
         places: Sequence[int],
         scale: Mapping[int, float],
         taps: bool,
+        sums: bool,
     ) -> Gradient:
         """One backward pass of the losses of some samples."""
         chosen = [n for n in outputs if self.only is None or n in self.only]
@@ -194,11 +198,11 @@ class Runs:
         )
         if not taps:
             found = [a if b is None else b for a, b in zip(grad(), self._left(), strict=True)]
-            return self._measured(dict(enumerate(found)))
+            return self._measured(dict(enumerate(found)), sums)
         session = self.session
         before, plans = session.backward_pass_class, session.plans
         taken: list[Gradient] = []
-        tell: Any = partial(_Collects, runs=self, tell=taken.append)
+        tell: Any = partial(_Collects, runs=self, tell=taken.append, sums=sums)
         session.backward_pass_class, session.plans = tell, Plans()
         try:
             grad()
@@ -213,9 +217,18 @@ class Runs:
             param.grad = None
         return left
 
-    def _measured(self, grads: Mapping[int, Tensor | None]) -> Gradient:
+    def _measured(self, grads: Mapping[int, Tensor | None], sums: bool = True) -> Gradient:
         """Projections and norms of gradients, by the number of their parameter."""
         device = self.params[0].device
+        if not sums:
+            norms = torch.zeros(len(self.params), dtype=torch.float64, device=device)
+            numbers = [n for n, g in grads.items() if g is not None]
+            if numbers:
+                of_each = [_dense(g).float() if g.element_size() < 4 else _dense(g) for g in grads.values() if g is not None]
+                found = [x.to(device, torch.float64) for x in torch._foreach_norm(of_each)]
+                norms[numbers] = torch.stack(found)
+            norms = norms.cpu()
+            return Gradient(norms.new_zeros(len(norms), PROJECTIONS), norms)
         nothing = torch.zeros(PROJECTIONS + 1, dtype=torch.float64, device=device)
         rows = []
         for n in range(len(self.params)):
@@ -226,20 +239,19 @@ class Runs:
 
     def _projected(self, g: Tensor, number: int) -> Tensor:
         """``[K + 1]``: projections on products of two vectors of signs, and the norm."""
-        g = g.detach()
-        g = (g.to_dense() if g.layout != torch.strided else g).reshape(-1, g.shape[-1] or 1)
+        g = _dense(g)
+        g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
         g = g if g.dtype == torch.float64 else g.float()
-        down, along = (self._signs_of(n, g.device)[number % 7 :][:PROJECTIONS] for n in g.shape)
-        found = ((down.to(g.dtype) @ g) * along.to(g.dtype)).sum(1, dtype=torch.float64)
-        norm = torch.linalg.vector_norm(g, dtype=torch.float64)
-        return torch.cat([found, norm[None]])
+        down, along = (self._signs_of(n, g)[number % 7 :][:PROJECTIONS] for n in g.shape)
+        found = ((down @ g) * along).sum(1)
+        return torch.cat([found, torch.linalg.vector_norm(g)[None]]).double()
 
-    def _signs_of(self, n: int, device: torch.device) -> Tensor:
-        key = n, device
+    def _signs_of(self, n: int, like: Tensor) -> Tensor:
+        key = n, like.device, like.dtype
         if key not in self._signs:
             generator = torch.Generator().manual_seed(n)
             signs = torch.randint(0, 2, (PROJECTIONS + 6, n), generator=generator, dtype=torch.int8)
-            self._signs[key] = (2 * signs - 1).to(device)
+            self._signs[key] = (2 * signs - 1).to(like)
         return self._signs[key]
 
     def of_taps(self, backward: _Collects, sums: Mapping[int, Tensor]) -> Gradient:
@@ -252,15 +264,22 @@ class Runs:
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
 
 
+def _dense(g: Tensor) -> Tensor:
+    g = g.detach()
+    return g if g.layout == torch.strided else g.to_dense()
+
+
 class _Collects(BackwardPass):
     """Takes norms and sums that nothing is clipped of, and leaves nothing else."""
 
     each: Tensor
     bounds: Tensor
 
-    def __init__(self, session: Session, *, runs: Runs, tell: Callable[[Gradient], None]) -> None:
+    def __init__(
+        self, session: Session, *, runs: Runs, tell: Callable[[Gradient], None], sums: bool
+    ) -> None:
         super().__init__(session)
-        self._runs, self._tell = runs, tell
+        self._runs, self._tell, self._sums = runs, tell, sums
         if not runs.params[0].is_cuda:
             self.backend = "torch"
 
@@ -277,7 +296,8 @@ class _Collects(BackwardPass):
                 self.put_back()
                 self.take_norms()
                 assert self.coef is not None and self.plan is not None
-                self.groups.add_clipped_sums(self.plan, self.coef, add)
+                if self._sums:
+                    self.groups.add_clipped_sums(self.plan, self.coef, add)
                 self._tell(self._runs.of_taps(self, sums))
             finally:
                 self.forget()
