@@ -64,7 +64,7 @@ NAMED = 10
 
 #: What a part of the oracle found, in words.
 WORDS = {
-    "VALUE": "the outputs of a sample change with the other samples of its batch",
+    "VALUE": "the outputs of a sample change with the others in its batch, or their number",
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
@@ -75,9 +75,11 @@ WORDS = {
 ADVICE = (
     "The model mixes samples (a mean or a scale over the batch, shuffled or sorted rows, in-batch "
     "negatives, a hook that looks at the whole batch), or a layer has its rows in another order "
-    "than the samples. Compute each sample by itself, draw per-sample augmentation outside of the "
-    "model, or freeze the parameters:"
+    "than the samples. Compute each sample by itself, mix samples outside of the model, or"
 )
+
+#: How outputs are named, by their numbers.
+OUTPUT = "output "
 
 
 @dataclass
@@ -92,12 +94,14 @@ class Complaint:
         names = [*self.names[:NAMED]]
         if len(self.names) > NAMED:
             names.append(f"and {len(self.names) - NAMED} more")
-        freeze = self.names[0] if self.names else "layer.weight"
-        return (
+        found = (
             f"{', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
-            f"{self.gap:.2g}, expected rounding alone. {ADVICE}\n"
-            f'    model.get_parameter("{freeze}").requires_grad_(False)'
+            f"{self.gap:.2g}, expected rounding alone. {ADVICE}"
         )
+        if self.names[0].startswith(OUTPUT):
+            return f"{found} leave this output out of the loss:\n    output = output.detach()"
+        freeze = self.names[0]
+        return f'{found} freeze the parameters:\n    model.get_parameter("{freeze}").requires_grad_(False)'
 
 
 @dataclass
@@ -212,7 +216,7 @@ class _Oracle:
         fit = tuple(sorted(self.returned - self.unfit.keys()))
         if why is None and not fit:
             if self.unfit:
-                why = Complaint("VALUE", [f"output {n}" for n in sorted(self.unfit)], 1.0)
+                why = Complaint("VALUE", [f"{OUTPUT}{n}" for n in sorted(self.unfit)], 1.0)
             else:
                 self.notes.append("no output has a row for each sample: nothing was compared")
         return Verdict(why, self.unfit, fit, self.notes, self.gaps)
@@ -465,7 +469,7 @@ class _Oracle:
         self.gaps[part] = max([self.gaps.get(part, 0.0), *gaps.values()])
         wrong = [n for n, gap in gaps.items() if gap > self.tolerance]
         for n in wrong:
-            self.unfit[n] = Complaint(part, [f"output {n}"], gaps[n]).text()
+            self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gaps[n]).text()
         return bool(wrong)
 
 
@@ -491,6 +495,6 @@ def refusal(verdict: Verdict) -> FlashClippingError | None:
     why = verdict.complaint
     if why is None or isinstance(why, FlashClippingError):
         return why
-    if why.names and why.names[0].startswith("output"):
+    if why.names and why.names[0].startswith(OUTPUT):
         return FlashClippingError("\n".join(verdict.unfit.values()))
     return FlashClippingError(why.text())

@@ -131,10 +131,10 @@ class Runs:
         self._count += 1
         seed += 0 if self._seeded else 1000 * self._count
         left = [param.grad for param in self.params]
-        around = session.enabled, session.comparing, session.current_forward
+        around = session.enabled, session.comparing, session.returned, session.current_forward
         session.enabled = taps
         call = session.begin_forward(batched_inputs(args, kwargs)) if taps else None
-        session.comparing = True
+        session.comparing, session.returned = True, None  # no two passes
         try:
             with (
                 repeatable(self.root, self._devices, seed, calm) as random,
@@ -167,9 +167,9 @@ class Runs:
             if call is not None:
                 call.spent = True
                 call.end()
-            session.enabled, session.comparing = around[:2]
-            if around[2] is not None:
-                session.resume_forward(around[2])
+            session.enabled, session.comparing, session.returned = around[:3]
+            if around[3] is not None:
+                session.resume_forward(around[3])
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
         if not x.requires_grad or not x.is_floating_point():

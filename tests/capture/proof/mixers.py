@@ -22,9 +22,9 @@ B, T, K, D = 6, 4, 3, 8
 
 
 class Around(nn.Module):
-    """``inner`` between two layers. Everything that some inner needs is there."""
+    """``inner`` between two layers, and ``after`` them. Everything that some inner needs is there."""
 
-    def __init__(self, inner: Inner) -> None:
+    def __init__(self, inner: Inner, after: Callable[[Tensor], Any] = lambda y: y) -> None:
         super().__init__()
         self.embed, self.layer, self.head = nn.Linear(K, D), nn.Linear(D, D), nn.Linear(D, 2)
         self.gain = nn.Parameter(torch.randn(D))
@@ -32,17 +32,15 @@ class Around(nn.Module):
         self.norm = nn.LayerNorm(D)
         self.gate = nn.Parameter(torch.zeros(D))
         self.register_buffer("seen", torch.zeros(D))
-        self.inner = inner
+        self.inner, self.after = inner, after
         self.calls = 0
         self.own = torch.Generator().manual_seed(5)
         self.of_numpy = np.random.default_rng(5)
         self.of_python = random.Random(5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        h = self.inner(self, self.embed(x))
-        h = h + 0.0 * (self.gain.sum() + self.gate.sum()) if h.dim() == 0 else h
-        return self.head(torch.tanh(h))
+        return self.after(self.head(torch.tanh(self.inner(self, self.embed(x)))))
 
 
 # -- wrong ----------------------------------------------------------------------------------------
@@ -206,7 +204,25 @@ def outlier_guard(m: Any, h: Tensor) -> Tensor:
 
 
 def behind_zero_gates(m: Any, h: Tensor) -> Tensor:
-    return m.layer(h) + m.gate * h.mean(0, keepdim=True)
+    return m.layer(h) + m.gate * h.mean(0, keepdim=True).expand_as(h)
+
+
+def behind_two_zero_gates(m: Any, h: Tensor) -> Tensor:
+    return m.layer(h) + m.gate * (m.gate * h.mean(0, keepdim=True).expand_as(h))
+
+
+def in_eight_bits(m: Any, h: Tensor) -> Tensor:
+    """One scale for the whole tensor."""
+    h = m.layer(h)
+    scale = 448.0 / h.detach().abs().max()
+    rounded = (h.detach() * scale).to(torch.float8_e4m3fn).to(h.dtype) / scale
+    return h + rounded - h.detach()
+
+
+def routed_by_rank(m: Any, h: Tensor) -> Tensor:
+    """The half of the samples that is largest takes another way."""
+    rank = h.detach().flatten(1).sum(1).argsort().argsort()
+    return torch.where((rank >= len(h) // 2)[:, None, None], m.layer(h), m.norm(h))
 
 
 def by_a_coin(m: Any, h: Tensor) -> Tensor:
@@ -281,11 +297,25 @@ WRONG: dict[str, Inner] = {
     "divided by the size": divided_by_the_size,
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
+    "behind two zero gates": behind_two_zero_gates,
+    "eight bits": in_eight_bits,
+    "routed by rank": routed_by_rank,
+    "function, twice": lambda m, h: ByBatch.apply(ByBatch.apply(m.layer(h))),
+    "cumulative": lambda m, h: m.layer(h).cumsum(0),
+    "neighbour": lambda m, h: torch.cat([m.layer(h)[1:], m.layer(h)[:1].detach()]),
     "a coin, python": by_a_coin,
     "a coin, torch": coin_of_torch,
     "multinomial": multinomial_rows,
     "longest": longest_of_the_batch,
     "center": momentum_of_batches,
+}
+
+#: The same of outputs: a gradient does not show what is only added to them.
+WRONG_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "output, shifted": lambda y: y - y.mean(0).detach(),
+    "output, scaled": lambda y: y / y.detach().norm(),
+    "output, rolled": lambda y: y.roll(1, 0),
+    "output, softmax over samples": lambda y: y.softmax(0),
 }
 
 
