@@ -30,6 +30,7 @@ from flash_clipping.capture.taint import Reads, Taint
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
 
+
 @dataclass
 class Note:
     """What one read was, in one rehearsal.

@@ -1,11 +1,10 @@
-"""When a model is looked at again: for another kind of call, and in some steps whatever they are."""
+"""When a model is looked at again: for another kind of call, and in some steps of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import is_autocasting, pytree
@@ -52,7 +51,7 @@ def _of_argument(leaf: Any, numbers: bool) -> Hashable:
         return leaf
     if numbers and isinstance(leaf, int | float):
         return leaf
-    return type(leaf)
+    return type(leaf).__qualname__
 
 
 def _of_tensor(x: Tensor, axis: int, B: int) -> Hashable:

@@ -26,7 +26,6 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
 
-
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
 

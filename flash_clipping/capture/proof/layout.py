@@ -5,7 +5,7 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -95,7 +95,7 @@ class Table:
         seconds: what the proof took, by part.
     """
 
-    layouts: dict[str, Sequence[SampleLayout]] = field(default_factory=dict)
+    layouts: Mapping[str, Sequence[SampleLayout]] = field(default_factory=dict)
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)

@@ -101,7 +101,8 @@ class Complaint:
         if self.names[0].startswith(OUTPUT):
             return f"{found} leave this output out of the loss:\n    output = output.detach()"
         freeze = self.names[0]
-        return f'{found} freeze the parameters:\n    model.get_parameter("{freeze}").requires_grad_(False)'
+        line = f'model.get_parameter("{freeze}").requires_grad_(False)'
+        return f"{found} freeze the parameters:\n    {line}"
 
 
 @dataclass
@@ -343,7 +344,9 @@ class _Oracle:
                 return why
         if len(taps.gradients) > 1 and taps.gradients[1].each is not None:
             scale = torch.tensor([loud[b] / alone[b] for b in S], dtype=torch.float64)
-            gap = self._gap(taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1))
+            gap = self._gap(
+                taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1)
+            )
             if bool((gap > self.tolerance).any()):
                 gap = self._out_of_order(each, alone, calm)
             if why := self._complain("TOGETHER", gap > self.tolerance, gap):
@@ -434,7 +437,9 @@ class _Oracle:
         self.gaps[part] = max(self.gaps.get(part, 0.0), worst)
         if not wrong.any():
             return None
-        names = [name for name, is_wrong in zip(self.names, wrong.tolist(), strict=True) if is_wrong]
+        names = [
+            name for name, is_wrong in zip(self.names, wrong.tolist(), strict=True) if is_wrong
+        ]
         return Complaint(part, names, worst)
 
     def _value_gaps(

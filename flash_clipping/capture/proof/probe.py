@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,11 +38,25 @@ from flash_clipping.errors import FlashClippingError
 #: Samples that are looked at: a small batch tells where they are as well as a large one.
 SAMPLES = 3
 
-#: Relative difference of two outputs that are the same but for rounding.
-SAME = 1e-5
+#: Relative difference of two outputs that are the same but for rounding; of 16 bits.
+SAME, SAME_LOW = 1e-4, 0.1
 
 #: A layer's path, and which of its calls.
 _Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe has seen.
+
+    Attributes:
+        layouts: of every layer with trainable parameters that was called, by its path; one for
+            each call, or one alone where they are the same.
+        unfit: numbers of the outputs in which samples reach each other.
+    """
+
+    layouts: dict[str, tuple[SampleLayout, ...]]
+    unfit: frozenset[int] = frozenset()
 
 
 def probe(
@@ -50,77 +65,78 @@ def probe(
     session: ClippingSession,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    outputs: Sequence[int] | None = None,
-) -> dict[str, tuple[SampleLayout, ...]]:
+) -> Probed:
     """Where the samples are in what layers with trainable parameters return.
 
     Args:
         root: the model; ``forward`` runs it.
         args, kwargs: of the call.
-        outputs: which of the model's outputs are each sample's own; all, if ``None``.
-
-    Returns:
-        The layouts of every such layer that was called, by its path, one for each call; one alone
-        where they are the same. Empty where the model returns nothing with a row for each sample.
 
     Raises:
         whatever the model raises on this batch.
     """
+    params = session.trainable()
     samples = Samples(args, kwargs, session.batch_axis)
+    if not params or not samples.count:
+        return Probed({})
+    runs = Runs(root, forward, session, samples.tensors)
     few = min(samples.count, SAMPLES)
-    with perturbed(session.trainable()):
+    with perturbed(params):
         for count in sorted({few, samples.count}):
             try:
-                return _probe(root, forward, session, samples, count, outputs)
+                return _probe(runs, samples, count)
             except FlashClippingError:
                 raise
             except MODELS_OWN:  # it may run on batches of this size only
                 if count == samples.count:
                     raise
-    return {}
+    return Probed({})
 
 
-def _probe(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    samples: Samples,
-    B: int,
-    outputs: Sequence[int] | None,
-) -> dict[str, tuple[SampleLayout, ...]]:
-    runs = Runs(root, forward, session, samples.tensors)
-    runs.only = None if outputs is None else set(outputs)
+def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
+    """On so many samples. The same ones among others tell which outputs are theirs alone, and what
+    is the same for all batches. Runs are calm: what is dropped has no gradient."""
+    places = range(B)
+    others = [*places][:1] + [*reversed(range(samples.count))][: B - 1]
+    outputs, values = [], []
+    for order in (places, others):
+        with _watched(runs.root) as of_run:
+            outputs.append(
+                runs.run(samples.batch(order), places, calm=True, forward_only=True).outputs
+            )
+        values.append(of_run.values)
+    unfit = frozenset(
+        n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
+    )
+    runs.only = outputs[0].keys() - unfit
     marks = marks_of(B)
-    with _watched(root) as seen:
-        given, scales = samples.batch(range(B)), [dict.fromkeys(on, 1.0) for on in marks]
-        run = runs.run(given, range(B), scales, before=seen.next, sums=0)
-    owners = {call: owners_of(masks, marks, B) for call, masks in seen.masks(len(marks)).items()}
-    found = {
-        call: layout_of_owners(rows, B, session.batch_axis) for call, rows in owners.items()
-    }
-    if not run.outputs:
-        return {}
-    if shared := {call for call, layout in found.items() if layout is SEVERAL}:
-        others = [*reversed(range(samples.count))][:B]
-        with _watched(root) as again, torch.no_grad():
-            runs.run(samples.batch(others), range(B), no_grad=True)
-        for call in shared:
-            if _same(seen.values.get(call), again.values.get(call)):
-                found[call] = CONSTANT
+    scales = [dict.fromkeys(on, 1.0) for on in marks]
+    with _watched(runs.root) as seen:
+        given = samples.batch(places)
+        runs.run(given, places, scales, calm=True, sums=0, before=seen.next)
+    found: dict[_Call, SampleLayout] = {}
+    for call, masks in seen.masks(len(marks)).items():
+        owners = owners_of(masks, marks, B)
+        found[call] = layout_of_owners(owners, B, runs.session.batch_axis)
+        if found[call] is SEVERAL and _same(*(of_run.get(call) for of_run in values)):
+            found[call] = CONSTANT
     by_path: dict[str, list[SampleLayout]] = {}
     for (path, _), layout in sorted(found.items()):
         by_path.setdefault(path, []).append(layout)
-    return {
-        path: tuple(calls) if len(set(calls)) > 1 else (calls[0],)
-        for path, calls in by_path.items()
-    }
+    return Probed(
+        {
+            path: tuple(calls) if len(set(calls)) > 1 else (calls[0],)
+            for path, calls in by_path.items()
+        },
+        unfit,
+    )
 
 
 def marks_of(B: int) -> list[list[int]]:
     """Which samples take part in each backward pass: each alone, or by the bits of their numbers
     and by the inverted bits."""
     bits = max((B - 1).bit_length(), 1)
-    if B <= 2 * bits:
+    if 2 * bits >= B:
         return [[b] for b in range(B)]
     with_bit = [[b for b in range(B) if b >> bit & 1] for bit in range(bits)]
     return [*with_bit, *([b for b in range(B) if b not in on] for on in with_bit)]
@@ -208,4 +224,6 @@ def _watched(root: nn.Module) -> Iterator[_Seen]:
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or a.shape != b.shape:
         return False
-    return bool((a - b).double().norm() <= SAME * b.double().norm())
+    low = a.dtype in (torch.bfloat16, torch.float16)
+    gap, size = (a - b).double().nan_to_num(0, 0, 0).norm(), b.double().nan_to_num(0, 0, 0).norm()
+    return bool(gap <= (SAME_LOW if low else SAME) * size)

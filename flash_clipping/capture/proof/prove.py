@@ -1,23 +1,24 @@
 """Proof that what is clipped is each sample's own gradient.
 
-:mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where the
-samples are in what layers return, :mod:`coverage` says when to look again. Nothing here decides by
-the size of an axis, and nothing of the user's is changed: parameters, buffers, ``p.grad``, random
-number generators and hooks are afterwards what they were, bit for bit.
+:mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
+the samples are in what layers return, :mod:`coverage` says when to look again. Nothing of the
+user's is changed: parameters, buffers, ``p.grad``, generators and hooks are afterwards what they
+were, bit for bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from flash_clipping.capture.proof.coverage import Coverage
-from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout, Table
+from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
 from flash_clipping.capture.proof.oracle import examine, refusal
 from flash_clipping.capture.proof.probe import probe
+from flash_clipping.capture.row_layouts import TOGETHER
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
@@ -31,6 +32,7 @@ def prove(
     session: ClippingSession | None = None,
     *,
     audit: int = 0,
+    settles: bool = False,
     skip: Collection[str] = (),
 ) -> Table:
     """Show, on one batch, that each sample's gradient is its own and is booked to it.
@@ -40,10 +42,12 @@ def prove(
         args, kwargs: what it is called with.
         session: what its taps share.
         audit: 0 for the proof before the first step, then the number of the audit.
+        settles: let taps go by what is found here of where the samples are.
         skip: parts of the oracle to leave out, for tests.
 
     Returns:
-        Where the samples are in what layers return, and which outputs may go backward.
+        Where the samples are in what layers return (in a proof, not in an audit), and which outputs
+        may go backward.
 
     Raises:
         FlashClippingError: with the parameters or outputs, what was found and expected, and what to
@@ -52,7 +56,9 @@ def prove(
     root = wrapped._module
     forward = getattr(root.forward, "original", root.forward)
     session = session or wrapped._session
-    return prove_forward(root, forward, session, args, kwargs, audit=audit, skip=skip)
+    return prove_forward(
+        root, forward, session, args, kwargs, audit=audit, settles=settles, skip=skip
+    )
 
 
 def prove_forward(
@@ -63,18 +69,57 @@ def prove_forward(
     kwargs: dict[str, Any],
     *,
     audit: int = 0,
+    settles: bool = False,
     skip: Collection[str] = (),
 ) -> Table:
     """:func:`prove` for a model whose ``forward`` is given."""
-    begin = time.process_time()
+    begin = time.perf_counter()
+    layouts: Mapping[str, Sequence[SampleLayout]] = {}
+    if not audit:
+        layouts = probe(root, forward, session, args, kwargs).layouts
+    if settles:
+        settle(root, session, layouts)
+    seen = time.perf_counter()
     verdict = examine(root, forward, session, args, kwargs, audit=audit, skip=skip)
-    shown = time.process_time()
+    seconds = {"probe": seen - begin, "oracle": time.perf_counter() - seen}
     if (error := refusal(verdict)) is not None:
-        raise error
-    layouts: dict[str, tuple[SampleLayout, ...]] = {}
-    if verdict.outputs and audit == 0:
-        layouts = probe(root, forward, session, args, kwargs, verdict.outputs)
-    seconds = {"oracle": shown - begin, "probe": time.process_time() - shown}
+        raise FlashClippingError(f"{_irregular(layouts)}{error}") from error
     return Table(layouts, verdict.unfit, verdict.outputs, verdict.notes, seconds)
 
 
+def settle(
+    root: nn.Module, session: ClippingSession, layouts: Mapping[str, Sequence[SampleLayout]]
+) -> None:
+    """Tell the taps where the samples are."""
+    evidence = session.evidence
+    for path, calls in layouts.items():
+        module = root.get_submodule(path)
+        name = f"{path or 'the model'} ({type(module).__name__})"
+        if name in session.folded_by_rule or name.startswith("the model"):
+            continue
+        evidence.forget([name])
+        evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
+        if {*calls} == {CONSTANT}:
+            evidence.constants.add(name)
+            continue
+        regular = [layout for layout in calls if layout.layout is not None]
+        seen = {layout.parts: layout.layout for layout in regular if layout.layout is not None}
+        plain = all(layout == TOGETHER for layout in seen.values())
+        if plain and len(regular) == len(calls):
+            evidence.proven.add(name)
+        if not plain:
+            session.laid_out = session.laid_out | {name}
+        if {*seen} - {1} and all(layout.axis == 0 for layout in seen.values()):
+            session.folded.add(name)
+        if not plain or {*seen} - {1}:
+            session.layouts = {**session.layouts, name: seen}
+
+
+def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:
+    """Of the layers whose rows are no sample's, or in no regular order, one line each."""
+    return "".join(
+        f"{path}: its rows are {layout.kind}.\n"
+        for path, calls in layouts.items()
+        for layout in calls
+        if layout in (ROUTED, SEVERAL)
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -104,7 +106,7 @@ class Runs:
         taps: bool = False,
         seed: int = 0,
         calm: bool = False,
-        no_grad: bool = False,
+        forward_only: bool = False,
         before: Callable[[], None] = lambda: None,
         sums: int = 1,
     ) -> Run:
@@ -118,7 +120,7 @@ class Runs:
                 their losses are multiplied.
             taps: whether gradients are taken as they will be clipped.
             seed, calm: what is drawn at random.
-            no_grad: nothing goes backward.
+            forward_only: nothing is kept for a backward pass.
             before: called before every backward pass.
             sums: of so many backward passes, the first ones, sums over samples are wanted; of the
                 others norms alone.
@@ -138,7 +140,8 @@ class Runs:
         try:
             with (
                 repeatable(self.root, self._devices, seed, calm) as random,
-                torch.set_grad_enabled(not no_grad),
+                torch.enable_grad(),
+                without_activations() if forward_only else nullcontext(),
             ):
                 for param in self.params:
                     param.grad = None
@@ -172,7 +175,7 @@ class Runs:
                 session.resume_forward(around[3])
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
-        if not x.requires_grad or not x.is_floating_point():
+        if not x.is_floating_point() or not x.requires_grad:
             return []
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
@@ -211,7 +214,7 @@ class Runs:
         return taken[0] if taken else self._measured({})
 
     def _left(self) -> list[Tensor | None]:
-        """What functions that run a backward of their own (reversible layers) left in ``p.grad``."""
+        """What backwards inside of functions (reversible layers) left in ``p.grad``."""
         left = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
@@ -220,31 +223,25 @@ class Runs:
     def _measured(self, grads: Mapping[int, Tensor | None], sums: bool = True) -> Gradient:
         """Projections and norms of gradients, by the number of their parameter."""
         device = self.params[0].device
-        if not sums:
-            norms = torch.zeros(len(self.params), dtype=torch.float64, device=device)
-            numbers = [n for n, g in grads.items() if g is not None]
-            if numbers:
-                of_each = [_dense(g).float() if g.element_size() < 4 else _dense(g) for g in grads.values() if g is not None]
-                found = [x.to(device, torch.float64) for x in torch._foreach_norm(of_each)]
-                norms[numbers] = torch.stack(found)
-            norms = norms.cpu()
-            return Gradient(norms.new_zeros(len(norms), PROJECTIONS), norms)
         nothing = torch.zeros(PROJECTIONS + 1, dtype=torch.float64, device=device)
         rows = []
         for n in range(len(self.params)):
             g = grads.get(n)
-            rows.append(nothing if g is None else self._projected(g, n).to(device))
-        found = torch.stack(rows).cpu()
-        return Gradient(found[:, :-1], found[:, -1])
+            rows.append(nothing if g is None else self._projected(g, n, sums).to(device))
+        measured = torch.stack(rows).cpu()
+        return Gradient(measured[:, :-1], measured[:, -1])
 
-    def _projected(self, g: Tensor, number: int) -> Tensor:
+    def _projected(self, g: Tensor, number: int, sums: bool) -> Tensor:
         """``[K + 1]``: projections on products of two vectors of signs, and the norm."""
         g = _dense(g)
         g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
         g = g if g.dtype == torch.float64 else g.float()
+        norm = torch.linalg.vector_norm(g)
+        if not sums:
+            return torch.cat([norm.new_zeros(PROJECTIONS), norm[None]]).double()
         down, along = (self._signs_of(n, g)[number % 7 :][:PROJECTIONS] for n in g.shape)
         found = ((down @ g) * along).sum(1)
-        return torch.cat([found, torch.linalg.vector_norm(g)[None]]).double()
+        return torch.cat([found, norm[None]]).double()
 
     def _signs_of(self, n: int, like: Tensor) -> Tensor:
         key = n, like.device, like.dtype

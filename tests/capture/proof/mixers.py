@@ -22,7 +22,7 @@ B, T, K, D = 6, 4, 3, 8
 
 
 class Around(nn.Module):
-    """``inner`` between two layers, and ``after`` them. Everything that some inner needs is there."""
+    """``inner`` between two layers, and ``after`` them; with all that some inner needs."""
 
     def __init__(self, inner: Inner, after: Callable[[Tensor], Any] = lambda y: y) -> None:
         super().__init__()

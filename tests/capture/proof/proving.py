@@ -43,10 +43,11 @@ def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -
         FlashClippingError: it is refused.
     """
     kwargs, skip = options.pop("kwargs", {}), options.pop("skip", ())
+    settles = options.pop("settles", False)
     torch.manual_seed(0)
     flash = wrapped(model, *args, kwargs=kwargs, **options)
     with nothing_else_is_shown():
-        table = prove(flash, args, kwargs, skip=skip)
+        table = prove(flash, args, kwargs, skip=skip, settles=settles)
         for audit in range(1, audits + 1):
             prove(flash, args, kwargs, audit=audit, skip=skip)
     return table

@@ -18,8 +18,8 @@ def _bits(x: Tensor | None) -> Any:
 
 
 def every_state(flash: Any) -> dict[str, Any]:
-    """Parameters, their memory and versions, ``p.grad``, buffers, attributes, hooks, generators, and
-    what the session knows."""
+    """Parameters, their memory and versions, ``p.grad``, buffers, attributes, hooks, generators,
+    and what the session knows."""
     model, session = flash._module, flash._session
     found: dict[str, Any] = {
         "python": random.getstate(),
@@ -35,7 +35,8 @@ def every_state(flash: Any) -> dict[str, Any]:
         found[f"{name} attributes"] = {
             key: repr(value)
             for key, value in vars(module).items()
-            if not key.startswith("_") and not isinstance(value, torch.nn.Module)
+            if not key.startswith("_")
+            and not isinstance(value, torch.nn.Module)
             and "fails_at" not in key
         }
         hooks = [key for key in vars(module) if key.endswith("_hooks")]
