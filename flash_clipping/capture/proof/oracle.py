@@ -196,19 +196,23 @@ class _Oracle:
         if not self.B or not self.runs.params:
             return self._conclude(None)
         why = self._judge()
-        if why is None:
-            return self._conclude(None)
-        for number in sorted(self.returned - self.unfit.keys())[:OUTPUTS]:
+        suspects = self.unfit.keys() if why is None else self.returned
+        several = len(self.returned) > 1
+        for number in sorted(suspects)[:OUTPUTS]:
             # Samples may be along another axis of it that has as many entries by chance.
-            for axis in self.axes[number] if len(self.returned) > 1 else self.axes[number][1:]:
+            known, axes = self.unfit.get(number), self.axes[number]
+            for axis in axes[1:] if known or not several else axes:
                 self.runs.only, self.runs.chosen_axes[number] = {number}, axis
-                if (of_one := self._judge()) is None:
+                self.unfit.pop(number, None)
+                of_one = self._judge()
+                if of_one is None and number not in self.unfit:
+                    why = None if not several else why
                     break
+                known = known or self.unfit.get(number) or _text(of_one)
             else:
-                if len(self.returned) > 1:
-                    self.unfit[number] = _text(of_one)
-        self.runs.only = None
-        if self.returned - self.unfit.keys():
+                if known:
+                    self.unfit[number] = known
+        if several and why is not None and self.returned - self.unfit.keys():
             self.runs.only = self.returned - self.unfit.keys()
             why = self._judge()
         return self._conclude(why)
