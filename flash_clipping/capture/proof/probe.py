@@ -101,9 +101,7 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     outputs, values = [], []
     for order in (places, others):
         with _watched(runs.root) as of_run:
-            outputs.append(
-                runs.run(samples.batch(order), places, calm=True, forward_only=True).outputs
-            )
+            outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
         values.append(of_run.values)
     unfit = frozenset(
         n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
-from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -106,7 +104,6 @@ class Runs:
         taps: bool = False,
         seed: int = 0,
         calm: bool = False,
-        forward_only: bool = False,
         before: Callable[[], None] = lambda: None,
         sums: int = 1,
     ) -> Run:
@@ -120,7 +117,6 @@ class Runs:
                 their losses are multiplied.
             taps: whether gradients are taken as they will be clipped.
             seed, calm: what is drawn at random.
-            forward_only: nothing is kept for a backward pass.
             before: called before every backward pass.
             sums: of so many backward passes, the first ones, sums over samples are wanted; of the
                 others norms alone.
@@ -141,7 +137,6 @@ class Runs:
             with (
                 repeatable(self.root, self._devices, seed, calm) as random,
                 torch.enable_grad(),
-                without_activations() if forward_only else nullcontext(),
             ):
                 for param in self.params:
                     param.grad = None
