@@ -11,7 +11,8 @@ from torch import nn
 
 from flash_clipping import FlashClippingError
 from flash_clipping.capture.proof.layout import CONSTANT, UNREACHED, SampleLayout
-from flash_clipping.capture.proof.prove import prove_forward
+from flash_clipping.capture.proof.prove import prove_call
+from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.integration.model_watch import ModelWatch
 from flash_clipping.rules.registry import find_rule
@@ -44,7 +45,7 @@ class Shadow:
         last: Any = [*unfit._why.values()][-1:]
         known = {n for of_kind in last for (_, n), why in of_kind.items() if why}
         try:
-            table = prove_forward(root, forward, session, args, kwargs)
+            table = prove_call(Subject(root, forward, session, args, kwargs))
         except FlashClippingError as error:
             if not known:
                 self.disagreements.append(f"the oracle alone refuses: {error}")

@@ -92,14 +92,12 @@ class Table:
         unfit: outputs from which no gradient may come back, by number, and why.
         outputs: the numbers of the outputs that were shown to be each sample's own.
         notes: what could not be looked at.
-        seconds: what the proof took, by part.
     """
 
     layouts: Mapping[str, Sequence[SampleLayout]] = field(default_factory=dict)
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def of(self, path: str, call: int = 0) -> SampleLayout | None:
         """The layout of one call of a layer; ``None`` where the layer was not called."""

@@ -24,19 +24,18 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import perturbed
-from flash_clipping.capture.proof.runs import Run, Runs
-from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.proof.layout import Table
+from flash_clipping.capture.proof.runs import Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -105,83 +104,75 @@ class Complaint:
         return f"{found} freeze the parameters:\n    {line}"
 
 
-@dataclass
-class Verdict:
-    """What a proof found.
+class _NotFinite(Exception):
+    """Some samples' gradients are not finite, which shows nothing; the others, by number."""
 
-    Attributes:
-        complaint: why nothing may be clipped; ``None`` if all is well.
-        unfit: outputs from which no gradient may come back, and why.
-        outputs: outputs that were shown to be each sample's own.
-        notes: what could not be looked at.
-        gaps: the largest relative difference that each part has seen.
-    """
-
-    complaint: Complaint | FlashClippingError | None
-    unfit: dict[int, str]
-    outputs: tuple[int, ...]
-    notes: list[str]
-    gaps: dict[str, float]
+    def __init__(self, finite: list[int]) -> None:
+        self.finite = finite
 
 
-def examine(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    audit: int = 0,
-    skip: Collection[str] = (),
-) -> Verdict:
+def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> Table:
     """A round of the oracle on one batch.
 
     Args:
-        root: the model; ``forward`` runs it, and ``session`` is what its taps share.
-        args, kwargs: of the call.
+        subject: a call of a model.
         audit: 0 before the first step, then the number of the audit: another one swaps halves,
             draws otherwise, and from the third on looks at one sample.
         skip: parts to leave out, for tests: those of :data:`WORDS`, ``"EXTREME"``, ``"PERTURB"``
             and ``"SEEDS"``.
 
+    Returns:
+        Which outputs may go backward.
+
     Raises:
-        whatever the model raises on this batch.
+        FlashClippingError: none may, and why.
+        torch.OutOfMemoryError: two samples do not fit.
+        or whatever the model raises on this batch.
     """
-    params = session.trainable()
-    moved = contextlib.nullcontext() if "PERTURB" in skip else perturbed(params)
-    with moved:
-        for narrow in range(4):
-            samples = Samples(args, kwargs, session.batch_axis, narrow)
-            oracle = _Oracle(root, forward, session, samples, audit, frozenset(skip))
-            verdict = oracle.verdict()
-            if narrow == 0:
-                first = verdict
-            if verdict.complaint is None and not verdict.unfit:
-                return verdict
-            if not samples.is_ambiguous:
-                break
-    return first
+    if "PERTURB" not in skip:
+        with perturbed(subject.session.trainable()):
+            return examine(subject, audit=audit, skip={*skip, "PERTURB"})
+    axis = subject.session.batch_axis
+    failures: list[Table | FlashClippingError] = []
+    samples = Samples(subject.args, subject.kwargs, axis)
+    try:
+        for narrow in range(4) if samples.is_ambiguous else (0,):
+            of = Samples(subject.args, subject.kwargs, axis, narrow)
+            try:
+                found = _Oracle(subject, of, audit, frozenset(skip)).table()
+                if not found.unfit or narrow == 3:
+                    return found
+                failures.append(found)
+            except FlashClippingError as error:
+                failures.append(error)
+    except _NotFinite as error:
+        kept = error.finite
+    except torch.OutOfMemoryError:
+        if samples.count <= 2:
+            raise
+        kept = [*range(samples.count // 2)]
+    else:
+        if isinstance(failures[0], FlashClippingError):
+            raise failures[0]
+        return failures[0]
+    if not kept:
+        return Table(notes=["no sample has a finite gradient: nothing was compared"])
+    args, kwargs = samples.batch(kept)
+    return examine(replace(subject, args=args, kwargs=kwargs), audit=audit, skip=skip)
 
 
 class _Oracle:
     """One round, for outputs together and, where that fails, one by one."""
 
     def __init__(
-        self,
-        root: nn.Module,
-        forward: Callable[..., Any],
-        session: ClippingSession,
-        samples: Samples,
-        audit: int,
-        skip: frozenset[str],
+        self, subject: Subject, samples: Samples, audit: int, skip: frozenset[str]
     ) -> None:
         self.samples, self.B, self.skip, self.audit = samples, samples.count, skip, audit
-        self.runs = Runs(root, forward, session, samples.tensors, seeded="SEEDS" not in skip)
-        names = {id(p): name for name, p in root.named_parameters()}
+        self.runs = Runs(subject, samples.tensors, seeded="SEEDS" not in skip)
+        names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)
         self.notes: list[str] = []
-        self.gaps: dict[str, float] = {}
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
         self.axes: dict[int, list[int]] = {}
@@ -192,9 +183,14 @@ class _Oracle:
         low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
         return max(low, default=TOLERANCE_WIDE)
 
-    def verdict(self) -> Verdict:
+    def table(self) -> Table:
+        """What the round shows.
+
+        Raises:
+            FlashClippingError: no output may go backward.
+        """
         if not self.B or not self.runs.params:
-            return self._conclude(None)
+            return Table(notes=["there are no samples, or nothing is trainable"])
         why = self._judge()
         suspects = self.unfit.keys() if why is None else self.returned
         several = len(self.returned) > 1
@@ -215,16 +211,14 @@ class _Oracle:
         if several and why is not None and self.returned - self.unfit.keys():
             self.runs.only = self.returned - self.unfit.keys()
             why = self._judge()
-        return self._conclude(why)
-
-    def _conclude(self, why: Complaint | FlashClippingError | None) -> Verdict:
         fit = tuple(sorted(self.returned - self.unfit.keys()))
-        if why is None and not fit:
-            if self.unfit:
-                why = Complaint("VALUE", [f"{OUTPUT}{n}" for n in sorted(self.unfit)], 1.0)
-            else:
-                self.notes.append("no output has a row for each sample: nothing was compared")
-        return Verdict(why, self.unfit, fit, self.notes, self.gaps)
+        if why is None and not fit and self.unfit:
+            raise FlashClippingError("\n".join(self.unfit.values()))
+        if why is not None:
+            raise why if isinstance(why, FlashClippingError) else FlashClippingError(why.text())
+        if not fit and not self.notes:
+            self.notes.append("no output has a row for each sample: nothing was compared")
+        return Table(unfit=self.unfit, outputs=fit, notes=self.notes)
 
     def _judge(self) -> Complaint | FlashClippingError | None:
         """What is wrong with gradients of the outputs that may go backward."""
@@ -259,9 +253,13 @@ class _Oracle:
         self.returned, self.axes = set(taps.outputs), taps.axes
         if not self._fit(taps):
             return None
+        of_samples = [g.each for g in taps.gradients if g.each is not None]
+        if of_samples and not (finite := torch.stack(of_samples).isfinite().all(0).all(0)).all():
+            raise _NotFinite(finite.nonzero().flatten().tolist())
         found = self._plain(taps, alone, seed, calm)
         if found is None:
-            self.notes.append("the model runs on this batch only")
+            self.notes.append("the model runs on this batch only: nothing was compared")
+            self.returned = set()
             return None
         plain, places, given = found
         at = [places.index(b) for b in S]
@@ -317,7 +315,7 @@ class _Oracle:
             scales = [of_S, {at[0]: of_S[at[0]]}][: len(S)]  # of one sample both are the same
             try:
                 run = self.runs.run(given, places, scales, seed=seed, calm=calm)
-            except FlashClippingError:
+            except (FlashClippingError, torch.OutOfMemoryError):
                 raise
             except MODELS_OWN:
                 continue
@@ -409,7 +407,7 @@ class _Oracle:
                     self.runs.run(self.samples.batch(some), some, scales, calm=True)
                     for some in (order[:more], order[:less])
                 )
-            except FlashClippingError:
+            except (FlashClippingError, torch.OutOfMemoryError):
                 raise
             except MODELS_OWN:
                 continue
@@ -438,7 +436,6 @@ class _Oracle:
         # What is not a number is no rounding.
         wrong = wrong | gap.isnan()
         worst = float(gap.nan_to_num(torch.inf, torch.inf).max())
-        self.gaps[part] = max(self.gaps.get(part, 0.0), worst)
         if not wrong.any():
             return None
         names = [
@@ -475,7 +472,6 @@ class _Oracle:
         if part in self.skip:
             return False
         gaps = self._value_gaps(a, b, rows_a, rows_b)
-        self.gaps[part] = max([self.gaps.get(part, 0.0), *gaps.values()])
         wrong = [n for n, gap in gaps.items() if gap > self.tolerance]
         for n in wrong:
             self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gaps[n]).text()
@@ -497,13 +493,3 @@ def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
 
 def _text(why: Complaint | FlashClippingError | None) -> str:
     return why.text() if isinstance(why, Complaint) else str(why)
-
-
-def refusal(verdict: Verdict) -> FlashClippingError | None:
-    """The error of a verdict, if there is one."""
-    why = verdict.complaint
-    if why is None or isinstance(why, FlashClippingError):
-        return why
-    if why.names and why.names[0].startswith(OUTPUT):
-        return FlashClippingError("\n".join(verdict.unfit.values()))
-    return FlashClippingError(why.text())

@@ -10,7 +10,7 @@ Shape suffixes: ``B`` samples, ``R`` rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,7 @@ from flash_clipping.capture.proof.layout import (
     SampleLayout,
     layout_of_owners,
 )
-from flash_clipping.capture.proof.runs import Runs
-from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
 #: Samples that are looked at: a small batch tells where they are as well as a large one.
@@ -59,27 +58,17 @@ class Probed:
     unfit: frozenset[int] = frozenset()
 
 
-def probe(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Probed:
+def probe(subject: Subject) -> Probed:
     """Where the samples are in what layers with trainable parameters return.
-
-    Args:
-        root: the model; ``forward`` runs it.
-        args, kwargs: of the call.
 
     Raises:
         whatever the model raises on this batch.
     """
-    params = session.trainable()
-    samples = Samples(args, kwargs, session.batch_axis)
+    params = subject.session.trainable()
+    samples = Samples(subject.args, subject.kwargs, subject.session.batch_axis)
     if not params or not samples.count:
         return Probed({})
-    runs = Runs(root, forward, session, samples.tensors)
+    runs = Runs(subject, samples.tensors)
     few = min(samples.count, SAMPLES)
     with perturbed(params):
         for count in sorted({few, samples.count}):

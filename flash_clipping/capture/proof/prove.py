@@ -8,21 +8,22 @@ were, bit for bit.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
-from flash_clipping.capture.proof.oracle import examine, refusal
+from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
+from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.row_layouts import TOGETHER
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
-__all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_forward"]
+__all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
 
 
 def prove(
@@ -55,36 +56,23 @@ def prove(
     """
     root = wrapped._module
     forward = getattr(root.forward, "original", root.forward)
-    session = session or wrapped._session
-    return prove_forward(
-        root, forward, session, args, kwargs, audit=audit, settles=settles, skip=skip
-    )
+    subject = Subject(root, forward, session or wrapped._session, args, kwargs)
+    return prove_call(subject, audit=audit, settles=settles, skip=skip)
 
 
-def prove_forward(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    audit: int = 0,
-    settles: bool = False,
-    skip: Collection[str] = (),
+def prove_call(
+    subject: Subject, *, audit: int = 0, settles: bool = False, skip: Collection[str] = ()
 ) -> Table:
-    """:func:`prove` for a model whose ``forward`` is given."""
-    begin = time.perf_counter()
+    """:func:`prove` for a model whose forward is given."""
     layouts: Mapping[str, Sequence[SampleLayout]] = {}
     if not audit:
-        layouts = probe(root, forward, session, args, kwargs).layouts
+        layouts = probe(subject).layouts
     if settles:
-        settle(root, session, layouts)
-    seen = time.perf_counter()
-    verdict = examine(root, forward, session, args, kwargs, audit=audit, skip=skip)
-    seconds = {"probe": seen - begin, "oracle": time.perf_counter() - seen}
-    if (error := refusal(verdict)) is not None:
+        settle(subject.root, subject.session, layouts)
+    try:
+        return replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
+    except FlashClippingError as error:
         raise FlashClippingError(f"{_irregular(layouts)}{error}") from error
-    return Table(layouts, verdict.unfit, verdict.outputs, verdict.notes, seconds)
 
 
 def settle(

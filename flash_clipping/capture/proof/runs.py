@@ -64,24 +64,34 @@ class Run:
     gradients: list[Gradient]
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is proven: a call of a model.
+
+    Attributes:
+        root: the model; ``forward`` runs it, and ``session`` is what its taps share.
+        args, kwargs: of the call.
+    """
+
+    root: nn.Module
+    forward: Callable[..., Any]
+    session: ClippingSession
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Runs:
-    """Runs of one model.
+    """Runs of one model on batches of the samples of one call.
 
     Args:
-        root: the model; ``forward`` runs it, and ``session`` is what its taps share.
-        tensors: a call's, for their devices.
+        subject: the call.
+        tensors: its own, for their devices.
         seeded: whether runs of one seed draw alike; tests switch it off.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        forward: Callable[..., Any],
-        session: ClippingSession,
-        tensors: Sequence[Tensor],
-        seeded: bool = True,
-    ) -> None:
-        self.root, self.forward, self.session = root, forward, session
+    def __init__(self, subject: Subject, tensors: Sequence[Tensor], seeded: bool = True) -> None:
+        self.root, self.forward, self.session = subject.root, subject.forward, subject.session
+        session = self.session
         self.params = session.trainable()
         devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
         self._devices = list(devices)
@@ -134,10 +144,7 @@ class Runs:
         call = session.begin_forward(batched_inputs(args, kwargs)) if taps else None
         session.comparing, session.returned = True, None  # no two passes
         try:
-            with (
-                repeatable(self.root, self._devices, seed, calm) as random,
-                torch.enable_grad(),
-            ):
+            with repeatable(self.root, self._devices, seed, calm) as random, torch.enable_grad():
                 for param in self.params:
                     param.grad = None
                 tensors = tensors_in(self.forward(*args, **kwargs))

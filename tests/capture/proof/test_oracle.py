@@ -336,3 +336,59 @@ def test_an_error_names_the_parameters() -> None:
     flash = wrapped(Around(WRONG["rolled inside"]), torch.randn(B, T, K))
     with pytest.raises(FlashClippingError, match=r"layer\.weight"):
         prove(flash, (torch.randn(B, T, K),), {})
+
+
+@pytest.mark.parametrize("name", ["dropout", "mean"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_sample_that_is_not_finite_shows_nothing(name: str, poison: float) -> None:
+    """The others are compared."""
+    x = torch.randn(B, T, K)
+    x[2, 1] = poison
+    model = Around({**RIGHT, "mean": lambda m, h: m.layer(h) - h.detach()[3:].mean(0)}[name])
+    assert bool(why_refused(model, x)) == (name == "mean")
+
+
+def test_without_a_finite_sample_nothing_is_shown() -> None:
+    table = table_of(Around(RIGHT["plain"]), torch.full((B, T, K), float("nan")))
+    assert not table.outputs and "finite" in table.notes[0]
+
+
+class Large(Around):
+    """Backward takes too much memory for more than three samples."""
+
+    def forward(self, x: Tensor) -> Any:
+        if len(x) > 3 and torch.is_grad_enabled() and self.limited:
+            raise torch.OutOfMemoryError
+        return super().forward(x)
+
+    limited = False
+
+
+@pytest.mark.parametrize("name", ["dropout", "mean"])
+def test_a_batch_that_does_not_fit_twice_is_looked_at_in_part(name: str) -> None:
+    model = Large({**RIGHT, **WRONG}[name])
+    x = torch.randn(12, T, K)
+    flash = wrapped(model, x)
+    model.limited = True
+    if name == "dropout":
+        assert prove(flash, (x,), {}).outputs == (0,)
+    else:
+        with pytest.raises(FlashClippingError, match="output 0"):
+            prove(flash, (x,), {})
+    model.limited = False
+
+
+def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
+    x = torch.randn(B, T, K)
+
+    class Once(Around):
+        def forward(self, given: Tensor) -> Any:
+            if not torch.equal(given, x):
+                raise ValueError("another batch")
+            return super().forward(given)
+
+    flash = wrapped(Once(RIGHT["plain"]), x)
+    with pytest.raises(ValueError, match="another batch"):
+        prove(flash, (x,), {})
+    table = prove(flash, (x,), {}, audit=1)
+    assert not table.outputs and "this batch only" in table.notes[0]

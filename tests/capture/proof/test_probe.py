@@ -20,6 +20,7 @@ from flash_clipping.capture.proof.layout import (
     layout_of_owners,
 )
 from flash_clipping.capture.proof.probe import marks_of, owners_of, probe
+from flash_clipping.capture.proof.runs import Subject
 from tests.capture.proof.mixers import RIGHT, WRONG, Around, K, T, in_halves
 from tests.capture.proof.proving import table_of
 from tests.capture.proof.test_oracle import padded_texts
@@ -31,7 +32,7 @@ def layouts(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, list[str]]
     """In words, by path."""
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(model)
-    found = probe(model, model.forward, flash._session, args, kwargs).layouts
+    found = probe(Subject(model, model.forward, flash._session, args, kwargs)).layouts
     return {path: [layout.kind for layout in calls] for path, calls in found.items()}
 
 
@@ -74,7 +75,7 @@ def test_several_samples_in_a_row() -> None:
     # The output of the model shows it: nothing may go backward from it.
     model = Around(pooled)
     flash = GradSampleModuleFlashClipping(model)
-    found = probe(model, model.forward, flash._session, (torch.randn(5, T, K),), {})
+    found = probe(Subject(model, model.forward, flash._session, (torch.randn(5, T, K),), {}))
     assert found.unfit == {0} and set(found.layouts["layer"]) == {UNREACHED}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.integration.model_watch import ModelWatch
 from tests.capture.proof.mixers import RIGHT, WRONG, Around, B, K, T
 from tests.support.models import CASES
@@ -51,34 +52,36 @@ def test_random_architectures(layout: str) -> None:
     check()
 
 
-#: Right models that today's proof refuses: a value that Python reads, or that decides which rows a
-#: layer gets, is taken for a reason to doubt rows that are not the samples.
-REFUSED_TODAY: set[str] = set()
-
-#: Wrong models that today's proof passes.
-PASSED_TODAY: set[str] = set()
+#: Wrong models that today's proof passes: it does not look at what the batch's other gradients or
+#: an extreme sample do, nor at draws.
+PASSED_TODAY = {
+    "a coin, python",
+    "eight bits",
+    "function, norm",
+    "function, twice",
+    "hook, activations",
+    "hook, largest",
+    "hook, mean",
+    "hook, norm",
+    "hook, size",
+    "mixup, detached",
+    "outlier guard",
+    "quantized",
+    "scaled by the largest",
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_models(name: str, shadow: Shadow) -> None:
     torch.manual_seed(0)
-    try:
-        GradSampleModuleFlashClipping(Around(RIGHT[name]))(torch.randn(B, T, K))
-    except FlashClippingError:
-        assert name in REFUSED_TODAY
-    assert not shadow.disagreements
+    GradSampleModuleFlashClipping(Around(RIGHT[name]))(torch.randn(B, T, K))
+    assert shadow.proofs and not shadow.disagreements
 
 
-def test_wrong_models_that_today_s_proof_passes() -> None:
-    found = set()
-    for name, inner in WRONG.items():
-        torch.manual_seed(0)
-        with shadowed() as shadow:
-            flash = GradSampleModuleFlashClipping(Around(inner), strict=False)
-            try:
-                flash(torch.randn(B, T, K)).square().sum().backward()
-            except FlashClippingError:
-                continue
-        if shadow.disagreements:
-            found.add(name)
-    assert found == PASSED_TODAY
+@pytest.mark.parametrize("name", sorted(PASSED_TODAY))
+def test_wrong_models_that_the_oracle_alone_refuses(name: str, shadow: Shadow) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    flash = GradSampleModuleFlashClipping(Around(WRONG[name]), strict=False)
+    flash(torch.randn(B, T, K)).square().sum().backward()
+    assert "the oracle alone refuses" in shadow.disagreements[0]
