@@ -73,8 +73,9 @@ WORDS = {
 
 ADVICE = (
     "The model mixes samples (a mean or a scale over the batch, shuffled or sorted rows, in-batch "
-    "negatives, a hook that looks at the whole batch), or a layer has its rows in another order "
-    "than the samples. Compute each sample by itself, mix samples outside of the model, or"
+    "negatives, a hook that looks at the whole batch), a layer has its rows in another order than "
+    "the samples, or a rule is wrong. Compute each sample by itself, mix samples outside of the "
+    "model, or"
 )
 
 #: How outputs are named, by their numbers.
@@ -269,7 +270,8 @@ class _Oracle:
         if draws_differ and not calm and R and "SEEDS" not in self.skip:
             # The library's layers draw in another order, or values decide how much is drawn.
             again = self.runs.run(given, places, taps=True, seed=seed)
-            if again.drawn == taps.drawn and self._unfit_values(taps, again, S, at, "VALUE"):
+            alike = again.drawn == taps.drawn and not self._values_decide_draws(taps, seed)
+            if alike and self._unfit_values(taps, again, S, at, "VALUE"):
                 return self._again(calm)
             return self._round(calm=True)
         if self._unfit_values(taps, plain, S, at, "VALUE"):
@@ -278,6 +280,16 @@ class _Oracle:
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
             why = self._sizes()
         return why
+
+    def _values_decide_draws(self, taps: Run, seed: int) -> bool:
+        """Whether other values draw other numbers, though as many were drawn by chance before."""
+        S, B = set(self.S), self.B
+        for other in (self.S[0], self.R[0], self.R[-1]):
+            order = [b if b in S else other for b in range(B)]
+            run = self.runs.run(self.samples.batch(order), range(B), taps=True, seed=seed)
+            if run.drawn != taps.drawn:
+                return True
+        return False
 
     def _again(self, calm: bool) -> Complaint | None:
         """The same without outputs that turned out to be unfit."""

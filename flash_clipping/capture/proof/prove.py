@@ -22,6 +22,7 @@ from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.row_layouts import TOGETHER
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.rules.registry import Rule, find_rule
 
 __all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
 
@@ -83,7 +84,9 @@ def settle(
     for path, calls in layouts.items():
         module = root.get_submodule(path)
         name = f"{path or 'the model'} ({type(module).__name__})"
-        if name in session.folded_by_rule or name.startswith("the model"):
+        rule = find_rule(module)
+        of_rule = rule is not None and type(rule).batch_axis is not Rule.batch_axis
+        if of_rule or name in session.folded_by_rule or not path:
             continue
         evidence.forget([name])
         evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]

@@ -326,6 +326,13 @@ def dropped(m: Any, h: Tensor) -> Tensor:
     return F.dropout(m.layer(F.dropout(h, 0.3)), 0.5)
 
 
+def dropped_where_large(m: Any, h: Tensor) -> Tensor:
+    """Values decide how much is drawn."""
+    h = m.layer(h)
+    large = h.detach().sum(-1) > 0
+    return h.index_put(large.nonzero(as_tuple=True), F.dropout(h[large], 0.3))
+
+
 def dropped_path(m: Any, h: Tensor) -> Tensor:
     keep = torch.rand(len(h), 1, 1) < 0.7
     return h + m.layer(h) * keep / 0.7
@@ -442,6 +449,7 @@ RIGHT: dict[str, Inner] = {
     "dropout": dropped,
     "dropout of channels": lambda m, h: F.dropout1d(m.layer(h), 0.3),
     "alpha dropout": lambda m, h: F.alpha_dropout(m.layer(h), 0.3),
+    "dropout where large": dropped_where_large,
     "path dropped": dropped_path,
     "layer dropped, torch": dropped_layer(lambda m: torch.rand(()).item()),
     "layer dropped, numpy": dropped_layer(lambda m: np.random.rand()),
