@@ -11,11 +11,10 @@ from torch import nn
 
 from flash_clipping import FlashClippingError
 from flash_clipping.capture.proof.layout import CONSTANT, UNREACHED, SampleLayout
-from flash_clipping.capture.proof.prove import prove_call
+from flash_clipping.capture.proof.prove import has_own_axis, prove_call, tap_of
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.integration.model_watch import ModelWatch
-from flash_clipping.rules.registry import find_rule
 
 
 @dataclass
@@ -66,10 +65,10 @@ def differences(root: nn.Module, session: ClippingSession, layouts: Any) -> list
     """Where layers with a rule are taken otherwise by taps than the probe has seen."""
     found = []
     for path, calls in layouts.items():
-        module = root.get_submodule(path)
-        name = f"{path or 'the model'} ({type(module).__name__})"
-        if find_rule(module) is None or name in session.folded_by_rule:
+        tap = tap_of(root.get_submodule(path))
+        if tap is None or tap.rule is None or has_own_axis(tap):
             continue
+        name = tap.path
         today = _today(session, name)
         for layout in calls:
             if layout is not UNREACHED and not _agrees(today, layout, session, name):

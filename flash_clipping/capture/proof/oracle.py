@@ -35,7 +35,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import perturbed
 from flash_clipping.capture.proof.layout import Table
-from flash_clipping.capture.proof.runs import Run, Runs, Subject
+from flash_clipping.capture.proof.runs import MASKED, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -45,6 +45,12 @@ TOLERANCE_WIDE = 1e-3
 
 #: A gradient that is a smaller part of the whole has this part of it as its scale.
 FLOOR = 1e-2
+
+#: Gradients below this part of the outputs that they come from are rounding.
+NOTHING = 1e-4
+
+#: No gradient of losses whose weights are about 1 has a smaller scale: it is rounding.
+LEAST = 1e-9
 
 #: What of another sample's norm may be rounding: rows without a gradient give 0.
 STRAY = 1e-6
@@ -177,6 +183,8 @@ class _Oracle:
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
         self.axes: dict[int, list[int]] = {}
+        #: The norm of the outputs that go backward.
+        self.size = 0.0
 
     @property
     def tolerance(self) -> float:
@@ -252,6 +260,8 @@ class _Oracle:
             sums=3 if adds_up else 1,
         )
         self.returned, self.axes = set(taps.outputs), taps.axes
+        of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]
+        self.size = float(torch.stack(of_S).norm()) if of_S else 0.0
         if not self._fit(taps):
             return None
         of_samples = [g.each for g in taps.gradients if g.each is not None]
@@ -439,7 +449,8 @@ class _Oracle:
 
     def _gap(self, a: Tensor, b: Tensor, norms: Tensor) -> Tensor:
         """``[P]``: differences of the rows of ``a`` and ``b``, as parts of these norms."""
-        scale = norms.clamp(min=FLOOR * float(norms.norm())).clamp(min=1e-300)
+        floor = max(FLOOR * float(norms.norm()), NOTHING * self.size, LEAST)
+        scale = norms.clamp(min=floor)
         return (a - b).norm(dim=1) / scale
 
     def _complain(self, part: str, wrong: Tensor, gap: Tensor) -> Complaint | None:
@@ -464,10 +475,7 @@ class _Oracle:
             if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
                 gaps[n] = torch.inf
                 continue
-            x, y = (
-                run.outputs[n][list(rows)].double().nan_to_num(0, 0, 0).clamp(-1e4, 1e4)
-                for run, rows in ((a, rows_a), (b, rows_b))
-            )
+            x, y = (_finite(run.outputs[n][list(rows)]) for run, rows in ((a, rows_a), (b, rows_b)))
             gaps[n] = float(((x - y).norm(dim=1) / (y.norm(dim=1) + 1e-9)).max())
         return gaps
 
@@ -501,6 +509,11 @@ def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
         chosen = order[audit % B]
         S, R = [chosen], [b for b in order if b != chosen]
     return sorted(S), sorted(R)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Outputs on the CPU, without masked scores."""
+    return x.double().cpu().nan_to_num(0, 0, 0).clamp(-MASKED, MASKED)
 
 
 def _text(why: Complaint | FlashClippingError | None) -> str:

@@ -69,9 +69,9 @@ def probe(subject: Subject) -> Probed:
     if not params or not samples.count:
         return Probed({})
     runs = Runs(subject, samples.tensors)
-    few = min(samples.count, SAMPLES)
+    few = max(min(samples.count, SAMPLES), 2)
     with perturbed(params):
-        for count in sorted({few, samples.count}):
+        for count in dict.fromkeys((few, samples.count)):
             try:
                 return _probe(runs, samples, count)
             except FlashClippingError:
@@ -86,9 +86,11 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     """On so many samples. The same ones among others tell which outputs are theirs alone, and what
     is the same for all batches. Runs are calm: what is dropped has no gradient."""
     places = range(B)
-    others = [*places][:1] + [*reversed(range(samples.count))][: B - 1]
+    own = [b % samples.count for b in places]  # of one sample there are two copies
+    last = [*range(samples.count)][-1:0:-1] or [0]
+    others = [0, *last, *own][:B]
     outputs, values = [], []
-    for order in (places, others):
+    for order in (own, others):
         with _watched(runs.root) as of_run:
             outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
         values.append(of_run.values)
@@ -99,7 +101,7 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     marks = marks_of(B)
     scales = [dict.fromkeys(on, 1.0) for on in marks]
     with _watched(runs.root) as seen:
-        given = samples.batch(places)
+        given = samples.batch(own)
         runs.run(given, places, scales, calm=True, sums=0, before=seen.next)
     found: dict[_Call, SampleLayout] = {}
     for call, masks in seen.masks(len(marks)).items():

@@ -19,10 +19,11 @@ from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, Sampl
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
 from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.row_layouts import TOGETHER
+from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.rules.registry import Rule, find_rule
+from flash_clipping.rules.registry import Rule
 
 __all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
 
@@ -82,12 +83,10 @@ def settle(
     """Tell the taps where the samples are."""
     evidence = session.evidence
     for path, calls in layouts.items():
-        module = root.get_submodule(path)
-        name = f"{path or 'the model'} ({type(module).__name__})"
-        rule = find_rule(module)
-        of_rule = rule is not None and type(rule).batch_axis is not Rule.batch_axis
-        if of_rule or name in session.folded_by_rule or not path:
+        tap = tap_of(root.get_submodule(path))
+        if tap is None or has_own_axis(tap) or not path:
             continue
+        name = tap.path
         evidence.forget([name])
         evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
         if {*calls} == {CONSTANT}:
@@ -95,7 +94,8 @@ def settle(
             continue
         regular = [layout for layout in calls if layout.layout is not None]
         seen = {layout.parts: layout.layout for layout in regular if layout.layout is not None}
-        plain = all(layout == TOGETHER for layout in seen.values())
+        usual = Layout(session.batch_axis)
+        plain = all(layout in (usual, TOGETHER) for layout in seen.values())
         if plain and len(regular) == len(calls):
             evidence.proven.add(name)
         if not plain:
@@ -104,6 +104,19 @@ def settle(
             session.folded.add(name)
         if not plain or {*seen} - {1}:
             session.layouts = {**session.layouts, name: seen}
+
+
+def tap_of(module: nn.Module) -> Tap | None:
+    """The tap that stands in for a module's forward."""
+    forward = vars(module).get("forward")
+    tap = getattr(forward, "__self__", forward)
+    return tap if isinstance(tap, Tap) else None
+
+
+def has_own_axis(tap: Tap) -> bool:
+    """Whether its rule knows by itself where samples are."""
+    own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
+    return own or tap.path in tap.session.folded_by_rule
 
 
 def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:

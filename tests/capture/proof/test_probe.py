@@ -52,7 +52,7 @@ def layouts(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, list[str]]
         ("twice", "sample by sample"),
     ],
 )
-@pytest.mark.parametrize("count", [2, 3, 4, 7])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_regular_layouts(name: str, kind: str, count: int) -> None:
     found = layouts(Around(RIGHT[name]), torch.randn(count, T, K))
     assert found["layer"] == [kind] and found["embed"] == ["sample by sample"]
@@ -63,8 +63,9 @@ def test_rounds_of_all_samples() -> None:
     assert found["layer"] == ["in 2 rounds of all samples"]
 
 
-def test_a_table_of_positions_is_a_constant() -> None:
-    found = layouts(Around(RIGHT["positions, looked up"]), torch.randn(5, T, K))
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_table_of_positions_is_a_constant(count: int) -> None:
+    found = layouts(Around(RIGHT["positions, looked up"]), torch.randn(count, T, K))
     assert found["table"] == [CONSTANT.kind]
 
 
