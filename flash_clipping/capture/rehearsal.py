@@ -16,9 +16,7 @@ from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import (
-    MODELS_OWN as MODELS_OWN,
-)
-from flash_clipping.capture.no_trace import (
+    MODELS_OWN,
     PlainCheckpoint,
     random_state,
     untouched,

@@ -19,7 +19,7 @@ from flash_clipping.integration.model_watch import ModelWatch
 
 @dataclass
 class Shadow:
-    """What the proofs of some calls have found.
+    """The findings of some proofs.
 
     Attributes:
         proofs: how many there were.

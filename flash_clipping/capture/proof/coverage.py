@@ -22,8 +22,8 @@ def kind_of_call(
     axis: int,
     numbers: bool = True,
 ) -> Hashable:
-    """What a model may do otherwise for: which of its parts train, which arguments there are, what
-    they are, and their shapes as far as a size may be none, one or several.
+    """A key of everything that may change how a model computes: which of its parts train, which
+    arguments there are, their kinds, and their shapes as far as a size is none, one or several.
 
     The number of samples is no part of it, but for whether there are several: one sample shows
     nothing of samples that reach each other.
@@ -80,7 +80,7 @@ class Coverage:
     def due(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trainable: int
     ) -> int | None:
-        """What a step that begins now has to show: 0 for a proof, ``n`` for the ``n``-th audit,
+        """The proof that a step needs which begins now: 0 for the first, ``n`` for the ``n``-th audit,
         ``None`` for nothing.
 
         Args:
@@ -107,6 +107,6 @@ class Coverage:
         return self._audits[kind]
 
     def forget(self) -> None:
-        """What was shown is void: a proof failed, or was broken off."""
+        """Start afresh: a proof failed, or was broken off."""
         self._steps.clear()
         self._audits.clear()

@@ -31,7 +31,7 @@ ENTRIES = 4096
 
 
 def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a random operator returns with the chance taken out: nothing is dropped, and floats
+    """The result of a random operator with the chance taken out: nothing is dropped, and floats
     are one value."""
     name = func.overloadpacket.__name__
     if name == "native_dropout":
@@ -50,7 +50,7 @@ def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def without_dropout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with the probability of dropout, where the operator has one, at 0."""
+    """The arguments with the probability of dropout, where the operator has one, at 0."""
     place = _place_of_dropout(func)
     if place is None:
         return args, kwargs
@@ -87,7 +87,7 @@ class AlikeDraws(DispatchMode):
         self._calm = calm
         #: Whether any operator did something else than without this mode.
         self.changed = False
-        #: Of every random operator, in order: its name and the shape of what it returned.
+        #: The name of every random operator, in order, and the shape that it returned.
         self.drawn: list[Hashable] = []
         #: Dtypes that floats were cast to.
         self.casts: set[torch.dtype] = set()
@@ -149,14 +149,14 @@ def _outside_torch() -> Hashable:
 
 
 class Repeatable:
-    """What a run of :func:`repeatable` has drawn."""
+    """The random draws of a run of :func:`repeatable`."""
 
     def __init__(self, draws: AlikeDraws, until: ExitStack) -> None:
         self._draws, self._until = draws, until
         self._before = _outside_torch()
 
     def end_forward(self) -> list[Hashable]:
-        """What was drawn so far, in order; Python's and NumPy's draws count as one.
+        """All draws so far, in order; Python's and NumPy's draws count as one.
 
         Operators of backward are watched only where checkpoints might draw there what was changed
         in forward.

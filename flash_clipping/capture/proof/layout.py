@@ -85,7 +85,7 @@ def layout_of_owners(owners: Tensor, B: int, first_axis: int = 0) -> SampleLayou
 
 @dataclass
 class Table:
-    """What a proof has shown of a model, for one kind of call.
+    """The result of a proof, for one kind of call.
 
     Attributes:
         layouts: of every layer that was called, by its path; one for each call where they differ.

@@ -52,10 +52,10 @@ NOTHING = 1e-4
 #: No gradient of losses whose weights are about 1 has a smaller scale: it is rounding.
 LEAST = 1e-9
 
-#: What of another sample's norm may be rounding: rows without a gradient give 0.
+#: The part of another sample's norm that may be rounding: rows without a gradient give 0.
 STRAY = 1e-6
 
-#: What losses are multiplied by; less where gradients could overflow.
+#: The largest factor of losses; less where gradients could overflow.
 LOUD, LOUD_FP16 = 1000.0, 16.0
 
 #: Batches of two sizes in which samples are compared; the second pair where the first fails.
@@ -67,7 +67,7 @@ OUTPUTS = 16
 #: Parameters that an error names.
 NAMED = 10
 
-#: What a part of the oracle found, in words.
+#: The finding of each part of the oracle, in words.
 WORDS = {
     "VALUE": "the outputs of a sample change with the others in its batch, or their number",
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
@@ -90,7 +90,7 @@ OUTPUT = "output "
 
 @dataclass
 class Complaint:
-    """What is wrong: the part that found it, and with which parameters, or outputs."""
+    """A finding: the part that found it, and the parameters, or outputs, that it is about."""
 
     part: str
     names: list[str]
@@ -193,7 +193,7 @@ class _Oracle:
         return max(low, default=TOLERANCE_WIDE)
 
     def table(self) -> Table:
-        """What the round shows.
+        """The result of the round.
 
         Raises:
             FlashClippingError: no output may go backward.
@@ -204,7 +204,7 @@ class _Oracle:
         suspects = self.unfit.keys() if why is None else self.returned
         several = len(self.returned) > 1
         for number in sorted(suspects)[:OUTPUTS]:
-            # Samples may be along another axis of it that has as many entries by chance.
+            # Samples may be along another axis of it that has as many entries.
             known, axes = self.unfit.get(number), self.axes[number]
             for axis in axes[1:] if known or not several else axes:
                 self.runs.only, self.runs.chosen_axes[number] = {number}, axis
@@ -230,7 +230,7 @@ class _Oracle:
         return Table(unfit=self.unfit, outputs=fit, notes=self.notes)
 
     def _judge(self) -> Complaint | FlashClippingError | None:
-        """What is wrong with gradients of the outputs that may go backward."""
+        """The finding for the outputs that may go backward; ``None`` if all is well."""
         try:
             return self._round()
         except FlashClippingError as error:
@@ -292,7 +292,7 @@ class _Oracle:
         return why
 
     def _values_decide_draws(self, taps: Run, seed: int) -> bool:
-        """Whether other values draw other numbers, though as many were drawn by chance before."""
+        """Whether other values draw other numbers, though as many were drawn before."""
         S, B = set(self.S), self.B
         for other in (self.S[0], self.R[0], self.R[-1]):
             order = [b if b in S else other for b in range(B)]
@@ -302,7 +302,7 @@ class _Oracle:
         return False
 
     def _again(self, calm: bool) -> Complaint | None:
-        """The same without outputs that turned out to be unfit."""
+        """Another round, without outputs that turned out to be unfit."""
         fit = self.returned - self.unfit.keys()
         self.runs.only = fit if self.runs.only is None else self.runs.only & fit
         return self._round(calm) if self.runs.only else None
@@ -315,7 +315,7 @@ class _Oracle:
     ) -> tuple[Run, list[int], Any] | None:
         """Autograd's run of S among others: the run, which sample is in each place, the batch."""
         S, R, B = self.S, self.R, self.B
-        # Of each batch: the samples in order, a number for each place, and the extreme place.
+        # For each batch, the samples in order, a number for each place, and the extreme place.
         # Others have numbers of their own, so that S is found by its.
         batches: list[tuple[list[int], list[int], int | None]] = []
         if not taps.drawn and "SIZE" not in self.skip:
@@ -456,7 +456,7 @@ class _Oracle:
     def _complain(self, part: str, wrong: Tensor, gap: Tensor) -> Complaint | None:
         if part in self.skip:
             return None
-        # What is not a number is no rounding.
+        # NaN is no rounding.
         wrong = wrong | gap.isnan()
         worst = float(gap.nan_to_num(torch.inf, torch.inf).max())
         if not wrong.any():

@@ -46,7 +46,7 @@ _Call = tuple[str, int]
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe has seen.
+    """The result of a probe.
 
     Attributes:
         layouts: of every layer with trainable parameters that was called, by its path; one for
@@ -83,8 +83,9 @@ def probe(subject: Subject) -> Probed:
 
 
 def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
-    """On so many samples. The same ones among others tell which outputs are theirs alone, and what
-    is the same for all batches. Runs are calm: what is dropped has no gradient."""
+    """A probe with ``B`` samples. A second batch, in which the first of them stands among others,
+    tells which outputs are its own and which layers are the same for all batches. Runs are calm:
+    rows that are dropped would have no gradient."""
     places = range(B)
     own = [b % samples.count for b in places]  # of one sample there are two copies
     last = [*range(samples.count)][-1:0:-1] or [0]
@@ -146,7 +147,7 @@ def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -
 
 
 class _Seen:
-    """What hooks have seen of layers' outputs and of their gradients."""
+    """Layers' outputs, and which rows of their gradients are not 0, as hooks see them."""
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = {}
@@ -179,7 +180,7 @@ class _Seen:
         x.register_hook(reached)
 
     def masks(self, passes: int) -> Mapping[_Call, list[Tensor]]:
-        """Of every call, the rows that got a gradient in each pass."""
+        """The rows of every call that got a gradient in each pass."""
         return {
             call: [
                 self._passes[n].get(call, torch.zeros(shape, dtype=torch.bool))

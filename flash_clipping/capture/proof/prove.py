@@ -120,7 +120,7 @@ def has_own_axis(tap: Tap) -> bool:
 
 
 def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:
-    """Of the layers whose rows are no sample's, or in no regular order, one line each."""
+    """One line for every layer whose rows are no sample's, or in no regular order."""
     return "".join(
         f"{path}: its rows are {layout.kind}.\n"
         for path, calls in layouts.items()

@@ -32,7 +32,7 @@ MASKED = 1e4
 
 @dataclass
 class Gradient:
-    """What one backward pass gave, on the CPU in float64.
+    """The result of one backward pass, on the CPU in float64.
 
     Attributes:
         projections: of the sum over samples, ``[P, K]``.
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is proven: a call of a model.
+    """A call of a model that is to be proven.
 
     Attributes:
         root: the model; ``forward`` runs it, and ``session`` is what its taps share.
@@ -216,7 +216,7 @@ class Runs:
         return taken[0] if taken else self._measured({})
 
     def _left(self) -> list[Tensor | None]:
-        """What backwards inside of functions (reversible layers) left in ``p.grad``."""
+        """Gradients that backwards inside of functions (reversible layers) left in ``p.grad``."""
         left = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
@@ -254,7 +254,7 @@ class Runs:
         return self._signs[key]
 
     def of_taps(self, backward: _Collects, sums: Mapping[int, Tensor]) -> Gradient:
-        """What a backward pass through the taps gave."""
+        """The result of a backward pass through the taps."""
         # With the loss reduction "mean" both are as many times as large as there are samples.
         factor = backward._own_gradient_scale()
         numbers = {id(param): n for n, param in enumerate(self.params)}
@@ -311,7 +311,7 @@ class _Collects(BackwardPass):
 
 
 def _weights(x: Tensor, places: Sequence[int], scale: Mapping[int, float]) -> Tensor:
-    """What goes backward from an output ``[B, entries]``: other numbers for every entry of every
+    """The gradient that an output ``[B, entries]`` is given: other numbers for every entry of every
     sample, 0 for samples that take no part."""
     entries = x.shape[1]
     columns = math.isqrt(entries) or 1

@@ -110,7 +110,7 @@ class ByBatch(torch.autograd.Function):
 
 
 def hooked(scale: Callable[[Tensor, Tensor], Tensor]) -> Inner:
-    """What looks at the whole batch's gradient."""
+    """A hook that looks at the whole batch's gradient."""
 
     def inner(m: Any, h: Tensor) -> Tensor:
         h = m.layer(h)

@@ -37,7 +37,7 @@ def wrapped(model: nn.Module, *args: Any, **options: Any) -> GradSampleModuleFla
 
 
 def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -> Table:
-    """What a proof and some audits show of a model.
+    """The table of a proof that some audits follow.
 
     Raises:
         FlashClippingError: it is refused.

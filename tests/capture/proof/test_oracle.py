@@ -37,7 +37,7 @@ def _same_numbers() -> Iterator[None]:
     yield
 
 
-#: What the first round may miss, and the audits after the first steps do not: a coin that fell
+#: The first round may miss these, the audits after the first steps do not: a coin that fell
 #: alike, a capacity that was not reached, the sign of a sum.
 LATER = {"hook, sign", "capacity", "a coin, torch", "a coin, python"}
 
