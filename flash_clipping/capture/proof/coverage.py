@@ -80,7 +80,7 @@ class Coverage:
     def due(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trainable: int
     ) -> int | None:
-        """The proof that a step needs which begins now: 0 for the first, ``n`` for the ``n``-th audit,
+        """The proof that the next step needs: 0 for the first, ``n`` for the ``n``-th audit,
         ``None`` for nothing.
 
         Args:

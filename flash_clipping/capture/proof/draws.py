@@ -117,7 +117,8 @@ class AlikeDraws(DispatchMode):
             self.changed = True
             result = calm_result(func, plain_args, plain_kwargs)
             if name in ("randint", "random_") and isinstance(result, Tensor):
-                result.fill_(args[0] if func._overloadname == "low" else 0)
+                given = dict(zip(arguments_of(func), args, strict=False))
+                result.fill_(given.get("low", given.get("from", 0)))
         else:
             result = func(*args, **kwargs)
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
