@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: What a model that does not run on another batch size, or on this one, raises.
+MODELS_OWN = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
+
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:

@@ -16,6 +16,7 @@ from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import (
+    MODELS_OWN,
     PlainCheckpoint,
     random_state,
     untouched,
@@ -26,9 +27,6 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.taint import Reads, Taint
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
-
-#: What a model that does not run on another batch size, or on this one, raises.
-MODELS_OWN = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import (
     DispatchMode,
-    arguments_of,
     memory_id,
     pytree,
     weak_storage,
 )
+from flash_clipping.capture.proof.draws import calm_result, without_dropout
 
 #: Operators that only look at the shape of what they are given.
 _SHAPE_ONLY = {
@@ -138,8 +137,8 @@ class Taint(DispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         given = _tensors_in((*args, *kwargs.values()))
-        args, kwargs = _without_dropout(func, args, kwargs)
-        result = self._run(func, name, args, kwargs)
+        args, kwargs = without_dropout(func, args, kwargs)
+        result = calm_result(func, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
             chosen = any(self.is_chosen(x) for x in given) or self._chooses(func, name, given)
             of_floats = any(self._is_of_floats(x) for x in given)
@@ -167,20 +166,6 @@ class Taint(DispatchMode):
         choosers = [x for x in given[1:] if not (x.is_floating_point() or x.is_complex())]
         return any(x in self for x in rows) and (not choosers or any(x in self for x in choosers))
 
-    @staticmethod
-    def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
-            return args[0].fill_(1)
-        result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
-            return result
-        for leaf in _tensors_in((result,)):
-            if leaf.is_floating_point() and leaf.numel():
-                leaf.fill_(0.5)
-        return result
-
 
 #: What an operator takes and gives besides tensors.
 _PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -206,23 +191,3 @@ def _storage(tensor: Tensor) -> int | None:
         return memory_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
         return None
-
-
-def _without_dropout(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with the probability of dropout, where the operator has one, at 0."""
-    place = _place_of_dropout(func)
-    if place is None:
-        return args, kwargs
-    if "dropout_p" in kwargs:
-        return args, {**kwargs, "dropout_p": 0.0}
-    if place < len(args):
-        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
-    return args, kwargs
-
-
-@functools.lru_cache(maxsize=1024)
-def _place_of_dropout(func: Any) -> int | None:
-    names = [*arguments_of(func)]
-    return names.index("dropout_p") if "dropout_p" in names else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +39,10 @@ class ModelWatch:
         session, taps, guards: its own.
         strict: whether buffers that forward changes are refused.
     """
+
+    #: Tests let another proof run beside this one, with the model, its forward, the session and the
+    #: arguments of the call, and with the outputs that were found to be unfit.
+    shadow: ClassVar[Callable[..., None] | None] = None
 
     def __init__(
         self,
@@ -156,6 +160,8 @@ class ModelWatch:
             with self.taps.regions.as_compiled():
                 given = module, forward, self.session, args, kwargs
                 self._unfit.compare(*given, self.guards.count)
+                if (shadow := type(self).shadow) is not None:
+                    shadow(*given, self._unfit)
 
     def _rehearse(
         self,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.proof.draws import without_dropout
 from flash_clipping.capture.row_values import digest_of
-from flash_clipping.capture.taint import Taint, _without_dropout
+from flash_clipping.capture.taint import Taint
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -250,7 +251,7 @@ def test_digests_tell_rows_of_one_sum_and_size_apart() -> None:
 def test_dropout_inside_of_attention_is_switched_off() -> None:
     """Kernels that draw it themselves take its probability, by place or by name."""
     attend, x = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ones(1)
-    assert _without_dropout(attend, (x, x, x, 0.3, True), {})[0][3:] == (0.0, True)
-    assert _without_dropout(attend, (x, x, x), {"dropout_p": 0.3})[1] == {"dropout_p": 0.0}
-    assert _without_dropout(attend, (x, x, x), {}) == ((x, x, x), {})
-    assert _without_dropout(torch.ops.aten.mul.Tensor, (x, 0.3), {}) == ((x, 0.3), {})
+    assert without_dropout(attend, (x, x, x, 0.3, True), {})[0][3:] == (0.0, True)
+    assert without_dropout(attend, (x, x, x), {"dropout_p": 0.3})[1] == {"dropout_p": 0.0}
+    assert without_dropout(attend, (x, x, x), {}) == ((x, x, x), {})
+    assert without_dropout(torch.ops.aten.mul.Tensor, (x, 0.3), {}) == ((x, 0.3), {})

@@ -1,0 +1,238 @@
+"""Runs of a model that can be repeated: the same random numbers, nothing left behind.
+
+Random numbers stay in (a model that only mixes samples while it drops would look right without),
+but both runs of a comparison draw the same ones. *Calm* runs draw none: they compare batches of
+different sizes, and models whose values decide how much is drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import (
+    DispatchMode,
+    arguments_of,
+    checkpoints_replaced,
+    is_autocasting,
+    pytree,
+)
+from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+
+#: Entries of a parameter that tell how far they are spread.
+ENTRIES = 4096
+
+
+def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a random operator with the chance taken out: nothing is dropped, and floats
+    are one value."""
+    name = func.overloadpacket.__name__
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
+        return args[0].fill_(1)
+    result = func(*args, **kwargs)
+    if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
+        return result
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            leaf.fill_(0.5)
+    return result
+
+
+def without_dropout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the probability of dropout, where the operator has one, at 0."""
+    place = _place_of_dropout(func)
+    if place is None:
+        return args, kwargs
+    if "dropout_p" in kwargs:
+        return args, {**kwargs, "dropout_p": 0.0}
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    return args, kwargs
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_of_dropout(func: Any) -> int | None:
+    names = [*arguments_of(func)]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or _place_of_dropout(func) is not None
+
+
+class AlikeDraws(DispatchMode):
+    """Makes random operators draw the same in every run, and notes what they drew.
+
+    Operators that take numbers from a generator of the model's own get the seeded one, and
+    ``randperm`` moves every sample: a permutation that leaves a sample in its place shows nothing.
+
+    Args:
+        calm: draw nothing.
+    """
+
+    def __init__(self, calm: bool) -> None:
+        super().__init__()
+        self._calm = calm
+        #: Whether any operator did something else than without this mode.
+        self.changed = False
+        #: The name of every random operator, in order, and the shape that it returned.
+        self.drawn: list[Hashable] = []
+        #: Dtypes that floats were cast to.
+        self.casts: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not kwargs:
+            kwargs = {}
+        elif (dtype := kwargs.get("dtype")) is not None:
+            self.casts.add(dtype)
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if kwargs.get("generator") is not None:
+            kwargs, self.changed = {**kwargs, "generator": None}, True
+        if name == "randperm":
+            self.changed = True
+            self.drawn.append((name, args[0]))
+            like = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
+            return torch.arange(args[0], **{"dtype": torch.int64, **like}).roll(1)
+        plain_args, plain_kwargs = without_dropout(func, args, kwargs)
+        is_attention = _place_of_dropout(func) is not None
+        if is_attention and (plain_args, plain_kwargs) == (args, kwargs):
+            return func(*args, **kwargs)  # its probability is 0 already, or left out
+        if self._calm:
+            self.changed = True
+            result = calm_result(func, plain_args, plain_kwargs)
+            if name in ("randint", "random_") and isinstance(result, Tensor):
+                given = dict(zip(arguments_of(func), args, strict=False))
+                result.fill_(given.get("low", given.get("from", 0)))
+        else:
+            result = func(*args, **kwargs)
+        shapes = [tuple(x.shape) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self.drawn.append((name, tuple(shapes[:1])))
+        return result
+
+
+def _own_generators(root: nn.Module) -> list[tuple[Any, str, Any]]:
+    """Generators of NumPy's and Python's that modules hold: object, attribute or method, state."""
+    found: list[tuple[Any, str, Any]] = []
+    numpy = sys.modules.get("numpy")
+    for module in root.modules():
+        for value in vars(module).values():
+            if isinstance(value, random.Random):
+                found.append((value, "", value.getstate()))
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                found.append((value.bit_generator, "state", value.bit_generator.state))
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                found.append((value, "set_state", value.get_state()))
+    return found
+
+
+def _outside_torch() -> Hashable:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    kind, words, *rest = numpy.random.get_state()
+    return random.getstate(), kind, words.tobytes(), *rest
+
+
+class Repeatable:
+    """The random draws of a run of :func:`repeatable`."""
+
+    def __init__(self, draws: AlikeDraws, until: ExitStack) -> None:
+        self._draws, self._until = draws, until
+        self._before = _outside_torch()
+
+    def end_forward(self) -> list[Hashable]:
+        """All draws so far, in order; Python's and NumPy's draws count as one.
+
+        Operators of backward are watched only where checkpoints might draw there what was changed
+        in forward.
+        """
+        if not self._draws.changed:
+            self._until.close()
+        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
+        return [*self._draws.drawn, *outside]
+
+    def casts(self) -> set[torch.dtype]:
+        """Dtypes that floats were cast to: by autocast in the model's own code, say."""
+        return self._draws.casts
+
+
+@contextmanager
+def repeatable(
+    root: nn.Module, devices: Sequence[torch.device], seed: int, calm: bool = False
+) -> Iterator[Repeatable]:
+    """Runs of ``root`` in here draw what ``seed`` says, and leave no trace.
+
+    Buffers, attributes of modules and all generators are put back.
+    """
+    generators = _own_generators(root)
+    new_seed = torch.seed
+    draws = AlikeDraws(calm)
+    try:
+        # A seed from the system would be another one in every run (Reformer).
+        torch.seed = torch.initial_seed  # type: ignore[assignment]
+        with (
+            untouched(root),
+            random_state(list(devices), seed),
+            checkpoints_replaced(PlainCheckpoint),
+            ExitStack() as until,
+        ):
+            until.enter_context(draws)
+            yield Repeatable(draws, until)
+    finally:
+        torch.seed = new_seed
+        for holder, how, state in generators:
+            if how == "state":
+                holder.state = state
+            else:
+                (holder.set_state if how else holder.setstate)(state)
+
+
+@contextmanager
+def perturbed(params: Sequence[nn.Parameter], seed: int = 7) -> Iterator[None]:
+    """Parameters moved by a tenth of their spread, constant ones by 0.05.
+
+    A gate that is 0, or ``lora_B``, would hide what is behind it. The tensors themselves are not
+    written to: parameters hold others in here, and their own again afterwards, bit for bit.
+    """
+    before = [param.data for param in params]
+    casts = torch.clear_autocast_cache if is_autocasting() else lambda: None
+    generator = torch.Generator().manual_seed(seed)
+    casts()
+    try:
+        with torch.no_grad():
+            for param, data in zip(params, before, strict=True):
+                if data.is_floating_point() and data.numel():
+                    param.data = _moved(data, generator)
+        yield
+    finally:
+        for param, data in zip(params, before, strict=True):
+            param.data = data
+        casts()  # of the moved ones
+
+
+def _moved(data: Tensor, generator: torch.Generator) -> Tensor:
+    """``data`` plus a product of two random vectors: one read of a large matrix, no numbers as
+    many as it has entries."""
+    columns = data.shape[-1] if data.dim() > 1 else data.numel()
+    rows = data.reshape(-1, columns)
+    down, along = (torch.randn(n, generator=generator).to(data.device) for n in rows.shape)
+    some = data.flatten()[:: -(-data.numel() // ENTRIES)]
+    spread = some.float().std(correction=0)
+    along = along * torch.where(spread > 1e-4, 0.1 * spread, 0.05)
+    return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)

@@ -1,0 +1,520 @@
+"""Is what is clipped each sample's own gradient?
+
+*The gradient of a sample, through the taps, in its batch, equals plain autograd's for that sample
+among other companions.* A round compares two runs of the model. Half of the samples, S, stand in
+both; the rest of the batch is replaced in one of them, by other samples and an extreme one.
+
+=========  =====================  =================================================================
+run        backward passes        what must hold
+=========  =====================  =================================================================
+taps       S                      norms of the other samples are 0 (STRAY)
+the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
+autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
+others     one of S               its norm is the one that is clipped by (NORM)
+=========  =====================  =================================================================
+
+The second batch is smaller than the first where nothing is drawn at random; else a few samples are
+compared in batches of two sizes, without chance (SIZE). Parameters are moved meanwhile (PERTURB).
+
+A round before the first step, and more as audits of later ones, with S and the rest swapped, other
+random numbers, and soon for one sample only. Nothing of the user's is changed by a round.
+
+Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.draws import perturbed
+from flash_clipping.capture.proof.layout import Table
+from flash_clipping.capture.proof.runs import MASKED, Run, Runs, Subject
+from flash_clipping.errors import FlashClippingError
+
+#: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
+#: rounding gives in a deep model where kernels or the order of rows differ.
+TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.02}
+TOLERANCE_WIDE = 1e-3
+
+#: A gradient that is a smaller part of the whole has this part of it as its scale.
+FLOOR = 1e-2
+
+#: Gradients below this part of the outputs that they come from are rounding.
+NOTHING = 1e-4
+
+#: No gradient of losses whose weights are about 1 has a smaller scale: it is rounding.
+LEAST = 1e-9
+
+#: The part of another sample's norm that may be rounding: rows without a gradient give 0.
+STRAY = 1e-6
+
+#: The largest factor of losses; less where gradients could overflow.
+LOUD, LOUD_FP16 = 1000.0, 16.0
+
+#: Batches of two sizes in which samples are compared; the second pair where the first fails.
+SIZES = ((2, 1), (4, 2))
+
+#: Outputs that are looked at one by one where something is wrong with one of them.
+OUTPUTS = 16
+
+#: Parameters that an error names.
+NAMED = 10
+
+#: The finding of each part of the oracle, in words.
+WORDS = {
+    "VALUE": "the outputs of a sample change with the others in its batch, or their number",
+    "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
+    "NORM": "the norm that a sample is clipped by is not that of its gradient",
+    "STRAY": "the gradient of some samples reaches rows that are booked to others",
+    "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
+    "SIZE": "what belongs to a sample changes with the number of samples in its batch",
+}
+
+ADVICE = (
+    "The model mixes samples (a mean or a scale over the batch, shuffled or sorted rows, in-batch "
+    "negatives, a hook that looks at the whole batch), a layer has its rows in another order than "
+    "the samples, or a rule is wrong. Compute each sample by itself, mix samples outside of the "
+    "model, or"
+)
+
+#: How outputs are named, by their numbers.
+OUTPUT = "output "
+
+
+@dataclass
+class Complaint:
+    """A finding: the part that found it, and the parameters, or outputs, that it is about."""
+
+    part: str
+    names: list[str]
+    gap: float
+
+    def text(self) -> str:
+        names = [*self.names[:NAMED]]
+        if len(self.names) > NAMED:
+            names.append(f"and {len(self.names) - NAMED} more")
+        found = (
+            f"{', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
+            f"{self.gap:.2g}, expected rounding alone. {ADVICE}"
+        )
+        if self.names[0].startswith(OUTPUT):
+            return f"{found} leave this output out of the loss:\n    output = output.detach()"
+        freeze = self.names[0]
+        line = f'model.get_parameter("{freeze}").requires_grad_(False)'
+        return f"{found} freeze the parameters:\n    {line}"
+
+
+class _NotFinite(Exception):
+    """Some samples' gradients are not finite, which shows nothing; the others, by number."""
+
+    def __init__(self, finite: list[int]) -> None:
+        self.finite = finite
+
+
+def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> Table:
+    """A round of the oracle on one batch.
+
+    Args:
+        subject: a call of a model.
+        audit: 0 before the first step, then the number of the audit: another one swaps halves,
+            draws otherwise, and from the third on looks at one sample.
+        skip: parts to leave out, for tests: those of :data:`WORDS`, ``"EXTREME"``, ``"PERTURB"``
+            and ``"SEEDS"``.
+
+    Returns:
+        Which outputs may go backward.
+
+    Raises:
+        FlashClippingError: none may, and why.
+        torch.OutOfMemoryError: two samples do not fit.
+        or whatever the model raises on this batch.
+    """
+    if "PERTURB" not in skip:
+        with perturbed(subject.session.trainable()):
+            return examine(subject, audit=audit, skip={*skip, "PERTURB"})
+    axis = subject.session.batch_axis
+    failures: list[Table | FlashClippingError] = []
+    samples = Samples(subject.args, subject.kwargs, axis)
+    try:
+        for narrow in range(4) if samples.is_ambiguous else (0,):
+            of = Samples(subject.args, subject.kwargs, axis, narrow)
+            try:
+                found = _Oracle(subject, of, audit, frozenset(skip)).table()
+                if not found.unfit or narrow == 3:
+                    return found
+                failures.append(found)
+            except FlashClippingError as error:
+                failures.append(error)
+    except _NotFinite as error:
+        kept = error.finite
+    except torch.OutOfMemoryError:
+        if samples.count <= 2:
+            raise
+        kept = [*range(samples.count // 2)]
+    else:
+        if isinstance(failures[0], FlashClippingError):
+            raise failures[0]
+        return failures[0]
+    if not kept:
+        return Table(notes=["no sample has a finite gradient: nothing was compared"])
+    args, kwargs = samples.batch(kept)
+    return examine(replace(subject, args=args, kwargs=kwargs), audit=audit, skip=skip)
+
+
+class _Oracle:
+    """One round, for outputs together and, where that fails, one by one."""
+
+    def __init__(
+        self, subject: Subject, samples: Samples, audit: int, skip: frozenset[str]
+    ) -> None:
+        self.samples, self.B, self.skip, self.audit = samples, samples.count, skip, audit
+        self.runs = Runs(subject, samples.tensors, seeded="SEEDS" not in skip)
+        names = {id(p): name for name, p in subject.root.named_parameters()}
+        self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
+        self.S, self.R = _halves(self.B, audit)
+        self.notes: list[str] = []
+        self.unfit: dict[int, str] = {}
+        self.returned: set[int] = set()
+        self.axes: dict[int, list[int]] = {}
+        #: The norm of the outputs that go backward.
+        self.size = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """Known once the model has run: what it casts floats to counts."""
+        low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
+        return max(low, default=TOLERANCE_WIDE)
+
+    def table(self) -> Table:
+        """The result of the round.
+
+        Raises:
+            FlashClippingError: no output may go backward.
+        """
+        if not self.B or not self.runs.params:
+            return Table(notes=["there are no samples, or nothing is trainable"])
+        why = self._judge()
+        suspects = self.unfit.keys() if why is None else self.returned
+        several = len(self.returned) > 1
+        for number in sorted(suspects)[:OUTPUTS]:
+            # Samples may be along another axis of it that has as many entries.
+            known, axes = self.unfit.get(number), self.axes[number]
+            for axis in axes[1:] if known or not several else axes:
+                self.runs.only, self.runs.chosen_axes[number] = {number}, axis
+                self.unfit.pop(number, None)
+                of_one = self._judge()
+                if of_one is None and number not in self.unfit:
+                    why = None if not several else why
+                    break
+                known = known or self.unfit.get(number) or _text(of_one)
+            else:
+                if known:
+                    self.unfit[number] = known
+        if several and why is not None and self.returned - self.unfit.keys():
+            self.runs.only = self.returned - self.unfit.keys()
+            why = self._judge()
+        fit = tuple(sorted(self.returned - self.unfit.keys()))
+        if why is None and not fit and self.unfit:
+            raise FlashClippingError("\n".join(self.unfit.values()))
+        if why is not None:
+            raise why if isinstance(why, FlashClippingError) else FlashClippingError(why.text())
+        if not fit and not self.notes:
+            self.notes.append("no output has a row for each sample: nothing was compared")
+        return Table(unfit=self.unfit, outputs=fit, notes=self.notes)
+
+    def _judge(self) -> Complaint | FlashClippingError | None:
+        """The finding for the outputs that may go backward; ``None`` if all is well."""
+        try:
+            return self._round()
+        except FlashClippingError as error:
+            return error
+
+    # -- a round ------------------------------------------------------------------------------
+
+    def _round(self, calm: bool = False) -> Complaint | None:
+        S, R, B = self.S, self.R, self.B
+        seed = 1 + self.audit
+        order = [*R, *S]
+        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        loud = {b: most ** (order.index(b) / B) for b in range(B)}
+        if self.audit % 2:  # a hook that looks at the sign of a sum
+            loud |= {b: -loud[b] for b in R}
+        # In two audits, losses of the halves and of the whole: their sums must add up.
+        adds_up = bool(R and self.audit in (1, 2))
+        alone = {b: loud[b] if adds_up else 1.0 for b in S}
+        scales = [alone, loud, {b: loud[b] for b in R}][: 3 if adds_up else 2]
+        taps = self.runs.run(
+            self.samples.batch(range(B)),
+            range(B),
+            scales[:1] if "TOGETHER" in self.skip else scales,
+            taps=True,
+            seed=seed,
+            calm=calm,
+            sums=3 if adds_up else 1,
+        )
+        self.returned, self.axes = set(taps.outputs), taps.axes
+        of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]
+        self.size = float(torch.stack(of_S).norm()) if of_S else 0.0
+        if not self._fit(taps):
+            return None
+        of_samples = [g.each for g in taps.gradients if g.each is not None]
+        if of_samples and not (finite := torch.stack(of_samples).isfinite().all(0).all(0)).all():
+            raise _NotFinite(finite.nonzero().flatten().tolist())
+        found = self._plain(taps, alone, seed, calm)
+        if found is None:
+            self.notes.append("the model runs on this batch only: nothing was compared")
+            self.returned = set()
+            return None
+        plain, places, given = found
+        at = [places.index(b) for b in S]
+        draws_differ = plain.drawn != taps.drawn or bool(
+            taps.drawn and self._unlike(taps, plain, S, at)
+        )
+        if draws_differ and not calm and R and "SEEDS" not in self.skip:
+            # The library's layers draw in another order, or values decide how much is drawn.
+            again = self.runs.run(given, places, taps=True, seed=seed)
+            alike = again.drawn == taps.drawn and not self._values_decide_draws(taps, seed)
+            if alike and self._unfit_values(taps, again, S, at, "VALUE"):
+                return self._again(calm)
+            return self._round(calm=True)
+        if self._unfit_values(taps, plain, S, at, "VALUE"):
+            return self._again(calm)
+        why = self._gradients(taps, plain, alone, loud, calm)
+        if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
+            why = self._sizes()
+        return why
+
+    def _values_decide_draws(self, taps: Run, seed: int) -> bool:
+        """Whether other values draw other numbers, though as many were drawn before."""
+        S, B = set(self.S), self.B
+        for other in (self.S[0], self.R[0], self.R[-1]):
+            order = [b if b in S else other for b in range(B)]
+            run = self.runs.run(self.samples.batch(order), range(B), taps=True, seed=seed)
+            if run.drawn != taps.drawn:
+                return True
+        return False
+
+    def _again(self, calm: bool) -> Complaint | None:
+        """Another round, without outputs that turned out to be unfit."""
+        fit = self.returned - self.unfit.keys()
+        self.runs.only = fit if self.runs.only is None else self.runs.only & fit
+        return self._round(calm) if self.runs.only else None
+
+    def _fit(self, run: Run) -> list[int]:
+        return [n for n in run.outputs if self.runs.only is None or n in self.runs.only]
+
+    def _plain(
+        self, taps: Run, alone: Mapping[int, float], seed: int, calm: bool
+    ) -> tuple[Run, list[int], Any] | None:
+        """Autograd's run of S among others: the run, which sample is in each place, the batch."""
+        S, R, B = self.S, self.R, self.B
+        # For each batch, the samples in order, a number for each place, and the extreme place.
+        # Others have numbers of their own, so that S is found by its.
+        batches: list[tuple[list[int], list[int], int | None]] = []
+        if not taps.drawn and "SIZE" not in self.skip:
+            # A smaller batch, S behind the others; a batch of 1 or 2 has a larger one.
+            others = R[:1] if B > 2 else [*R, *S][:2]
+            numbers = [B + n for n in range(len(others))]
+            batches.append(([*others, *S], [*numbers, *S], 0))
+        turned = dict(zip(R, [*R[1:], *R[:1]], strict=True))
+        order = [turned.get(b, b) for b in range(B)]
+        places = [B + b if b in turned else b for b in range(B)]
+        batches += [(order, places, R[0])] if R else []
+        batches.append((order, places, None))
+        for order, places, extreme in batches:
+            if "EXTREME" in self.skip:
+                extreme = None
+            given = self.samples.batch(order, extreme)
+            at = [places.index(b) for b in S]
+            of_S = dict(zip(at, alone.values(), strict=True))
+            scales = [of_S, {at[0]: of_S[at[0]]}][: len(S)]  # of one sample both are the same
+            try:
+                run = self.runs.run(given, places, scales, seed=seed, calm=calm)
+            except (FlashClippingError, torch.OutOfMemoryError):
+                raise
+            except MODELS_OWN:
+                continue
+            finite = all(run.outputs[n][at].isfinite().all() for n in run.outputs) and all(
+                g.norms.isfinite().all() for g in run.gradients
+            )
+            if not finite and extreme is not None:
+                continue
+            return run, places, given
+        return None
+
+    def _gradients(
+        self,
+        taps: Run,
+        plain: Run,
+        alone: Mapping[int, float],
+        loud: Mapping[int, float],
+        calm: bool,
+    ) -> Complaint | None:
+        S, R = self.S, self.R
+        found, expected, one = taps.gradients[0], plain.gradients[0], plain.gradients[-1].norms
+        each = found.each
+        if each is None:
+            each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
+        if R:
+            gap = each[:, R].amax(1) / found.norms.norm().clamp(min=1e-300)
+            if why := self._complain("STRAY", gap > STRAY, gap):
+                return why
+        if len(taps.gradients) > 1 and taps.gradients[1].each is not None:
+            scale = torch.tensor([loud[b] / alone[b] for b in S], dtype=torch.float64)
+            gap = self._gap(
+                taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1)
+            )
+            if bool((gap > self.tolerance).any()):
+                gap = self._out_of_order(each, alone, calm)
+            if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                return why
+            if len(taps.gradients) > 2:
+                of_S, whole, of_R = (g.projections for g in taps.gradients)
+                norms = torch.stack([g.norms for g in taps.gradients]).amax(0)
+                gap = self._gap(whole, of_S + of_R, norms)
+                if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                    return why
+        doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
+        error = ((each[:, S[0]] - one).abs() - doubt).clamp(min=0)
+        gap = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
+        if why := self._complain("NORM", gap > self.tolerance, gap):
+            return why
+        gap = self._gap(found.projections, expected.projections, expected.norms)
+        return self._complain("GRADIENT", gap > self.tolerance, gap)
+
+    def _out_of_order(self, each: Tensor, alone: Mapping[int, float], calm: bool) -> Tensor:
+        """Relative differences where gradients need not be linear in a sample's loss (a hook that
+        bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
+        S, R = self.S, self.R
+        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        bits = [
+            {b: alone[b] for n, b in enumerate(S) if n >> bit & 1}
+            for bit in range((len(S) - 1).bit_length())
+        ]
+        scales = [{**alone, **dict.fromkeys(R, most)}, *bits]
+        run = self.runs.run(
+            self.samples.batch(range(self.B)),
+            range(self.B),
+            scales,
+            taps=True,
+            seed=1 + self.audit,
+            calm=calm,
+            sums=len(scales),
+        )
+        together, *some = run.gradients
+        assert together.each is not None
+        gap = self._gap(together.each[:, S], each[:, S], each[:, S].norm(dim=1))
+        for on, g in zip(bits, some, strict=True):
+            if g.each is not None and (off := [b for b in S if b not in on]):
+                strays = g.each[:, off].amax(1) > STRAY * g.norms.norm()
+                gap = torch.where(strays, 1.0, gap)
+        return gap
+
+    def _sizes(self) -> Complaint | None:
+        """A few samples in batches of two sizes, without chance; their gradients in audits only."""
+        order = [*self.S, *self.R]
+        for more, less in SIZES:
+            if len(order) < more:
+                continue
+            scales = [dict.fromkeys(range(less), 1.0)] if self.audit else []
+            try:
+                a, b = (
+                    self.runs.run(self.samples.batch(some), some, scales, calm=True)
+                    for some in (order[:more], order[:less])
+                )
+            except (FlashClippingError, torch.OutOfMemoryError):
+                raise
+            except MODELS_OWN:
+                continue
+            places = [*range(less)]
+            if self._unfit_values(a, b, places, places, "SIZE"):
+                return self._again(calm=False)
+            if not scales:
+                return None
+            x, y = a.gradients[0], b.gradients[0]
+            gap = self._gap(x.projections, y.projections, y.norms)
+            return self._complain("SIZE", gap > self.tolerance, gap)
+        if len(order) > 1:
+            self.notes.append("the model runs on one batch size only")
+        return None
+
+    # -- comparisons --------------------------------------------------------------------------
+
+    def _gap(self, a: Tensor, b: Tensor, norms: Tensor) -> Tensor:
+        """``[P]``: differences of the rows of ``a`` and ``b``, as parts of these norms."""
+        floor = max(FLOOR * float(norms.norm()), NOTHING * self.size, LEAST)
+        scale = norms.clamp(min=floor)
+        return (a - b).norm(dim=1) / scale
+
+    def _complain(self, part: str, wrong: Tensor, gap: Tensor) -> Complaint | None:
+        if part in self.skip:
+            return None
+        # NaN is no rounding.
+        wrong = wrong | gap.isnan()
+        worst = float(gap.nan_to_num(torch.inf, torch.inf).max())
+        if not wrong.any():
+            return None
+        names = [
+            name for name, is_wrong in zip(self.names, wrong.tolist(), strict=True) if is_wrong
+        ]
+        return Complaint(part, names, worst)
+
+    def _value_gaps(
+        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]
+    ) -> dict[int, float]:
+        """The largest relative difference of a sample's outputs, by output."""
+        gaps = {}
+        for n in self._fit(a):
+            if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
+                gaps[n] = torch.inf
+                continue
+            x, y = (_finite(run.outputs[n][list(rows)]) for run, rows in ((a, rows_a), (b, rows_b)))
+            gaps[n] = float(((x - y).norm(dim=1) / (y.norm(dim=1) + 1e-9)).max())
+        return gaps
+
+    def _unlike(self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]) -> bool:
+        return any(gap > self.tolerance for gap in self._value_gaps(a, b, rows_a, rows_b).values())
+
+    def _unfit_values(
+        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int], part: str
+    ) -> bool:
+        """Exclude outputs whose samples have other values in the two runs; whether there are any.
+
+        Where the number of samples and the others both change, it is the part ``part`` that tells.
+        """
+        if part in self.skip:
+            return False
+        gaps = self._value_gaps(a, b, rows_a, rows_b)
+        wrong = [n for n, gap in gaps.items() if gap > self.tolerance]
+        for n in wrong:
+            self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gaps[n]).text()
+        return bool(wrong)
+
+
+def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
+    """The samples that are looked at, and the others."""
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(3)).tolist()
+    half = -(-B // 2)
+    S, R = order[:half], order[half:]
+    if audit % 2 and R:
+        S, R = R, S
+    if audit > 2:
+        chosen = order[audit % B]
+        S, R = [chosen], [b for b in order if b != chosen]
+    return sorted(S), sorted(R)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Outputs on the CPU, without masked scores."""
+    return x.double().cpu().nan_to_num(0, 0, 0).clamp(-MASKED, MASKED)
+
+
+def _text(why: Complaint | FlashClippingError | None) -> str:
+    return why.text() if isinstance(why, Complaint) else str(why)

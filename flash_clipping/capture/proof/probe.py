@@ -1,0 +1,219 @@
+"""Where the samples are in what each layer returns: seen from gradients, not from sizes or values.
+
+The outputs of one sample go backward alone; the rows of a layer's output gradient that are not 0
+are that sample's. Two batches of gradients are enough for many samples: a pass for each bit of a
+sample's number, in which the samples with that bit take part, and one for those without it. A row
+that got a gradient in both has two samples. Rows of padding get none, and are nobody's.
+
+Shape suffixes: ``B`` samples, ``R`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.draws import perturbed
+from flash_clipping.capture.proof.layout import (
+    CONSTANT,
+    MANY,
+    NOBODY,
+    SEVERAL,
+    SampleLayout,
+    layout_of_owners,
+)
+from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.errors import FlashClippingError
+
+#: Samples that are looked at: a small batch tells where they are as well as a large one.
+SAMPLES = 3
+
+#: Relative difference of two outputs that are the same but for rounding; of 16 bits.
+SAME, SAME_LOW = 1e-4, 0.1
+
+#: A layer's path, and which of its calls.
+_Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The result of a probe.
+
+    Attributes:
+        layouts: of every layer with trainable parameters that was called, by its path; one for
+            each call, or one alone where they are the same.
+        unfit: numbers of the outputs in which samples reach each other.
+    """
+
+    layouts: dict[str, tuple[SampleLayout, ...]]
+    unfit: frozenset[int] = frozenset()
+
+
+def probe(subject: Subject) -> Probed:
+    """Where the samples are in what layers with trainable parameters return.
+
+    Raises:
+        whatever the model raises on this batch.
+    """
+    params = subject.session.trainable()
+    samples = Samples(subject.args, subject.kwargs, subject.session.batch_axis)
+    if not params or not samples.count:
+        return Probed({})
+    runs = Runs(subject, samples.tensors)
+    few = max(min(samples.count, SAMPLES), 2)
+    with perturbed(params):
+        for count in dict.fromkeys((few, samples.count)):
+            try:
+                return _probe(runs, samples, count)
+            except FlashClippingError:
+                raise
+            except MODELS_OWN:  # it may run on batches of this size only
+                if count == samples.count:
+                    raise
+    return Probed({})
+
+
+def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
+    """A probe with ``B`` samples. A second batch, in which the first of them stands among others,
+    tells which outputs are its own and which layers are the same for all batches. Runs are calm:
+    rows that are dropped would have no gradient."""
+    places = range(B)
+    own = [b % samples.count for b in places]  # of one sample there are two copies
+    last = [*range(samples.count)][-1:0:-1] or [0]
+    others = [0, *last, *own][:B]
+    outputs, values = [], []
+    for order in (own, others):
+        with _watched(runs.root) as of_run:
+            outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
+        values.append(of_run.values)
+    unfit = frozenset(
+        n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
+    )
+    runs.only = outputs[0].keys() - unfit
+    marks = marks_of(B)
+    scales = [dict.fromkeys(on, 1.0) for on in marks]
+    with _watched(runs.root) as seen:
+        given = samples.batch(own)
+        runs.run(given, places, scales, calm=True, sums=0, before=seen.next)
+    found: dict[_Call, SampleLayout] = {}
+    for call, masks in seen.masks(len(marks)).items():
+        owners = owners_of(masks, marks, B)
+        found[call] = layout_of_owners(owners, B, runs.session.batch_axis)
+        if found[call] is SEVERAL and _same(*(of_run.get(call) for of_run in values)):
+            found[call] = CONSTANT
+    by_path: dict[str, list[SampleLayout]] = {}
+    for (path, _), layout in sorted(found.items()):
+        by_path.setdefault(path, []).append(layout)
+    return Probed(
+        {
+            path: tuple(calls) if len(set(calls)) > 1 else (calls[0],)
+            for path, calls in by_path.items()
+        },
+        unfit,
+    )
+
+
+def marks_of(B: int) -> list[list[int]]:
+    """Which samples take part in each backward pass: each alone, or by the bits of their numbers
+    and by the inverted bits."""
+    bits = max((B - 1).bit_length(), 1)
+    if 2 * bits >= B:
+        return [[b] for b in range(B)]
+    with_bit = [[b for b in range(B) if b >> bit & 1] for bit in range(bits)]
+    return [*with_bit, *([b for b in range(B) if b not in on] for on in with_bit)]
+
+
+def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -> Tensor:
+    """The sample of each row, from the rows that got a gradient in each pass."""
+    reached = torch.stack([mask.cpu() for mask in masks])
+    codes = torch.zeros(len(marks), B, dtype=torch.bool)
+    for number, on in enumerate(marks):
+        codes[number, list(on)] = True
+    owners = torch.full(reached.shape[1:], MANY)
+    owners[~reached.any(0)] = NOBODY
+    for b in range(B):
+        code = codes[:, b].view(-1, *[1] * owners.dim())
+        owners[(reached == code).all(0)] = b
+    return owners
+
+
+class _Seen:
+    """Layers' outputs, and which rows of their gradients are not 0, as hooks see them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+        self._passes: list[dict[_Call, Tensor]] = []
+        #: Outputs.
+        self.values: dict[_Call, Tensor] = {}
+        self._shapes: dict[_Call, torch.Size] = {}
+
+    def next(self) -> None:
+        """Another backward pass begins."""
+        self._passes.append({})
+
+    def note(self, path: str, output: Any) -> None:
+        tensors = [x for x in tensors_in(output) if x.is_floating_point() and x.dim()]
+        x = next((x for x in tensors if x.requires_grad), tensors[0] if tensors else None)
+        if x is None or in_backward():  # recomputed by a checkpoint
+            return
+        call = path, self._calls.get(path, 0)
+        self._calls[path] = call[1] + 1
+        self.values[call] = x.detach()
+        if not x.requires_grad:
+            return
+        self._shapes[call] = x.shape[:-1] if x.dim() > 1 else x.shape
+
+        def reached(grad: Tensor) -> None:
+            if self._passes:
+                mask = grad.detach() != 0
+                self._passes[-1][call] = mask.any(-1) if mask.dim() > 1 else mask
+
+        x.register_hook(reached)
+
+    def masks(self, passes: int) -> Mapping[_Call, list[Tensor]]:
+        """The rows of every call that got a gradient in each pass."""
+        return {
+            call: [
+                self._passes[n].get(call, torch.zeros(shape, dtype=torch.bool))
+                for n in range(min(passes, len(self._passes)))
+            ]
+            for call, shape in self._shapes.items()
+            if self._passes
+        }
+
+
+@contextmanager
+def _watched(root: nn.Module) -> Iterator[_Seen]:
+    """Hooks on every module that has trainable parameters of its own."""
+    seen = _Seen()
+    handles = []
+    try:
+        for path, module in root.named_modules():
+            params = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+            if params and module is not root:
+
+                def hook(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+                    seen.note(path, output)
+
+                handles.append(module.register_forward_hook(hook))
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    low = a.dtype in (torch.bfloat16, torch.float16)
+    gap, size = (a - b).double().nan_to_num(0, 0, 0).norm(), b.double().nan_to_num(0, 0, 0).norm()
+    return bool(gap <= (SAME_LOW if low else SAME) * size)

@@ -1,0 +1,129 @@
+"""Proof that what is clipped is each sample's own gradient.
+
+:mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
+the samples are in what layers return, :mod:`coverage` says when to look again. Nothing of the
+user's is changed: parameters, buffers, ``p.grad``, generators and hooks are afterwards what they
+were, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
+from flash_clipping.capture.proof.oracle import examine
+from flash_clipping.capture.proof.probe import probe
+from flash_clipping.capture.proof.runs import Subject
+from flash_clipping.capture.row_layouts import TOGETHER, Layout
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import Tap
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.rules.registry import Rule
+
+__all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
+
+
+def prove(
+    wrapped: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    session: ClippingSession | None = None,
+    *,
+    audit: int = 0,
+    settles: bool = False,
+    skip: Collection[str] = (),
+) -> Table:
+    """Show, on one batch, that each sample's gradient is its own and is booked to it.
+
+    Args:
+        wrapped: a wrapped model.
+        args, kwargs: what it is called with.
+        session: what its taps share.
+        audit: 0 for the proof before the first step, then the number of the audit.
+        settles: let taps go by what is found here of where the samples are.
+        skip: parts of the oracle to leave out, for tests.
+
+    Returns:
+        Where the samples are in what layers return (in a proof, not in an audit), and which outputs
+        may go backward.
+
+    Raises:
+        FlashClippingError: with the parameters or outputs, what was found and expected, and what to
+            write.
+    """
+    root = wrapped._module
+    forward = getattr(root.forward, "original", root.forward)
+    subject = Subject(root, forward, session or wrapped._session, args, kwargs)
+    return prove_call(subject, audit=audit, settles=settles, skip=skip)
+
+
+def prove_call(
+    subject: Subject, *, audit: int = 0, settles: bool = False, skip: Collection[str] = ()
+) -> Table:
+    """:func:`prove` for a model whose forward is given."""
+    layouts: Mapping[str, Sequence[SampleLayout]] = {}
+    if not audit:
+        layouts = probe(subject).layouts
+    if settles:
+        settle(subject.root, subject.session, layouts)
+    try:
+        return replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
+    except FlashClippingError as error:
+        raise FlashClippingError(f"{_irregular(layouts)}{error}") from error
+
+
+def settle(
+    root: nn.Module, session: ClippingSession, layouts: Mapping[str, Sequence[SampleLayout]]
+) -> None:
+    """Tell the taps where the samples are."""
+    evidence = session.evidence
+    for path, calls in layouts.items():
+        tap = tap_of(root.get_submodule(path))
+        if tap is None or has_own_axis(tap) or not path:
+            continue
+        name = tap.path
+        evidence.forget([name])
+        evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
+        if {*calls} == {CONSTANT}:
+            evidence.constants.add(name)
+            continue
+        regular = [layout for layout in calls if layout.layout is not None]
+        seen = {layout.parts: layout.layout for layout in regular if layout.layout is not None}
+        usual = Layout(session.batch_axis)
+        plain = all(layout in (usual, TOGETHER) for layout in seen.values())
+        if plain and len(regular) == len(calls):
+            evidence.proven.add(name)
+        if not plain:
+            session.laid_out = session.laid_out | {name}
+        if {*seen} - {1} and all(layout.axis == 0 for layout in seen.values()):
+            session.folded.add(name)
+        if not plain or {*seen} - {1}:
+            session.layouts = {**session.layouts, name: seen}
+
+
+def tap_of(module: nn.Module) -> Tap | None:
+    """The tap that stands in for a module's forward."""
+    forward = vars(module).get("forward")
+    tap = getattr(forward, "__self__", forward)
+    return tap if isinstance(tap, Tap) else None
+
+
+def has_own_axis(tap: Tap) -> bool:
+    """Whether its rule knows by itself where samples are."""
+    own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
+    return own or tap.path in tap.session.folded_by_rule
+
+
+def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:
+    """One line for every layer whose rows are no sample's, or in no regular order."""
+    return "".join(
+        f"{path}: its rows are {layout.kind}.\n"
+        for path, calls in layouts.items()
+        for layout in calls
+        if layout in (ROUTED, SEVERAL)
+    )

@@ -1,0 +1,62 @@
+"""How tests ask the oracle about a model, with today's own comparisons off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture import batch_axis, single_gradients
+from flash_clipping.capture.proof.layout import Table
+from flash_clipping.capture.proof.prove import prove
+
+
+@contextlib.contextmanager
+def nothing_else_is_shown() -> Iterator[None]:
+    """Rehearsals find the order of rows, and refuse nothing of what they see."""
+    with (
+        mock.patch.object(batch_axis, "_findings", lambda *_: []),
+        mock.patch.object(batch_axis, "_check_reached", lambda *_: None),
+        mock.patch.object(single_gradients, "_unfit_outputs", lambda *_: (0, {})),
+    ):
+        yield
+
+
+def wrapped(model: nn.Module, *args: Any, **options: Any) -> GradSampleModuleFlashClipping:
+    """A wrapped model whose layers know which of their rows are samples."""
+    kwargs = options.pop("kwargs", {})
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e12, **options)
+    with nothing_else_is_shown():
+        flash(*args, **kwargs)
+    return flash
+
+
+def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -> Table:
+    """The table of a proof that some audits follow.
+
+    Raises:
+        FlashClippingError: it is refused.
+    """
+    kwargs, skip = options.pop("kwargs", {}), options.pop("skip", ())
+    settles = options.pop("settles", False)
+    torch.manual_seed(0)
+    flash = wrapped(model, *args, kwargs=kwargs, **options)
+    with nothing_else_is_shown():
+        table = prove(flash, args, kwargs, skip=skip, settles=settles)
+        for audit in range(1, audits + 1):
+            prove(flash, args, kwargs, audit=audit, skip=skip)
+    return table
+
+
+def why_refused(model: nn.Module, *args: Tensor, **options: Any) -> str:
+    """Why a proof, or an audit, refuses a model; empty if it does not."""
+    try:
+        table_of(model, *args, **options)
+    except FlashClippingError as error:
+        return str(error)
+    return ""
