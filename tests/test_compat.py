@@ -80,6 +80,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
         "same",
     ),
     "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
+    "explain_flash_mode": (["get_gsm_class", "get_hooks_class"], "same"),
     "check_engine": (["_prepare_criterion"], r"PrivacyEngine\._prepare_criterion"),
     "without_validator": (["VALIDATORS"], "MultiheadAttention"),
     "compiled_kernel": (["triton.compiler"], "same"),

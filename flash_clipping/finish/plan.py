@@ -11,7 +11,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +96,8 @@ def layout_of_step(
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
     """
-    operands = [operand for factor in factors for operand in factor.operands()]
+    of_factors = [factor.operands() for factor in factors]
+    operands = [*chain.from_iterable(of_factors)]
     # `map` costs half of a comprehension, and there are hundreds of tensors.
     are_tensors = [*map(isinstance, operands, repeat(Tensor))]
     tensors = [*compress(operands, are_tensors)]
@@ -107,6 +108,7 @@ def layout_of_step(
     return (
         tuple(keys),
         tuple(map(type, factors)),
+        tuple(map(len, of_factors)),
         tuple(are_tensors),
         tuple(compress(operands, map(operator.not_, are_tensors))),
         tuple([x.shape for x in tensors]),

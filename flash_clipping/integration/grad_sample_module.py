@@ -27,6 +27,7 @@ from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.integration import norms
 from flash_clipping.integration.installed_taps import InstalledTaps
@@ -282,7 +283,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         check_drawn(session, call)
         self.running_step.awaits_backward |= call.recorded
         session.returning = call
-        if self._sharded is None and call.recorded and units is None:
+        # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
+        if call.recorded and units is None and session.backward_pass_class is BackwardPass:
             session.proven_call = call
         self._losses.before_forward()
         return args, kwargs

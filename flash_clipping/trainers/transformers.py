@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from flash_clipping.errors import missing_extra
 
 try:
+    import accelerate as accelerate  # which Trainer needs later
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES

@@ -26,7 +26,7 @@ def test_its_calls_are_listed_in_order(run: Run) -> None:
     places = [
         lines.index(line)
         for line in (
-            "capture/tap.py: Tap.__call__",
+            "capture/tap.py: Tap.proven",
             "rules/linear.py: LinearRule.forward",
             "rules/linear.py: LinearRule.backward",
             "finish/backward_pass.py: BackwardPass.finish",

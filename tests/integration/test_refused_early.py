@@ -108,5 +108,5 @@ def test_sums_need_no_criterion() -> None:
 
 def test_a_missing_accountant_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ImportError, match=r"pip install flash-clipping\[accounting\]"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[accounting\]'"):
         FlashPrivacyEngine(accountant="pld")

@@ -84,7 +84,8 @@ class Regions:
         else:
             name = "_compiled_call_impl"
             context = _context_of(vars(module).get(name))
-        inner, itself = call_of(module), getattr(module, "_orig_mod", module)
+        inner = call_of(module)
+        itself = getattr(inner, "__self__", module)  # without its compiled wrapper
         present = vars(module).get(name), vars(itself).get("forward")
         if context is None or inner is None or any(isinstance(x, Region) for x in present):
             return
