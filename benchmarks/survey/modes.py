@@ -68,7 +68,9 @@ def with_group_norm(model: nn.Module) -> nn.Module:
     for path, module in list(model.named_modules()):
         if path and type(module) in fixers:
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, fixers[type(module)](module))
+            like = next(module.parameters(), torch.empty(0))
+            fixed = fixers[type(module)](module).to(like.device, like.dtype)
+            setattr(model.get_submodule(parent), name, fixed)
     return model
 
 
