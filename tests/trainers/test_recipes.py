@@ -37,6 +37,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMultipleChoice,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     ViTConfig,
     ViTForImageClassification,
@@ -286,6 +288,23 @@ def bart() -> nn.Module:
     )
 
 
+def t5() -> nn.Module:
+    """With its default dropout, and relative biases in its attention."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=1,
+            num_heads=2,
+            pad_token_id=0,
+            eos_token_id=3,
+            decoder_start_token_id=0,
+        )
+    )
+
+
 # -- image-classification/run_image_classification.py --------------------------------------------
 
 DIGITS = load_digits()
@@ -452,6 +471,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     ),
     "summarization": lambda: Recipe(
         bart, summary, DataCollatorForSeq2Seq(TOKENIZER), accuracy, 0.8
+    ),
+    "summarization, T5": lambda: Recipe(
+        t5, summary, DataCollatorForSeq2Seq(TOKENIZER), accuracy, 0.8
     ),
     "image classification": lambda: Recipe(
         vit, digit, default_data_collator, accuracy, 0.6, size=192, epochs=10
