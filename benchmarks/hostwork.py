@@ -167,12 +167,14 @@ def no_kernels() -> Iterator[None]:
     with stack:
         names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
         stack.enter_context(mock.patch.dict(os.environ, names))
-        from flash_clipping.ops.runtime import launches
+        from flash_clipping.ops.runtime.launches import launch
 
         ops = importlib.import_module("flash_clipping.ops")
-        for found in pkgutil.walk_packages(ops.__path__, "flash_clipping.ops."):
-            module = importlib.import_module(found.name)
-            if vars(module).get("launch") is launches.launch:
+        found = pkgutil.walk_packages(ops.__path__, "flash_clipping.ops.")
+        # All first: a module that is imported later would take the stand-in for good.
+        modules = [importlib.import_module(each.name) for each in found]
+        for module in modules:
+            if vars(module).get("launch") is launch:
                 stack.enter_context(mock.patch.object(module, "launch", _looked_up))
         yield
 
