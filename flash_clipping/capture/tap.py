@@ -120,6 +120,7 @@ class Tap(FactorSource):
         self.generic = generic
         #: Whether it uses parameters that another module owns.
         self.borrows = False
+        self._rule_serves = rule is not None and _overrides(rule.serves, Rule.serves)
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
@@ -137,6 +138,8 @@ class Tap(FactorSource):
         self.shared = 0
         self.is_simple = False
         self._ordinary_in = -1  # epoch of the last call, if that was an ordinary one
+        self._ordinary_dtype: torch.dtype | None = None  # of what it read
+        self._attributes, self._dtype = -1, self._ordinary_dtype  # when it was proven
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -191,15 +194,19 @@ class Tap(FactorSource):
             or is_dynamo_compiling()
         ):
             return self(*(() if x is _MISSING else (x,)), *rest, **named)
-        now, device = self.layer._parameters, x.device
+        layer = self.layer
+        now, device = layer._parameters, x.device
+        if len(layer.__dict__) != self._attributes or layer._buffers or x.dtype != self._dtype:
+            return self(x)
         for name, param, trainable in self._proven_for:
             if now.get(name) is not param or (
                 param is not None and (param.requires_grad != trainable or param.device != device)
             ):
                 return self(x)
-        params = self.trainable_when_proven[1]
+        trainable = self.trainable_when_proven
+        params = trainable[1]
         call.used.append(params)
-        return apply_proven_layer(self, call, session.anchor, x, *params)
+        return apply_proven_layer(self, trainable, call, session.anchor, x, *params)
 
     def stored_where_cheaper(
         self, factors: Sequence[Factor], shape: torch.Size
@@ -225,6 +232,7 @@ class Tap(FactorSource):
             and rows is None
             and self.path in self.session.evidence.proven
             and not (self.folded or self.path in self.session.layouts)
+            and not self.layer._buffers
             and not (self._rule_calls or self._rule_has_rows or self._rule_folds)
             and len(self.owners) == 1
         )
@@ -236,13 +244,15 @@ class Tap(FactorSource):
         if self._ordinary_in != self.session.epoch:
             return
         layer = self.layer
-        if vars(layer).get("forward") is not self:
+        forward = vars(layer).get("forward")
+        if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
         self.trainable_when_proven, self._proven_in = trainable, self.session.epoch
         self._proven_for = [
             (n, p, p is not None and p.requires_grad) for n, p in layer._parameters.items()
         ]
         layer.forward = self.proven
+        self._attributes, self._dtype = len(layer.__dict__), self._ordinary_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # This runs for every layer of every forward, and small models wait for the host: what a
@@ -260,6 +270,8 @@ class Tap(FactorSource):
         trainable = parameters.trainable()
         params = trainable[1]
         if rule is None or parameters.computed or not params:
+            return self._unruled_forward(params, args, kwargs)
+        if self._rule_serves and (kwargs or not rule.serves(self.layer, *args)):
             return self._unruled_forward(params, args, kwargs)
         call, recomputed = session.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
@@ -522,7 +534,7 @@ class Tap(FactorSource):
             output = apply_tapped_layer(*given)
         self._ordinary_in = -1
         if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
-            self._ordinary_in = session.epoch
+            self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype
         if folds:
             return output.flatten(0, 1)
         if not axis:

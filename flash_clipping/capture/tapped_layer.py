@@ -154,12 +154,19 @@ class ProvenLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tap: Any, call: ForwardCall, anchor: Tensor, x: Tensor, *params: Tensor
+        ctx: Any,
+        tap: Any,
+        trainable: Trainable,
+        call: ForwardCall,
+        anchor: Tensor,
+        x: Tensor,
+        *params: Tensor,
     ) -> Tensor:
         output: Tensor
         output, saved = tap.rule.forward(tap.layer, x)
         ctx.save_for_backward(*saved)
-        ctx.tap, ctx.call = tap, call
+        # The call lives as long as this graph does: later backward passes ask it.
+        ctx.tap, ctx.trainable, ctx.call = tap, trainable, call
         return _fresh(output, (x,)) if output._is_view() else output
 
     @staticmethod
@@ -168,12 +175,12 @@ class ProvenLayer(torch.autograd.Function):
         session = tap.session
         if is_grad_enabled():
             raise FlashClippingError(_NO_SECOND.format(tap.path))
-        names, params = tap.trainable_when_proven
-        needs = tap.needs(ctx.needs_input_grad[3:4], names)
+        names, params = ctx.trainable
+        needs = tap.needs(ctx.needs_input_grad[4:5], names)
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
         factors = [by_name[name] for name in names]
         if not session.enabled:
-            return None, None, None, grad, *_ordinary(factors, params, session)
+            return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
         running = None if running is None else running()
         if running is None:
@@ -181,7 +188,7 @@ class ProvenLayer(torch.autograd.Function):
         if running.holds_factors:
             factors = tap.stored_where_cheaper(factors, grad_output.shape)
         running.record(tap.path, params, factors)
-        return None, None, None, grad, *(None,) * len(params)
+        return None, None, None, None, grad, *(None,) * len(params)
 
 
 def _ordinary(

@@ -74,7 +74,8 @@ class BackwardPass:
         #: not, these were asked for, by ``id``.
         self.is_for_all = True
         self.asked: set[int] = set()
-        #: Whether a re-entrant checkpoint recorded something: such serve no other backward.
+        #: Whether a re-entrant checkpoint recorded something. Autograd allows these only in a
+        #: backward that was asked for the gradients of all parameters.
         self.is_checkpointed = False
 
         self._stand_ins = ExitStack()

@@ -73,8 +73,8 @@ def _padded(layer: Any, x: Tensor) -> tuple[Tensor, Sequence[int]]:
     """The layer's input as the kernel reads it, and the zeros that the kernel itself adds on both
     sides of each axis."""
     padding = layer.padding
-    if layer.padding_mode == "zeros" and padding.__class__ is tuple:
-        return x, padding
+    if layer.padding_mode == "zeros" and not isinstance(padding, str):
+        return x, [*padding]  # whatever it was set to since
     if any(sides := padding_of(layer)):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, sides, mode=mode)

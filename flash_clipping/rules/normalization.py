@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -218,36 +219,64 @@ def _eps_of(layer: nn.Module) -> Any:
 
 
 def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
-    """Whether a module that owns one vector, ``weight``, computes ``x̂ · (weight + plus)``: it is
-    tried, on inputs of ordinary size and on some so small that its constant shows."""
+    """Whether a module that owns one vector, ``weight``, computes ``x̂ · (weight + plus)`` only.
+
+    It is tried, in training and in evaluation, on inputs of two to four axes of different sizes,
+    which are ordinary, large, and so small that eps shows. Output and gradients must be those of
+    the formula."""
     weight, eps = layer._parameters.get("weight"), _eps_of(layer)
     alone = len(layer._parameters) == 1 and not layer._buffers and not layer._modules
     if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return False
-    if weight.dtype == torch.float64:
-        return False  # such modules take their statistics in fp32 all the same
-    generator = torch.Generator().manual_seed(0)
-    n = len(weight)
-    x = torch.randn((4, n), generator=generator)
-    x[2:] *= eps**0.5
-    # Its forward on another object of its class, with another weight: nothing of it is touched.
-    trial = copy.copy(layer)
-    trial.__dict__ = {**vars(layer), "_parameters": {"weight": None}}
-    scale = torch.randn(n, generator=generator)
-    trial._parameters["weight"] = nn.Parameter(scale, requires_grad=False)
+    if weight.dtype == torch.float64 or len(weight) < 2:
+        return False  # in float64 such modules take their statistics in fp32 all the same
+    arguments = list(inspect.signature(type(layer).forward).parameters.values())  # type: ignore
+    if len(arguments) != 2 or arguments[1].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return False
     try:
-        with torch.no_grad():
-            found = type(layer).forward(trial, x)  # type: ignore[attr-defined]
-            mixed = type(layer).forward(trial, x.bfloat16())  # type: ignore[attr-defined]
+        with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
+            return all(
+                _is_rms_norm_of(layer, shape, training, plus, eps)
+                for training in (True, False)
+                for shape in ((3,), (5, 2), (2, 7, 3))
+            )
     except Exception:  # whatever it needs, it is something else
         return False
-    expected = F.rms_norm(x.double(), (n,), scale.double() + plus, eps)
-    return (
-        isinstance(found, Tensor)
-        and found.shape == x.shape
-        and found.dtype == x.dtype
-        and mixed.dtype == (torch.bfloat16 if plus else torch.float32)
-        and bool(torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6))
+
+
+def _is_rms_norm_of(
+    layer: Any, shape: tuple[int, ...], training: bool, plus: float, eps: float
+) -> bool:
+    """The same for inputs of this shape, before their features."""
+    n = len(layer._parameters["weight"])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((3, *shape, n), generator=generator)
+    x[0] *= eps**0.5
+    x[1] *= 1e4
+    scale = torch.randn(n, generator=generator)
+    weights = torch.randn(x.shape, generator=generator)
+
+    def results(function: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> list[Tensor]:
+        """Output and gradients; nothing where that is no tensor of this shape and dtype."""
+        given = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (x, scale)]
+        output = function(*given)
+        if not isinstance(output, Tensor) or (output.dtype, output.shape) != (dtype, x.shape):
+            return []
+        return [output, *torch.autograd.grad((output * weights.to(dtype)).sum(), given)]
+
+    def of_class(x: Tensor, scale: Tensor) -> Any:
+        # Another object of its class, with another weight: nothing of the layer is touched.
+        trial = copy.copy(layer)
+        trial.__dict__ = {**vars(layer), "training": training, "_parameters": {"weight": scale}}
+        return type(layer).forward(trial, x)
+
+    def formula(x: Tensor, scale: Tensor) -> Tensor:
+        return F.rms_norm(x, (n,), scale + plus, eps)
+
+    found, expected = results(of_class, torch.float32), results(formula, torch.float64)
+    return bool(found) and all(
+        torch.allclose(a.double() / b.abs().amax(), b / b.abs().amax(), rtol=1e-4, atol=1e-5)
+        for a, b in zip(found, expected, strict=True)
     )
 
 
@@ -263,16 +292,10 @@ class FoundRMSNormRule(RMSNormRule):
         eps: float = _eps_of(layer)
         return eps
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        scale = self.scale(layer)
-        if scale is not None and scale.dtype != x.dtype:
-            x = x.to(torch.promote_types(x.dtype, scale.dtype))
-        return super().forward(layer, x)
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
-        return super().backward(layer, saved, grad_output.to(saved[0].dtype), needs)
+    def serves(self, layer: Any, *inputs: Any) -> bool:
+        """Of inputs in another dtype than the weight's, libraries differ in what they return."""
+        x, weight = inputs[0] if inputs else None, layer._parameters["weight"]
+        return isinstance(x, Tensor) and x.dtype == weight.dtype
 
 
 @register_family(lambda layer: _computes_rms_norm(layer, 1.0))
@@ -282,10 +305,6 @@ class ShiftedRMSNormRule(FoundRMSNormRule):
     def scale(self, layer: Any) -> Tensor | None:
         weight: Tensor = layer._parameters["weight"]
         return weight + 1.0
-
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        output, saved = super().forward(layer, x)
-        return output.to(x.dtype), saved  # whatever the weight's
 
 
 @register_rule(nn.GroupNorm)

@@ -82,6 +82,11 @@ class Rule(ABC):
         """
         return tapped(*args, **kwargs)
 
+    def serves(self, layer: Any, *inputs: Any) -> bool:
+        """Whether the rule does what the layer does with these arguments. Where not, the layer's
+        own forward runs, as that of a layer without a rule."""
+        return True
+
     def parts(self, layer: Any) -> Mapping[str, nn.Module]:
         """Modules below the layer, by their paths from it, which are not called: its own forward
         uses their parameters. These are named ``path.name`` in ``needs.params``."""

@@ -147,6 +147,65 @@ def test_parameters_that_are_trained_again() -> None:
     check(flash, model, x)
 
 
+def test_it_is_taken_again_after_a_new_look_at_samples(short: list[str]) -> None:
+    flash, model, x = wrapped()
+    check(flash, model, x)
+    flash._session.epoch += 1
+    check(flash, model, x)
+    short.clear()
+    check(flash, model, x)
+    assert short[:5] == LAYERS
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_noticed() -> None:
+    flash, model, x = wrapped()
+    model.up.__dict__["bias"] = torch.full((12,), 3.0, dtype=torch.float64)
+    output = flash(x)
+    output.square().mean().backward()
+    grad = model.up._parameters["bias"].grad
+    assert grad is None or not grad.any()  # it takes part in the step: it gets noise
+    flash.disable_hooks()
+    assert torch.equal(output, model(x))
+
+
+def test_padding_that_was_set_later() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 3)
+    conv.padding = [1, 1]  # type: ignore[assignment]
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 2)).double()
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    truth = truth_by_autograd(model, (x,), squares)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    for _ in range(2):
+        step(flash, x)
+        check_truth(flash, model, truth, C, 1e-9)
+
+
+class Recomputes(torch.autograd.Function):
+    """A block that is run again in backward, for its input's gradient only."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.block = block
+        with torch.no_grad():
+            return block(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            h = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(ctx.block(h), h, grad)[0], None
+
+
+def test_a_function_of_ones_own_that_recomputes_is_refused() -> None:
+    flash, model, x = wrapped()
+    block = model.block
+    model.block = lambda h: Recomputes.apply(h, block)  # type: ignore[method-assign]
+    with pytest.raises(flash_clipping.FlashClippingError, match="run again in backward"):
+        squares(flash, (x,)).backward()
+
+
 def test_other_ways_to_call_a_layer_are_the_long_one(short: list[str]) -> None:
     flash, model, x = wrapped()
     with torch.no_grad():
@@ -243,6 +302,55 @@ def test_rms_norms_are_known_by_what_they_compute() -> None:
         lacking = Foreign(6)
         delattr(lacking, attribute)
         assert find_rule(lacking) is None
+
+
+class OverAllAxes(Foreign):
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.square().mean([*range(1, x.dim())], keepdim=True)
+        return x * torch.rsqrt(variance + self.variance_epsilon) * self.weight
+
+
+class ConstantStatistics(Foreign):
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.square().mean(-1, keepdim=True).detach()
+        return x * torch.rsqrt(variance + self.variance_epsilon) * self.weight
+
+
+class Gated(Foreign):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x if gate is None else x * gate)
+
+
+class InTraining(Foreign):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
+class Clamped(Foreign):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-8, 8))
+
+
+class Centred(Foreign):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y - y.mean(1, keepdim=True) if x.dim() == 3 else y
+
+
+@pytest.mark.parametrize(
+    "kind", [OverAllAxes, ConstantStatistics, Gated, InTraining, Clamped, Centred]
+)
+def test_what_only_resembles_an_rms_norm_is_none(kind: type[Foreign]) -> None:
+    assert find_rule(kind(6)) is None and find_rule(kind(6).eval()) is None
+    assert find_rule(kind(1)) is None  # one gain for any number of features
+
+
+def test_mixed_dtypes_run_the_modules_own_forward() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), Foreign(6).bfloat16(), nn.Linear(6, 2).bfloat16())
+    x = torch.randn(4, 3)
+    assert model[1](model[0](x)).dtype == torch.float32
+    flash = GradSampleModuleFlashClipping(nn.Sequential(model[0], model[1]))
+    assert flash(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("plus", [0.0, 1.0])
