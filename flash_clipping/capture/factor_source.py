@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
-from flash_clipping._compat import will_run
 from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -92,15 +90,7 @@ class FactorSource:
                     "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
             backward_pass = self.session.begin_backward()
-        if recomputed and not backward_pass.is_checkpointed:
-            if not will_run(get_gradient_edge(self.session.anchor).node):
-                raise FlashClippingError(
-                    f"{self.path}: found that it was run again in backward, by a function that "
-                    "asks for some gradients only (torch.autograd.grad); expected a checkpoint, "
-                    "whose backward is for all parameters. Use instead:\n"
-                    "    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
-                )
-            backward_pass.is_checkpointed = True
+        backward_pass.is_checkpointed |= recomputed
         return backward_pass
 
     def record_on(

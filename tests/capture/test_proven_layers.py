@@ -181,31 +181,6 @@ def test_padding_that_was_set_later() -> None:
         check_truth(flash, model, truth, C, 1e-9)
 
 
-class Recomputes(torch.autograd.Function):
-    """A block that is run again in backward, for its input's gradient only."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.block = block
-        with torch.no_grad():
-            return block(h)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            h = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(ctx.block(h), h, grad)[0], None
-
-
-def test_a_function_of_ones_own_that_recomputes_is_refused() -> None:
-    flash, model, x = wrapped()
-    block = model.block
-    model.block = lambda h: Recomputes.apply(h, block)  # type: ignore[method-assign]
-    with pytest.raises(flash_clipping.FlashClippingError, match="run again in backward"):
-        squares(flash, (x,)).backward()
-
-
 def test_other_ways_to_call_a_layer_are_the_long_one(short: list[str]) -> None:
     flash, model, x = wrapped()
     with torch.no_grad():
