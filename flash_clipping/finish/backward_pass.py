@@ -74,8 +74,8 @@ class BackwardPass:
         #: not, these were asked for, by ``id``.
         self.is_for_all = True
         self.asked: set[int] = set()
-        #: Whether a re-entrant checkpoint recorded something. Autograd allows these only in a
-        #: backward that was asked for the gradients of all parameters.
+        #: Whether a layer that was run again in backward recorded something. Autograd allows
+        #: re-entrant checkpoints only in a backward for all parameters, so it is taken for one.
         self.is_checkpointed = False
 
         self._stand_ins = ExitStack()
