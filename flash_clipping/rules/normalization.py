@@ -190,8 +190,12 @@ class RMSNormRule(Rule):
         weight: Tensor | None = layer._parameters["weight"]
         return weight
 
+    def input(self, x: Tensor) -> Tensor:
+        """The layer's input as it is computed with."""
+        return _normalization_input(x)
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = _normalization_input(x)
+        x = self.input(x)
         shape, scale, eps = self.shape(layer), self.scale(layer), self.eps(layer)
         # One fused kernel where PyTorch has one; it also returns what backward needs.
         output, rstd = rms_norm(x, shape, scale, eps)
@@ -291,6 +295,9 @@ class FoundRMSNormRule(RMSNormRule):
     def eps(self, layer: Any) -> float | None:
         eps: float = _eps_of(layer)
         return eps
+
+    def input(self, x: Tensor) -> Tensor:
+        return x  # autocast knows PyTorch's own layers only
 
     def serves(self, layer: Any, *inputs: Any) -> bool:
         """Of inputs in another dtype than the weight's, libraries differ in what they return."""
