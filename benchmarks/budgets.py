@@ -11,7 +11,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from rich.console import Console
 
 from benchmarks.report import table
-from flash_clipping.integration.accounting import PldAccountant, Process
+from flash_clipping.engine.accounting import PldAccountant, Process
 
 #: Where noise ends, in standard deviations: ``torch.normal`` in fp32 on a CPU, and ours.
 END_OF_TORCH_NORMAL = math.sqrt(2 * 24 * math.log(2))

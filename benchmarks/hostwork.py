@@ -39,7 +39,7 @@ from benchmarks.environment import describe
 from flash_clipping import GradSampleModuleFlashClipping
 
 #: Calls that these make are counted.
-PARTS = ("capture", "rules", "factors", "finish", "integration")
+PARTS = ("capture", "rules", "factors", "finish", "engine")
 
 LIBRARY = Path(flash_clipping.__file__).parent
 

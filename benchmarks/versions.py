@@ -29,8 +29,8 @@ PARTS = {
     "rules": ["tests/rules"],
     "capture": ["tests/capture"],
     "engine, noise": [
-        *(f"tests/integration/test_{name}.py" for name in ("engine", "clipping", "accounting")),
-        *(f"tests/integration/test_{name}.py" for name in ("noise", "errors", "sampling")),
+        *(f"tests/engine/test_{name}.py" for name in ("engine", "clipping", "accounting")),
+        *(f"tests/engine/test_{name}.py" for name in ("noise", "errors", "sampling")),
         "tests/randomness",
         "tests/test_compat.py",
     ],

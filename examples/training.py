@@ -39,7 +39,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from flash_clipping.integration.accounting import ADD_OR_REMOVE
+from flash_clipping.engine.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 METHODS = ("flash", "ghost", "hooks", "nonprivate")

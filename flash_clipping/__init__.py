@@ -2,22 +2,22 @@
 
 from flash_clipping.capture.declared_rows import samples
 from flash_clipping.capture.units import Offsets
-from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
-from flash_clipping.finish.clipping import clipping_coefficients
-from flash_clipping.integration.accounting import LargeDeltaWarning
-from flash_clipping.integration.criterion import FlashLoss
-from flash_clipping.integration.ghost_norms import register_flash_norm_samplers
-from flash_clipping.integration.grad_sample_module import (
+from flash_clipping.engine.accounting import LargeDeltaWarning
+from flash_clipping.engine.criterion import FlashLoss
+from flash_clipping.engine.ghost_norms import register_flash_norm_samplers
+from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.integration.graphed_step import GraphedStep
-from flash_clipping.integration.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.integration.pipeline_schedule import PrivateSchedule
-from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
-from flash_clipping.integration.sampling import NotPoissonWarning
-from flash_clipping.integration.token_losses import per_sample_loss
+from flash_clipping.engine.graphs.graphed_step import GraphedStep
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.engine.pipeline_schedule import PrivateSchedule
+from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
+from flash_clipping.engine.sampling.loaders import NotPoissonWarning
+from flash_clipping.engine.token_losses import per_sample_loss
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
+from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from flash_clipping.rules import Needs, Rule, register_rule

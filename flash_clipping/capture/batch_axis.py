@@ -6,7 +6,7 @@ the first, if the model runs on one size only). Nothing is kept of these runs. W
 reads are samples where it derives from the model's inputs, has as many rows as there are samples in
 both runs, and the same values for the samples that are in both. What does not derive from the
 inputs and does not follow the batch (positions, tables) is a constant: a layer that reads it
-computes a function of parameters alone (:mod:`flash_clipping.capture.bare`). Anything else is
+computes a function of parameters alone (:mod:`flash_clipping.capture.proxies`). Anything else is
 refused, all layers in one error.
 """
 

@@ -2,7 +2,7 @@
 
 ``self.dt_proj.bias.float()`` in the mixer of a state-space model, ``weight @ x`` with the weight of
 a layer that is never called, a head that takes the table of an embedding by itself. The module that
-uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.bare`).
+uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.proxies`).
 
 Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
 by the guard of the parameter. The first rehearsal tells whether there is any such use
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import around_modules, pytree
-from flash_clipping.capture.bare.operation import name_of
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import random_state, untouched, without_activations
 from flash_clipping.capture.own_parameters import owners
+from flash_clipping.capture.proxies.operation import name_of
 from flash_clipping.capture.rehearsal import MODELS_OWN
 from flash_clipping.capture.session import ClippingSession
 

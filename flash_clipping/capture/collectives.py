@@ -27,7 +27,7 @@ _MAY = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed._composable",
-    "flash_clipping.sharded",
+    "flash_clipping.distributed",
 )
 
 

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from flash_clipping.capture.bare import BareParameter, to_samples
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.proxies import ParameterProxy, to_samples
 from flash_clipping.capture.row_values import is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -37,7 +37,7 @@ def samples_in(
             standing_for,
             0,
             sure=call.batch_size is None
-            or any(x.requires_grad and not isinstance(x, BareParameter) for x in tensors),
+            or any(x.requires_grad and not isinstance(x, ParameterProxy) for x in tensors),
             rows=found,
             also=tensors,
         )
@@ -48,7 +48,7 @@ def samples_in(
         # Expanded along that axis: each sample meets a place of its own there.
         args = tuple(
             to_samples(x, call.batch_size, path, axis)
-            if isinstance(x, BareParameter) and x.dim() > axis and x.shape[axis] == call.batch_size
+            if isinstance(x, ParameterProxy) and x.dim() > axis and x.shape[axis] == call.batch_size
             else x
             for x in args
         )
@@ -57,7 +57,7 @@ def samples_in(
     for x in inputs:
         if id(x) in kinds:
             continue
-        if isinstance(x, BareParameter):
+        if isinstance(x, ParameterProxy):
             kinds[id(x)] = x.row is not None and session.reads_samples(
                 path, x.value.detach(), axis, sure=False
             )
@@ -81,10 +81,10 @@ def samples_in(
             "samples, and another one is not. Expand it over the batch, "
             "x.expand(batch_size, ...)."
         )
-    if not any(isinstance(x, BareParameter) for x in args):
+    if not any(isinstance(x, ParameterProxy) for x in args):
         return args
     return tuple(
-        to_samples(x, call.batch_size or 1, path) if isinstance(x, BareParameter) else x
+        to_samples(x, call.batch_size or 1, path) if isinstance(x, ParameterProxy) else x
         for x in args
     )
 

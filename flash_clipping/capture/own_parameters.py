@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from flash_clipping.capture.bare import BareParameter
+from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Names and parameters that are a layer's own and trainable.
@@ -101,7 +101,7 @@ class OwnParameters:
         another module computes and assigns. A rule would not see that tensor's gradient; the
         layer's own forward uses it as what it is."""
         for name, param in found:
-            if not (param.is_leaf or isinstance(param, BareParameter)):
+            if not (param.is_leaf or isinstance(param, ParameterProxy)):
                 raise FlashClippingError(
                     f"{self.path}: its {name} is a tensor that was computed from something else "
                     "(torch.func.functional_call, for example), not a parameter, so it has no "
@@ -111,12 +111,12 @@ class OwnParameters:
                 )
         attributes, buffers = vars(self.layer), self.layer._buffers
         return (
-            any(isinstance(param, BareParameter) for _, param in found)
+            any(isinstance(param, ParameterProxy) for _, param in found)
             or any(isinstance(value, Tensor) for value in attributes.values())
             or "weight" in attributes
             or "bias" in attributes
             or any(x is not None and x.requires_grad for x in buffers.values())
-            or any(isinstance(x, BareParameter) for x in buffers.values())
+            or any(isinstance(x, ParameterProxy) for x in buffers.values())
         )
 
 

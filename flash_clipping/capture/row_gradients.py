@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import checkpoints_replaced
-from flash_clipping.capture.bare import ComparesSamples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+from flash_clipping.capture.proxies import ComparesSamples
 from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.factors import Factor

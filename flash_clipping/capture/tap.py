@@ -5,8 +5,8 @@ instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function
 (:mod:`flash_clipping.capture.tapped_layer`) whose backward computes the input gradient only: a
 weight gradient that would be thrown away is never computed.
 Any other module runs its own forward on stand-ins for its parameters
-(:mod:`flash_clipping.capture.bare`), and where those do not serve, under ``vmap`` with one view of
-its parameters per sample, so that autograd itself delivers their per-sample gradients:
+(:mod:`flash_clipping.capture.proxies`), and where those do not serve, under ``vmap`` with one view
+of its parameters per sample, so that autograd itself delivers their per-sample gradients:
 :mod:`flash_clipping.capture.generic`.
 """
 
@@ -20,12 +20,6 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import transforms_are_active
-from flash_clipping.capture.bare import (
-    BareParameter,
-    UnsupportedUse,
-    bare_parameters,
-    refuse_bypassed,
-)
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     by_itself,
@@ -45,6 +39,12 @@ from flash_clipping.capture.positions import (
     Positions,
     by_position,
     refuse_layer,
+)
+from flash_clipping.capture.proxies import (
+    ParameterProxy,
+    UnsupportedUse,
+    bare_parameters,
+    refuse_bypassed,
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
@@ -394,7 +394,7 @@ class Tap(FactorSource):
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
-        (:mod:`flash_clipping.capture.bare`)."""
+        (:mod:`flash_clipping.capture.proxies`)."""
         call = self._begin_call()
         try:
             with bare_parameters(self, self.owners):
@@ -496,7 +496,7 @@ class Tap(FactorSource):
             if not isinstance(x, Tensor) or x.device != params[0].device:
                 refuse_input(self.path, x, params[0])
             folded = self.folded and not rule.takes_samples
-            if folded or any(isinstance(other, BareParameter) for other in args):
+            if folded or any(isinstance(other, ParameterProxy) for other in args):
                 raise UnsupportedLayer(
                     "it is called inside flash_clipping.samples(...), which is for layers that "
                     "read the declared rows; it is folded, or reads parameters. Call it outside."
@@ -505,8 +505,8 @@ class Tap(FactorSource):
         elif (
             self.path not in session.evidence.proven
             or self._rule_has_rows
-            or isinstance(x, BareParameter)
-            or (len(args) > 1 and any(isinstance(other, BareParameter) for other in args))
+            or isinstance(x, ParameterProxy)
+            or (len(args) > 1 and any(isinstance(other, ParameterProxy) for other in args))
         ):
             if not isinstance(x, Tensor) or x.device != params[0].device:
                 refuse_input(self.path, x, params[0])
@@ -555,7 +555,7 @@ class Tap(FactorSource):
         x, session = args[0], self.session
         B = session.samples() if call is None else call.batch_size
         layout = TOGETHER
-        if isinstance(x, Tensor) and not isinstance(x, BareParameter) and B:
+        if isinstance(x, Tensor) and not isinstance(x, ParameterProxy) and B:
             layout = layout_of(self.path, x, B, session.layouts[self.path])
         if layout == TOGETHER:
             return self._apply(rule, trainable, call, recomputed, args, {}, laid_out=True)
@@ -586,7 +586,7 @@ class Tap(FactorSource):
         """The same where units are parts of rows: every position is a row."""
         session, params = self.session, trainable[1]
         assert session.positions is not None
-        if declared_rows() is not None or any(isinstance(x, BareParameter) for x in args):
+        if declared_rows() is not None or any(isinstance(x, ParameterProxy) for x in args):
             refuse_layer(self.path, "it is called inside samples(...), or reads parameters")
         if not isinstance(args[0], Tensor) or args[0].device != params[0].device:
             refuse_input(self.path, args[0], params[0])

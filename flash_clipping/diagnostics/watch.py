@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flash_clipping.diagnostics.batch import Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
+from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.factors import (
     Convolution,
     Dense,
@@ -29,7 +30,6 @@ from flash_clipping.factors import (
 )
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
-from flash_clipping.integration.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime import cost
 

@@ -1,2 +1,32 @@
-"""What a user of Opacus meets: the engine, the wrapped module, the optimizer, the criterion and the
-loaders. The only folder that knows Opacus, beside the rules for its layers and the diagnostics."""
+"""The former path of :mod:`flash_clipping.engine`. It goes with the next version."""
+
+import sys
+from importlib import import_module
+
+_MOVED = {
+    "graphed_step": "graphs.graphed_step",
+    "ordered_sampling": "sampling.ordered",
+    "samplers": "sampling.samplers",
+    "sampling": "sampling.loaders",
+    "unit_sampling": "sampling.units",
+}
+_KEPT = [
+    "accounting",
+    "adaptive",
+    "correlated_noise",
+    "criterion",
+    "fixed_shapes",
+    "ghost_norms",
+    "grad_sample_module",
+    "optimizer",
+    "pipeline_optimizer",
+    "pipeline_schedule",
+    "privacy_engine",
+    "private_optimizer",
+    "private_state",
+    "sharded_optimizer",
+    "token_losses",
+]
+
+for _name, _path in {**dict(zip(_KEPT, _KEPT, strict=True)), **_MOVED}.items():
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"flash_clipping.engine.{_path}")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.integration.accounting import relation_of
-from flash_clipping.integration.noise_stream import seed_notice
+from flash_clipping.engine.accounting import relation_of
+from flash_clipping.engine.noise_stream import seed_notice
 from flash_clipping.randomness import SecretStream
 
 

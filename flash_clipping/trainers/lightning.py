@@ -21,8 +21,8 @@ try:
 except ImportError as error:
     raise missing_extra("lightning", __name__, error) from error
 
-from flash_clipping.integration.accounting import ADD_OR_REMOVE
-from flash_clipping.integration.sampling import PoissonLoader, refuse_loader
+from flash_clipping.engine.accounting import ADD_OR_REMOVE
+from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
-from flash_clipping.integration.sampling import PoissonLoader
+from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.randomness import SecretStream
 
 
@@ -60,7 +60,7 @@ class CollateParts:
 
 
 class LogicalLoader(PoissonLoader):
-    """A :class:`~flash_clipping.integration.sampling.PoissonLoader` of logical batches.
+    """A :class:`~flash_clipping.engine.sampling.loaders.PoissonLoader` of logical batches.
 
     Args:
         loader: whose dataset and collate function are taken, and how it loads; not its sampling.

@@ -11,8 +11,8 @@ from typing import Any
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
-from flash_clipping.integration.accounting import without_hints
-from flash_clipping.integration.privacy_engine import FlashPrivacyEngine
+from flash_clipping.engine.accounting import without_hints
+from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import accounted_steps
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from flash_clipping.sharded import has_shards
+from flash_clipping.distributed import has_shards
 
 _SEVERAL = (
     "PrivateTrainer trains whole models, with one device in each process. Start a process for "

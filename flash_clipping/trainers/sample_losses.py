@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.integration.token_losses import per_sample_loss
+from flash_clipping.engine.token_losses import per_sample_loss
 
 #: Labels with this value count nothing.
 IGNORED = -100

@@ -33,7 +33,7 @@ except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
-from flash_clipping.integration.accounting import ADD_OR_REMOVE
+from flash_clipping.engine.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels

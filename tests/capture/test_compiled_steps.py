@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
-from flash_clipping.integration.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from tests.support.cases import check_case, make_case, step_case
 from tests.support.compiled import (
     LM,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.same_for_all import SameForAll, same_for_all
+from flash_clipping.capture.compiled.unbatched import Unbatched, same_for_all
 from tests.support.autograd import (
     Loss,
     float64s,
@@ -158,7 +158,7 @@ def check(
             found = module._module.get_parameter(name).grad
             found = torch.zeros_like(grad) if found is None else found
             assert (found - grad).abs().max() <= scale, name
-    assert not any(isinstance(p, SameForAll) for p in module._module.parameters())
+    assert not any(isinstance(p, Unbatched) for p in module._module.parameters())
 
 
 class Token(nn.Module):

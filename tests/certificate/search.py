@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.integration.criterion import FlashLoss
+from flash_clipping.engine.criterion import FlashLoss
 from flash_clipping.ops.runtime import cost
 from tests.certificate.attacks import LENGTHS, SHORT, Attack, draw, mutated
 from tests.certificate.subjects import SUBJECTS, Sample, Subject

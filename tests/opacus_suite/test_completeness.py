@@ -16,8 +16,7 @@ from tests.opacus_suite.substitutes import opacus_tests
 OTHER_MODE = "runs another gradient mode of Opacus; every mode runs as flash here already"
 NO_CLASS = "names no class that flash clipping replaces"
 MANY_GPUS = (
-    "needs several CUDA devices; tests/integration/test_distributed.py makes the comparison "
-    "with gloo"
+    "needs several CUDA devices; tests/engine/test_distributed.py makes the comparison with gloo"
 )
 
 #: Test cases that are not run, and why.
@@ -57,7 +56,7 @@ NOT_RUN = {
     "gradient_accumulation_test.GradientAccumulationTestFunctorch": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetEmptyBatchTest": "skipped by Opacus itself, "
     "'Incompatible with the new empty batch handling'; "
-    "tests/integration/test_engine.py steps on empty batches",
+    "tests/engine/test_engine.py steps on empty batches",
     "privacy_engine_test.PrivacyEngineConvNetFrozenTestFunctorch": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetTestExpandedWeights": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetTestFunctorch": OTHER_MODE,

@@ -18,7 +18,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.integration.criterion import FlashTensor
+from flash_clipping.engine.criterion import FlashTensor
 from tests.opacus_suite.substitutes import (
     TwoPassHooks,
     TwoPassModule,

@@ -55,7 +55,7 @@ class TestConvNetFrozen(EngineCase, engine_tests.PrivacyEngineConvNetFrozenTest)
 class TestText(EngineCase, engine_tests.PrivacyEngineTextTest):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/integration/test_counts_of_samples.py::"
+        "refused (tests/engine/test_counts_of_samples.py::"
         "test_time_first_input_is_refused_by_the_criterion)"
     )
 
@@ -82,7 +82,7 @@ class TestConvNetFrozenHooks(EngineCase, engine_tests.PrivacyEngineConvNetFrozen
 class TestTextHooks(EngineCase, engine_tests.PrivacyEngineTextHooksTest):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/integration/test_counts_of_samples.py::"
+        "refused (tests/engine/test_counts_of_samples.py::"
         "test_time_first_input_is_refused_by_the_criterion)"
     )
 
@@ -244,5 +244,5 @@ class TestGradClipScheduler(clip_scheduler_tests.GradClipSchedulerTest): ...
 class TestAdaptiveClippingAccounting(accounting_tests.AdaClipNoiseMultiplierTest):
     test_privacy_accounting_with_adaclip_e2e = not_applicable(
         "asserts that the optimizer is AdaClipDPOptimizer, which reads p.grad_sample; "
-        "tests/integration/test_clipping.py tests clipping='adaptive' as ghost clipping does it"
+        "tests/engine/test_clipping.py tests clipping='adaptive' as ghost clipping does it"
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
-from flash_clipping.integration.graphed_step import Graph
+from flash_clipping.engine.graphs.graphed_step import Graph
 from tests.support.models import squared_loss
 
 

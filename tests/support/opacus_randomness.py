@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.integration import optimizer, samplers
+from flash_clipping.engine import optimizer
+from flash_clipping.engine.sampling import samplers
 
 
 def _places(self: samplers.PoissonSampler, draw: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import flash_clipping.integration.optimizer
+import flash_clipping.engine.optimizer
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.randomness import Purpose
 
@@ -37,7 +37,7 @@ class Released:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.releases: list[tuple[float, float]] = []
         self.sums: list[list[Tensor]] = []
-        real = flash_clipping.integration.optimizer.noisy_means
+        real = flash_clipping.engine.optimizer.noisy_means
 
         def noisy_means(sums: list[Tensor], std: float, *args: Any, **kwargs: Any) -> Any:
             if kwargs["draw"].purpose == Purpose.COUNT:
@@ -47,7 +47,7 @@ class Released:
             self.sums.append([s.clone() for s in sums])
             return real(sums, std, *args, **kwargs)
 
-        monkeypatch.setattr(flash_clipping.integration.optimizer, "noisy_means", noisy_means)
+        monkeypatch.setattr(flash_clipping.engine.optimizer, "noisy_means", noisy_means)
 
     def ratio(self, multiplier: float = 1.0) -> float:
         norm, std = self.releases[-1]

@@ -14,7 +14,7 @@ from flash_clipping.capture.proof.layout import CONSTANT, UNREACHED, SampleLayou
 from flash_clipping.capture.proof.prove import has_own_axis, prove_call, tap_of
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.integration.model_watch import ModelWatch
+from flash_clipping.engine.model_watch import ModelWatch
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import get_type_hints
 import pytest
 
 from flash_clipping import FlashPrivacyEngine, GradSampleHooksFlashClipping
-from flash_clipping.integration.options import PrivateOptions, WrapperOptions
+from flash_clipping.engine.options import PrivateOptions, WrapperOptions
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ From the inside out:
 
 * ``wiring``: what a layer hands out, as gradients of *wires*; ``linear``, ``normalization``,
   ``convolution`` and ``own_parameters`` for each kind of layer.
-* ``same_for_all``: values that are the same for all samples.
+* ``unbatched``: values that are the same for all samples.
 * ``tracing``: what runs while Dynamo traces, and notes what layers see before.
 * ``shapes``: how shapes of wires follow from those of inputs.
 * ``layout``: the wires of one call of a region, made and received.

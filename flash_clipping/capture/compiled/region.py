@@ -29,7 +29,6 @@ from flash_clipping._compat import (
     checkpoints_replaced,
     is_compilers_error,
 )
-from flash_clipping.capture.compiled.same_for_all import note_escaped, noting_misuse
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     Calls,
@@ -38,6 +37,7 @@ from flash_clipping.capture.compiled.tracing import (
     kind_of,
     traces,
 )
+from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import (

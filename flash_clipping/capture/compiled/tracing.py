@@ -35,9 +35,9 @@ from flash_clipping.capture.compiled.normalization import (
     RMSNormWiring,
 )
 from flash_clipping.capture.compiled.own_parameters import PerSampleParameter
-from flash_clipping.capture.compiled.same_for_all import (
-    SameForAll,
+from flash_clipping.capture.compiled.unbatched import (
     SameRows,
+    Unbatched,
     is_checkpointed,
     memory_of,
     note_use,
@@ -246,8 +246,8 @@ def _wired_call(tap: WiredTap, x: Any, call: WiredCall) -> Tensor | None:
     same = call.kind == "same for all"
     if same:
         sizes = [wire.shape[0] for wire in wires if wire is not None]
-        x = rows_of(x) if isinstance(x, SameForAll) else x.expand(sizes[0], *x.shape)
-    elif isinstance(x, SameForAll):
+        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(sizes[0], *x.shape)
+    elif isinstance(x, Unbatched):
         if not isinstance(x, SameRows):
             return None
         x = memory_of(x)
@@ -352,13 +352,13 @@ def noted_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(x, SameRows) and kind == "samples":
         args, kwargs = (memory_of(x),), {}
         x = args[0]
-    elif isinstance(x, SameForAll) or kind == "same for all":
+    elif isinstance(x, Unbatched) or kind == "same for all":
         only = _only_tensor(args, kwargs)
         wiring, serves = tap.wiring, not (tap.generic or tap.computed or tap.folded or axis)
         serves = serves and wiring is not None and wiring.any_axes and wiring.serves(tap.layer)
         serves = serves and bool(tap.trainable()[1])
         if serves and only is not None and batch_size is not None:
-            if isinstance(only, SameForAll):
+            if isinstance(only, Unbatched):
                 x = rows_of(only)
             else:
                 x = only.expand(batch_size, *only.shape)

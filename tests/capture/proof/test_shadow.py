@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.integration.model_watch import ModelWatch
+from flash_clipping.engine.model_watch import ModelWatch
 from tests.capture.proof.mixers import RIGHT, WRONG, Around, B, K, T
 from tests.support.models import CASES
 from tests.support.plans import Plan, RandomModel, batch_of, plans

@@ -1,0 +1,354 @@
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import (
+    plain_functions,
+    pytree,
+    saved_tensors_hooks_now,
+    transforms_are_active,
+)
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.proxies.affine_view import origin_of
+from flash_clipping.capture.proxies.arguments import flattened, unflattened
+from flash_clipping.capture.proxies.cross_sample import (
+    ComparesSamples,
+    names_of,
+    reason_against,
+    run_refusing,
+)
+from flash_clipping.capture.proxies.operation import (
+    ADDITION,
+    IN_PLACE,
+    ProxyOp,
+    looked_up,
+    name_of,
+)
+from flash_clipping.capture.proxies.parameter_proxy import (
+    ParameterProxy,
+    TableRows,
+    UnsupportedUse,
+    is_plain,
+)
+from flash_clipping.capture.proxies.proxy_ops import mixed, run_mixed
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.errors import FlashClippingError, to_freeze
+
+#: Functions that only look at the other tensor's shape, dtype or device.
+_METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
+#: Functions that move rows of a table about as they are.
+_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
+_EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_DETACHING = {"detach", "__get__data"}
+#: Functions of one tensor that return none.
+_ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
+#: Functions that draw random numbers: one draw for all rows is not one draw per row.
+_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one torch function that got at least one bare parameter."""
+    name = name_of(func)
+    if name in _ASKING and isinstance(args[0], ParameterProxy):
+        return func(args[0].value, *args[1:], **kwargs)
+    leaves, spec = flattened(args, kwargs)
+    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
+    tap = bares[0].tap
+    others = [leaf for leaf in leaves if is_plain(leaf)]
+    if name in _DETACHING:
+        return bares[0].value.detach()
+    if transforms_are_active():
+        raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
+    if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
+        raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
+    if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
+        values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+        args, kwargs = unflattened(values, spec)
+        return func(*args, **kwargs)  # all were computed with gradients off
+    if name == "backward":
+        raise UnsupportedUse(
+            tap,
+            "backward() of something that no tensor with the batch as its first axis took part in",
+        )
+    writes = kwargs.get("out") is not None
+    may_write = not torch.is_grad_enabled() and is_plain(kwargs.get("out"))
+    if name.startswith("__set") or (writes and not may_write):
+        raise UnsupportedUse(tap, f"{name} writes into a tensor")
+    in_place = name.endswith("_") and not name.startswith("__")
+    axis = _axis_of(name, leaves, bares[0])
+    equation = next((leaf for leaf in leaves if isinstance(leaf, str)), "")  # einsum's
+    layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
+    if layout is not None and not in_place:
+        given = [layout.front(others[0], count)]
+    else:
+        layout, given = None, others
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
+    if any(batched):
+        if writes:
+            raise UnsupportedUse(tap, f"{name} writes into a tensor")
+        if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
+            raise UnsupportedUse(tap, f"{name} changes a tensor in place")
+        _refuse_mixing(tap, name, args, kwargs)
+        if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
+            raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+        reason = reason_against(tap, bares)
+        if reason is not None and not in_place and torch.is_grad_enabled():
+            values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+            plain_args, plain_kwargs = unflattened(values, spec)
+            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
+                return result
+        if reason is not None:
+            raise ComparesSamples(reason)
+        return mixed(func, leaves, spec, batched, axis, layout, count, use)
+    if in_place and not isinstance(leaves[0], ParameterProxy):
+        # Only its result would be known to come from parameters, not the tensor itself.
+        raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
+    if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
+        raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+    values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+    plain_args, plain_kwargs = unflattened(values, spec)
+    with _out_of_checkpoints():
+        result = func(*plain_args, **plain_kwargs)
+        if writes:
+            return result  # what it wrote into, with gradients off
+        if name in _METADATA_ONLY and is_plain(leaves[0]):
+            return result  # only the parameter's shape, dtype or device went into it
+        rows = _row_of(func, name, leaves, spec, result)
+    origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
+    lookup, source = None, None
+    if isinstance(result, Tensor):
+        lookup = _table_rows(func, name, leaves, spec, result)
+        if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
+            source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
+
+    def derived(value: Tensor, row: Tensor | None) -> Tensor:
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        if not value.requires_grad and torch.is_grad_enabled():
+            return value
+        return ParameterProxy.wrap(value, origin, tap, row, lookup, source)
+
+    if rows is None and isinstance(result, Tensor):
+        return derived(result, None)
+    if rows is None:
+        return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
+    return pytree.tree_map(
+        lambda value, row: derived(value, row) if isinstance(value, Tensor) else value, result, rows
+    )
+
+
+ParameterProxy.run = staticmethod(_run)
+
+
+def _out_of_checkpoints() -> AbstractContextManager[Any]:
+    """What functions of parameters alone save for their backward stays, under checkpointing too.
+
+    They go backward by themselves, for each sample, in the midst of a backward. Each of that would
+    run the whole checkpoint again, and under ``vmap``, where dropout fails.
+    """
+    if not saved_tensors_hooks_now():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def _row_of(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
+) -> Any | None:
+    """What one sample's row of ``result`` is, where its first axis may be the batch.
+
+    An expansion over a leading axis of 1 makes rows that are all the same; what is computed from
+    such rows alone is the same function of one row.
+    """
+    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
+    if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
+        bare = bares[0]
+        if bare.dim() < result.dim() or bare.shape[0] == 1:
+            return result[:1]
+    if all(bare.row is None for bare in bares):
+        return None
+    if any(word in name for word in _RANDOM):
+        return None
+    sizes = {bare.shape[0] for bare in bares if bare.row is not None}
+    ones = [
+        (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, ParameterProxy) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = unflattened(ones, spec)
+    try:
+        rows = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
+        return None
+    values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
+    by_row = len(values) == len(found) and all(
+        not isinstance(value, Tensor)
+        or (value.dim() > 0 and value.shape[0] in sizes and row.shape == (1, *value.shape[1:]))
+        for value, row in zip(values, found, strict=True)
+    )
+    return rows if by_row else None
+
+
+def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse functions of samples and parameters whose result for one sample needs the others."""
+    trains = name == "batch_norm" and (kwargs.get("training") or any(x is True for x in args[5:6]))
+    by_count = "embedding" in name and kwargs.get("scale_grad_by_freq")
+    if trains or by_count or name == "masked_scatter":
+        instead = "group_norm or layer_norm" if trains else "torch.where(mask, parameter, x)"
+        if by_count:
+            name, instead = f"{name}(scale_grad_by_freq=True)", "scale_grad_by_freq=False"
+        raise FlashClippingError(
+            f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
+            f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
+            f"takes part in it.{to_freeze(tap.path)}"
+        )
+
+
+def _need_grad(tensors: list[Tensor]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]
+
+
+def _table_rows(
+    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
+) -> TableRows | None:
+    """Which rows of a table ``result`` is, if it is made of such rows alone."""
+    args, kwargs = unflattened(leaves, spec)
+    if name == "embedding":
+        return looked_up(*args, **kwargs)
+    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
+    if len(bares) != 1 or (before := bares[0].lookup) is None:
+        return None
+    value = bares[0].value
+    if name == "to":
+        return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
+    if name not in _MOVES_ROWS:
+        return None
+    # The same for the number of the row in every place of it: no memory, if rows stay whole.
+    numbers = before.ids.unsqueeze(-1).expand(value.shape)
+    moved = [numbers if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+    args, kwargs = unflattened(moved, spec)
+    ids = func(*args, **kwargs)
+    if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
+        return None
+    return TableRows(ids[..., 0], before.table, before.padding_idx)
+
+
+def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
+    """The axis that holds the samples of what meets a bare parameter.
+
+    That is the first, but where rows of a table are added to a batch that has positions first.
+    """
+    if name not in ADDITION or len(leaves) != 2 or bare.lookup is None:
+        return 0
+    plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
+    if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
+        return 0
+    return bare.tap.session.batch_axis
+
+
+def _laid_out(
+    tap: FactorSource, name: str, bares: list[ParameterProxy], tensors: list[Tensor]
+) -> tuple[Layout | None, str, int]:
+    """Where samples lie in the one tensor that meets bare parameters, if not along its first axis;
+    what that goes by, in rehearsals and where any layout is known; and how many samples there
+    are."""
+    session = tap.session
+    call = session.current_forward
+    if len(tensors) != 1 or session.batch_axis or session.positions is not None:
+        return None, "", 0
+    if not session.layouts and (call is None or call.witness is None):
+        return None, "", 0
+    use = f"{', '.join(names_of(tap, bares))} in {name}"
+    count = (session.samples() if call is None else call.batch_size) or 0
+    seen = session.layouts.get(use)
+    if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
+        return None, use, count
+    layout = layout_of(f"{tap.path}: {use}", tensors[0], count, seen)
+    return (None if layout == TOGETHER else layout), use, count
+
+
+def _carry_samples(
+    tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[ParameterProxy], use: str
+) -> list[bool]:
+    """For tensors that meet bare parameters in one operation: which belong to the batch."""
+    # Beside one that surely does, a mask that was computed from it needs no proof.
+    certain = any([_is_certain(tensor) for tensor in tensors])
+    call = tap.session.current_forward
+    meets = names_of(tap, bares) if call is not None and call.witness is not None else []
+    return [_carries_samples(tap, tensor, axis, certain, meets, use) for tensor in tensors]
+
+
+def _is_certain(tensor: Tensor) -> bool:
+    """Whether a tensor came out of a tapped layer that read samples."""
+    return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
+
+
+def _carries_samples(
+    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str], use: str
+) -> bool:
+    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
+    session = tap.session
+    if tap.reads_constants or isinstance(tensor, nn.Parameter):
+        return False
+    sure = _is_certain(tensor)
+    if tensor.dim() == 0:
+        return sure
+    return session.reads_samples(
+        tap.path,
+        tensor,
+        axis,
+        sure=sure,
+        beside=beside and not sure,
+        meets=meets,
+        free=tensor.dim() if use else 0,
+        use=use,
+    )
+
+
+def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> Tensor:
+    """A bare parameter that was expanded over the batch and is handed to a layer; ``axis``: along
+    which."""
+    if axis:
+        shape = [1] * x.dim()
+        shape[axis] = batch_size
+        like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+        leaves, spec = flattened((like, x), {})
+        with plain_functions():
+            return _mixed_rows(leaves, spec, Layout(axis))
+    if x.row is None or x.shape[0] != batch_size:
+        raise FlashClippingError(
+            f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
+            f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "
+            f"({batch_size}); the layer's own parameters then have no per-sample gradients. "
+            "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
+            "keep the batch the first axis of what meets parameters."
+        )
+    row = ParameterProxy.wrap(x.row, x.leaves, x.tap)
+    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
+    leaves, spec = flattened((like, row), {})
+    with plain_functions():
+        return _mixed_rows(leaves, spec)
+
+
+def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> Tensor:
+    like, row = leaves
+    operation = ProxyOp(
+        func=torch.add,
+        leaves=[torch.empty(0), row],
+        spec=spec,
+        bares=[row],
+        batched=[True],
+        autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
+        recomputed=in_backward(),
+        origins=[None],
+        before=layout,
+        after=layout,
+        count=0 if layout is None else like.shape[layout.axis],
+    )
+    return run_mixed(operation, [like])

@@ -1,0 +1,237 @@
+"""The tensor subclass that stands in for a parameter, and for all that is computed from parameters
+alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import (
+    make_subclass,
+    plain_functions,
+    pytree,
+    saved_tensors_hooks_now,
+)
+from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.proxies.affine_view import AffineView
+from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.factors import Lookup
+
+#: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
+_STANDS_IN = "_flash_clipping_stands_in"
+
+
+class UnsupportedUse(FlashClippingError):
+    """A use of a bare parameter that only the generic rule can serve."""
+
+    def __init__(self, tap: FactorSource, found: str):
+        self.tap, self.found = tap, found
+        super().__init__(
+            f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
+            f"gradient: {found}. Freeze the module's own parameters (requires_grad_(False)) and "
+            "train adapters (LoRA on the model's linear layers) instead; or use the parameter in "
+            "ordinary operations of the module's own forward; or wrap the model with "
+            "force_functorch=True, which runs every module under torch.func.vmap and is slow; or "
+            f"write a rule for the module (flash_clipping.register_rule).{to_freeze(tap.path)}"
+        )
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter."""
+
+    ids: Tensor
+    table: Tensor  # the stand-in
+    padding_idx: int | None
+
+    def factor(self, ids: Tensor, G: Tensor, axis: int) -> Lookup:
+        """The per-sample gradients of a sum of these rows and something that has samples."""
+        ids, G = ids.expand(G.shape[:-1]).transpose(0, axis), G.transpose(0, axis)
+        B, d = G.shape[0], G.shape[-1]
+        ids_BT = ids.reshape(B, ids.shape[1:].numel())
+        G_BTd = G.reshape(B, ids_BT.shape[1], d)
+        return Lookup(ids_BT, G_BTd, self.table.shape[0], self.padding_idx)
+
+
+class ParameterProxy(torch.Tensor):
+    """Something computed from parameters alone, the same for all samples.
+
+    Attributes:
+        value: the ordinary tensor, with autograd's graph back to ``leaves``.
+        leaves: a detached stand-in for each parameter -> the parameter.
+        row: for an expansion of leading dimension 1, the value before it.
+        lookup: for rows of a table, which ones.
+        origin: what ``value`` is of one parameter, if it is little more than that; see
+            :attr:`kept_origin`.
+        version: of ``value`` as it was made.
+        tap: the module's tap.
+
+    What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
+    grad. It must still be known while gradients are off, as in the first forward of a re-entrant
+    checkpoint, whose recomputation will need gradients.
+    """
+
+    value: Tensor
+    leaves: dict[Tensor, nn.Parameter]
+    row: Tensor | None
+    lookup: TableRows | None
+    origin: AffineView | None
+    version: int
+    tap: FactorSource
+    #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
+    run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+
+    @staticmethod
+    def wrap(
+        value: Tensor,
+        leaves: dict[Tensor, nn.Parameter],
+        tap: FactorSource,
+        row: Tensor | None = None,
+        lookup: TableRows | None = None,
+        origin: AffineView | None = None,
+    ) -> ParameterProxy:
+        # It requires grad so that a gradient which got past these functions is noticed.
+        bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
+        bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        bare.lookup, bare.origin, bare.version = lookup, origin, value._version
+        if value.requires_grad:
+            with plain_functions():
+                bare.register_hook(Bypassed(tap))
+        return bare
+
+    @staticmethod
+    def stand_in(param: nn.Parameter, tap: FactorSource) -> ParameterProxy:
+        """The parameter itself, as what nothing has been computed from yet.
+
+        Raises:
+            FlashClippingError: it is a ``DTensor``.
+        """
+        if hasattr(param, "placements"):
+            raise FlashClippingError(
+                f"{tap.path}: its own forward uses a parameter that is a DTensor, as tensor "
+                "parallelism makes them; only layers that are called are served there. Call the "
+                "layer that owns it, or leave that layer out of parallelize_module."
+            )
+        leaf = param.detach().requires_grad_()
+        vars(leaf)[_STANDS_IN] = True
+        # Per-sample gradients are asked for, never accumulated: whatever is has got past.
+        leaf.register_post_accumulate_grad_hook(Bypassed(tap))
+        return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, None, AffineView(leaf))
+
+    @property
+    def kept_origin(self) -> AffineView | None:
+        """The origin, unless ``value`` was changed in place since, by this name or another."""
+        with plain_functions():
+            return self.origin if self.value._version == self.version else None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(getattr(kind, "inside_regions", False) for kind in types):
+            return NotImplemented  # it refuses what is not inside its region
+        with plain_functions():
+            return cls.run(func, args, dict(kwargs or {}))
+
+
+class Bypassed:
+    """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
+
+    found = (
+        "it is an argument of a re-entrant checkpoint, of another torch.autograd.Function, or of "
+        "a scripted or compiled function, or was written into another tensor"
+    )
+
+    def __init__(self, tap: FactorSource):
+        self.tap = tap
+
+    def __call__(self, _: Tensor) -> None:
+        raise UnsupportedUse(self.tap, self.found)
+
+
+def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
+    """Look for stand-ins in the graph of what a module returned, back to its arguments.
+
+    Raises:
+        UnsupportedUse: a gradient would reach one as an ordinary tensor, past the functions here.
+    """
+
+    def nodes_of(tensors: Any) -> list[Any]:
+        found = [x for x in pytree.tree_leaves(tensors) if is_plain(x) and x.requires_grad]
+        return [x.grad_fn for x in found if x.grad_fn is not None]
+
+    held = nodes_of(args)  # an id is a node's as long as the node is there
+    seen = {id(node) for node in held}
+    waiting = nodes_of(output)
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        held.append(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, ParameterProxy) or _STANDS_IN in getattr(variable, "__dict__", ()):
+            raise UnsupportedUse(tap, Bypassed.found)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, ParameterProxy)
+
+
+def circumstances() -> Any:
+    """What a checkpoint changes while it runs its function: grad mode, or saved-tensor hooks."""
+    return torch.is_grad_enabled(), saved_tensors_hooks_now()
+
+
+@contextlib.contextmanager
+def bare_parameters(tap: FactorSource, owners: list[nn.Module]) -> Iterator[None]:
+    """Stand in for the trainable parameters of these modules while the body runs."""
+    stood_in = tap.session.stood_in  # of all modules that are running, outermost first
+    before = len(stood_in)
+    outside, tap.entered = tap.entered, circumstances()
+    try:
+        for module in owners:
+            for name, param in module._parameters.items():
+                if isinstance(param, ParameterProxy):
+                    continue  # a recomputation: stood in for during the whole backward
+                if param is not None and param.requires_grad:
+                    stood_in.append((module, name, param))
+                    module._parameters[name] = ParameterProxy.stand_in(param, tap)  # type: ignore[assignment]
+        yield
+    finally:
+        tap.entered = outside
+        while len(stood_in) > before:
+            module, name, param = stood_in[-1]
+            module._parameters[name] = param
+            stood_in.pop()
+
+
+@contextlib.contextmanager
+def recomputable(tap: FactorSource) -> Iterator[None]:
+    """Stand in during backward, for what a checkpoint inside the module's forward recomputes.
+
+    A failed backward lets go of this whenever it is collected: it puts back only what it put in.
+    """
+    mine: list[tuple[nn.Module, str, nn.Parameter, ParameterProxy]] = []
+    try:
+        for module in tap.owners:
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    bare = ParameterProxy.stand_in(param, tap)
+                    mine.append((module, name, param, bare))
+                    module._parameters[name] = bare  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, param, bare in mine:
+            if module._parameters.get(name) is bare:
+                module._parameters[name] = param

@@ -1,0 +1,41 @@
+"""Models whose parameters are shards: PyTorch's ``fully_shard`` (FSDP2), its hybrid form (HSDP),
+and ``parallelize_module`` (tensor parallelism), alone or below ``fully_shard``.
+
+A parameter is a *slot*: the module that has it, and its name there. Two tensors take turns in it.
+Between steps that is a shard, a ``DTensor``: there the sum goes, and the optimizer reads it. While
+the module runs it is the whole, unsharded parameter: that is what layers compute with and record.
+
+* ``parameter_slots.py``: the slots of a model, and which tensors were in them;
+* ``supported.py``: what is refused, by name;
+* ``process_groups.py``: which processes have other samples, and which share them;
+* ``backward_pass.py``: one backward pass; norms need no other process, sums go to the shards;
+* ``ordered_sums.py``: clipped sums in an order that all processes share;
+* ``reducer.py``: sums of all processes into the shards, some at a time;
+* ``synchronized_probe.py``: rehearsals that all processes run at the same time;
+* ``shard_noise.py``: the key that processes agree on, and the number of a shard;
+* ``no_samples.py``: a process whose local batch is empty takes part in all that the others do;
+* ``model.py``: puts these in the place of what an ordinary model has;
+* ``tensor/``: layers that are cut over processes which share their samples.
+
+But for ``tensor/`` a process has its own samples, so their norms and coefficients are its own.
+Communication follows one rule: every process starts the same operations in the same order, whatever
+batch it has.
+"""
+
+from flash_clipping.distributed.supported import (
+    has_shards,
+    is_sharded,
+    is_tensor_parallel,
+    processes_of,
+    refuse_sharding,
+    sharded_model,
+)
+
+__all__ = [
+    "has_shards",
+    "is_sharded",
+    "is_tensor_parallel",
+    "processes_of",
+    "refuse_sharding",
+    "sharded_model",
+]

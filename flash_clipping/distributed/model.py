@@ -1,0 +1,152 @@
+"""What a sharded model has in the place of an ordinary model's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from flash_clipping.capture.own_parameters import Guard
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import Tap
+from flash_clipping.distributed.backward_pass import ShardedBackwardPass
+from flash_clipping.distributed.no_samples import EmptyBatches
+from flash_clipping.distributed.parameter_slots import ParameterSlots
+from flash_clipping.distributed.process_groups import ProcessGroups
+from flash_clipping.distributed.synchronized_probe import SynchronizedProbe
+from flash_clipping.distributed.tensor.layers import TensorParallelLayers
+from flash_clipping.distributed.tensor.transformers_plan import lay_out_by_hooks
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.clipping import Doubts
+
+
+class ShardedModel:
+    """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session.
+
+    Args:
+        root: the model.
+        session: what its taps share; told where parameters, sums and norms go.
+
+    Attributes:
+        processes: those that run the model, and which of them have other samples.
+        slots: its parameters.
+        together: rehearsals with the other processes.
+    """
+
+    def __init__(self, root: Any, session: ClippingSession):
+        self.root = root
+        self.session = session
+        if session.units_of_calls.are_known:
+            self.refuse("sample_of")
+        self.slots = ParameterSlots(root, self._watch)
+        trainable: list[Any] = self.slots.trainable()
+        if not trainable:
+            raise FlashClippingError(
+                f"{type(root).__name__}: found no trainable parameter in a sharded model."
+            )
+        self.processes = ProcessGroups(self.slots.destinations, isinstance(root, FSDPModule))
+        self.together = SynchronizedProbe(root, session, self.slots, self.processes)
+        self._empty = EmptyBatches(root, session)
+        session.trainable = self.slots.recorded
+        session.state = lambda: chain(self.slots.tensors(), root.buffers())
+        session.clip = partial(self._clip, session.clip)
+        session.backward_pass_class = partial(ShardedBackwardPass, slots=self.slots)
+        #: Of layers that are cut over processes with the same samples.
+        self.layers: TensorParallelLayers | None = None
+        if self.processes.tensor is not None:
+            self.layers = TensorParallelLayers(session, self.slots, self.processes)
+        if isinstance(root, FSDPModule):
+            session.around_walk = self._unsharded_root
+
+    def before_taps(self, handles: list[Any]) -> None:
+        """What has to be done to layers before they are tapped."""
+        if self.layers is not None:
+            lay_out_by_hooks(self.root, handles)
+
+    def add_first_hooks(self, handles: list[Any]) -> None:
+        """Hooks that come before all others of the wrapped model."""
+        before = self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True)
+        handles.append(before)
+        if self.layers is not None:
+            handles.append(
+                self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
+            )
+
+    def add_last_hooks(self, handles: list[Any], taps: Iterable[Tap]) -> None:
+        """Hooks that come after all others."""
+        self._handles = handles
+        self.together.taps = [tap for tap in taps if type(tap) is Tap]
+        if self.layers is not None:
+            self.layers.surround(self.together.taps, handles)
+        handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
+        for module in self.slots.gathering:
+            # After the module's own, which gathers parameters.
+            handles.append(module.register_forward_pre_hook(self._look))
+
+    def refuse(self, found: str) -> NoReturn:
+        """Refuse what is not built for shards.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{found}: found a sharded model (fully_shard, parallelize_module), for which it is "
+            "not built. "
+            "Leave it out, or use one process, or DifferentiallyPrivateDistributedDataParallel."
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the call that runs is one without samples."""
+        return self._empty.running
+
+    def rehearse(
+        self,
+        wanted: bool,
+        watched: int,
+        rehearse: Callable[[], None],
+        forward: Callable[[], Any],
+    ) -> bool:
+        """As :meth:`SynchronizedProbe.rehearse`; samples that were made up show nothing."""
+        return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        self.slots.look(module)
+
+    def _watch(self, name: str, destination: nn.Parameter, unsharded: nn.Parameter) -> None:
+        """Refuse gradients that autograd brings to an unsharded parameter."""
+        why = (
+            "reduced without being clipped. Use it in its own module's forward, detach it where it "
+            "is used elsewhere, or freeze it."
+        )
+        guard = Guard(name, why, self.session)
+        self._handles.append(unsharded.register_hook(guard))
+
+    def _clip(
+        self,
+        clip: Callable[..., Tensor],
+        params: list[nn.Parameter],
+        norms_PB: Tensor,
+        doubts: Doubts,
+        one_device: bool,
+    ) -> Tensor:
+        """Norms are published, and records kept, under the parameters that users know."""
+        to = self.slots.to
+        blocks = [([id(to(key)) for key in keys], doubt) for keys, doubt in doubts.blocks]
+        destinations = [to(id(param)) for param in params]
+        return clip(destinations, norms_PB, Doubts(blocks, doubts.scale), one_device)
+
+    @contextmanager
+    def _unsharded_root(self) -> Iterator[None]:
+        """``mode="two_pass"``: blocks gather their parameters when a walk reaches them; the root's
+        own are sharded again at the end of the outer backward."""
+        self.root.unshard()
+        try:
+            yield
+        finally:
+            self.root.reshard()

@@ -1,0 +1,163 @@
+"""The slots of a sharded model: where each parameter's shard goes, and what was in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from flash_clipping.capture.proxies import ParameterProxy
+from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.errors import FlashClippingError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a parameter. Tied parameters have several places and one number."""
+
+    owner: nn.Module
+    name: str
+    number: int
+
+    @property
+    def tensor(self) -> Any:
+        """What is there now."""
+        return self.owner._parameters[self.name]
+
+
+class ParameterSlots:
+    """All slots of a model, as it is when it is wrapped.
+
+    Args:
+        root: the model; ``fully_shard`` was applied to it.
+        watch: told of every unsharded parameter when it is seen for the first time: its name in the
+            model, its destination and itself.
+
+    Attributes:
+        destinations: the parameters in the model's order; shards, or frozen and left alone.
+    """
+
+    def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter, nn.Parameter], None]):
+        self.destinations: list[nn.Parameter] = []
+        self._names: list[str] = []
+        self._watch = watch
+        #: The unsharded parameter that was last seen in the place of each destination.
+        self._unsharded: list[nn.Parameter | None] = []
+        #: By ``id``, of destinations and of unsharded parameters.
+        self._number: dict[int, int] = {}
+        #: The bits of the clipped sums that were left in ``p.grad``, by ``id`` of destinations.
+        self.sums: dict[int, Tensor] = {}
+        #: By the module that gathers them.
+        self._of_module: dict[nn.Module, list[Slot]] = {}
+        self._fill(root, "", root, set())
+
+    def _fill(self, module: nn.Module, path: str, gathers: nn.Module, met: set[nn.Module]) -> None:
+        if module in met:
+            return
+        met.add(module)
+        if isinstance(module, FSDPModule):
+            gathers = module
+        of_module = self._of_module.setdefault(gathers, [])
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            number = self._number.setdefault(id(param), len(self.destinations))
+            if number == len(self.destinations):
+                self.destinations.append(param)
+                self._unsharded.append(None)
+                self._names.append(f"{path}{name}")
+            of_module.append(Slot(module, name, number))
+        for name, child in module.named_children():
+            self._fill(child, f"{path}{name}.", gathers, met)
+
+    @property
+    def gathering(self) -> list[nn.Module]:
+        """The modules that ``fully_shard`` was applied to."""
+        return [*self._of_module]
+
+    def look(self, module: nn.Module) -> None:
+        """See the unsharded parameters of a module that has gathered them."""
+        for slot in self._of_module[module]:
+            param, number = slot.tensor, slot.number
+            if isinstance(param, ParameterProxy) or param is None:
+                continue
+            mesh = getattr(self.destinations[number], "device_mesh", None)
+            if mesh is not None and getattr(param, "device_mesh", None) == mesh:
+                continue  # a shard; what is gathered of a layer that is cut lies over fewer
+            if self._unsharded[number] is not param and param is not self.destinations[number]:
+                self._unsharded[number] = param
+                self._number[id(param)] = number
+                if param.requires_grad:
+                    self._watch(self._names[number], self.destinations[number], param)
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        """Whether this module's parameters are shards now, which it would have to gather."""
+        return isinstance(module, FSDPModule) and any(
+            isinstance(slot.tensor, DTensor) and slot.tensor is self.destinations[slot.number]
+            for slot in self._of_module[module]
+        )
+
+    def recorded(self) -> list[nn.Parameter]:
+        """The trainable parameters as layers record them: unsharded, where they were seen."""
+        return [
+            destination if unsharded is None else unsharded
+            for destination, unsharded in zip(self.destinations, self._unsharded, strict=True)
+            if destination.requires_grad
+        ]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The destinations of the same, in the same order."""
+        return [param for param in self.destinations if param.requires_grad]
+
+    def to(self, key: int) -> nn.Parameter:
+        """The destination of a parameter, by its ``id`` or that of its unsharded form."""
+        return self.destinations[self._number[key]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The memory of all parameters: the shards' own, and that of the whole."""
+        yield from map(local_of, self.destinations)
+        yield from (local_of(param) for param in self._unsharded if param is not None)
+
+    def note_sums(self) -> None:
+        """Remember what was left in ``p.grad`` of all trainable parameters.
+
+        PyTorch does not count changes in place of a ``DTensor`` by functions of many tensors
+        (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up.
+        """
+        self.sums = {id(param): _bits_of(param.grad) for param in self.trainable()}
+
+    def unchanged(self, param: nn.Parameter) -> Tensor:
+        """Whether ``p.grad`` holds what :meth:`note_sums` saw: a boolean, on the device."""
+        left = self.sums.get(id(param))
+        if left is None:
+            return torch.tensor(False, device=local_of(param).device)
+        return _bits_of(param.grad) == left
+
+    def check(self) -> None:
+        """Refuse shards that were exchanged since the model was wrapped.
+
+        Raises:
+            FlashClippingError: another parameter has taken the place of one.
+        """
+        for slots in self._of_module.values():
+            for slot in slots:
+                found, number = slot.tensor, slot.number
+                known = self.destinations[number], self._unsharded[number]
+                if isinstance(found, DTensor) and all(found is not one for one in known):
+                    raise FlashClippingError(
+                        f"{self._names[slot.number]}: found another parameter than the one that "
+                        "was there when the model was wrapped, which the optimizer knows. Load "
+                        "weights without assign=True, or before the model is wrapped."
+                    )
+
+
+def _bits_of(grad: Any) -> Tensor:
+    """The sum of the bits of a shard, as integers: ``[]``, int64, exact in any order."""
+    shard = local_of(grad)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
+    return shard.contiguous().view(bits).sum(dtype=torch.int64)

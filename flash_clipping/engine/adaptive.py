@@ -1,0 +1,89 @@
+"""A clipping bound that follows a quantile of the norms (Andrew, Thakkar, McMahan and Ramaswamy
+2021), in exact accounting.
+
+A step clips by one bound ``C`` and releases two things: the clipped sum with noise, and how many
+samples were within ``C``, with noise. From the second comes the bound of the next step. Both
+together cost what one sum with noise ``z C`` costs (their Theorem 1) when the sum gets
+
+    ``(z^-2 - (2 s)^-2)^(-1/2) C``
+
+and the count noise of standard deviation ``s``: a sample counts as 1/2 or -1/2, so that adding or
+removing one changes the count by 1/2. The size of the batch is private, its expectation is not:
+``s`` and the fraction use the expectation over the whole logical batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flash_clipping.errors import FlashClippingError
+
+#: Standard deviation of the count's noise, as a part of the expected batch (Andrew et al. 2021).
+COUNT_NOISE = 1 / 20
+
+
+@dataclass(frozen=True)
+class AdaptiveBound:
+    """How the bound moves at the end of a logical step.
+
+    Args:
+        target_unclipped_quantile: share of samples that should be within the bound.
+        min_clipbound, max_clipbound: where it stays.
+        clipbound_learning_rate: how fast it moves.
+
+    Raises:
+        ValueError: values that contradict each other.
+    """
+
+    target_unclipped_quantile: float = 0.5
+    min_clipbound: float = 1.0
+    max_clipbound: float = 1e8
+    clipbound_learning_rate: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_clipbound <= self.max_clipbound:
+            raise ValueError(
+                f"Adaptive clipping: found min_clipbound={self.min_clipbound} and "
+                f"max_clipbound={self.max_clipbound}; expected 0 < min_clipbound <= max_clipbound."
+            )
+        if not 0 <= self.target_unclipped_quantile <= 1:
+            raise ValueError(
+                "Adaptive clipping: found target_unclipped_quantile="
+                f"{self.target_unclipped_quantile}; expected a number from 0 to 1."
+            )
+
+    def noise_multiplier(self, accounted: float, batch_size: float) -> float:
+        """The multiplier for the sum that pays for the count as well.
+
+        Args:
+            accounted: the multiplier that the accountant is told.
+            batch_size: the expected size of the logical batch, over all processes.
+
+        Raises:
+            FlashClippingError: the batch is too small for such noise.
+        """
+        if accounted <= 0:
+            return accounted
+        of_count = 2 * COUNT_NOISE * batch_size
+        if of_count <= accounted:
+            raise FlashClippingError(
+                f"Adaptive clipping: found noise_multiplier={accounted:.4g} and an expected batch "
+                f"of {batch_size:.4g} samples; expected more than {10 * accounted:.4g} samples "
+                "(10 noise multipliers), or nothing is left for the noise of the sum. Use larger "
+                "batches, a smaller noise multiplier, or clipping='flat'."
+            )
+        return float((accounted**-2 - of_count**-2) ** -0.5)
+
+    def next_bound(self, bound: float, noisy_count: float, batch_size: float) -> float:
+        """The bound of the next step.
+
+        Args:
+            bound: that of the step which has ended.
+            noisy_count: ``unclipped`` of the step record
+                (:class:`~flash_clipping.engine.step_record.StepRecord`), with noise.
+            batch_size: as in :meth:`noise_multiplier`.
+        """
+        fraction = 0.5 + noisy_count / batch_size
+        change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
+        return min(max(bound * math.exp(change), self.min_clipbound), self.max_clipbound)

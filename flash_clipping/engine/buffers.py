@@ -1,0 +1,265 @@
+"""Buffers that forward changes: what they take of samples gets no noise, so they are refused.
+
+A buffer is refused because forward changes it, not because it is there:
+
+* Writing in place is refused whatever is written. Every forward compares PyTorch's counters of
+  changes, which waits for no device. Writing through ``x.data`` is not counted: for that, the first
+  run of a rehearsal compares values.
+* A buffer that is assigned anew may be a constant that is made when it is needed: a mask, a table
+  of angles that grows with the sequence. It passes if it has the same bits as before; or if the
+  model, run again from the state in which the forward began, makes the same bits of other samples,
+  in inputs of the same shapes.
+* Spectral normalization writes the vectors of its power iteration, which reads the weight alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import SPECTRAL_NORM
+from flash_clipping.capture.inputs import map_tensors
+from flash_clipping.capture.no_trace import put_back, random_state, untouched
+from flash_clipping.capture.position_rehearsal import other_tokens
+from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.engine.structure import Structure
+from flash_clipping.errors import module_at
+
+#: A module and the name of one of its buffers.
+_Place = tuple[nn.Module, str]
+
+
+@dataclass
+class _Before:
+    """A module as a forward found it."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    versions: list[int] | None  # None: what is written is of weights alone
+
+
+class BufferWatch:
+    """Looks at the buffers of a wrapped model before and after its forward.
+
+    Args:
+        root: the model.
+        structure: knows its modules.
+        session: what its taps share.
+    """
+
+    def __init__(self, root: nn.Module, structure: Structure, session: ClippingSession):
+        self.root = root
+        self.structure = structure
+        self.session = session
+        #: While a forward runs: every module that has buffers.
+        self._before: list[_Before] | None = None
+        #: Found in a rehearsal: a buffer that forward writes in place.
+        self._written: _Place | None = None
+
+    def before_forward(self) -> None:
+        """Note what is there."""
+        self._written = None
+        self._before = [
+            _Before(module, vars(module).copy(), buffers.copy(), _versions_in(module, buffers))
+            for module in self.structure.modules
+            if (buffers := module._buffers)
+        ]
+
+    def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, which runs on copies of buffers and notes one that it writes in place."""
+        places = [
+            (before.module, name, buffer)
+            for before in self._before or ()
+            if before.versions is not None
+            for name, buffer in before.buffers.items()
+            if buffer is not None and buffer.layout == torch.strided
+        ]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            copies = [module._buffers[name] for module, name, _ in places]
+            output = forward(*args, **kwargs)
+            for copy, (module, name, original) in zip(copies, places, strict=True):
+                if self._written is None and not _same_bits(copy, original):
+                    self._written = module, name
+            places.clear()  # one run shows it
+            return output
+
+        return run
+
+    def refuse_rehearsed(self) -> None:
+        """Raise what a rehearsal has shown.
+
+        Raises:
+            NotImplementedError: forward writes a buffer in place.
+        """
+        if self._written is not None:
+            self._refuse_written(*self._written)
+
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse buffers that this forward, of these arguments, has changed.
+
+        Raises:
+            NotImplementedError: it has, and they are no constants.
+        """
+        found, self._before = self._before, None
+        if found is None:
+            return
+        for before in found:
+            if before.versions is not None and _versions(before.buffers) != before.versions:
+                now = [_versions({name: x}) for name, x in before.buffers.items()]
+                changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
+                names = [*before.buffers]
+                self._refuse_written(before.module, names[changed.index(True)])
+        olds = {before.module: before.buffers for before in found}
+        assigned = [
+            (module, name)
+            for module in self.structure.modules
+            if module._buffers or module in olds
+            for name in module._buffers.keys() | olds.get(module, {}).keys()
+            if module._buffers.get(name) is not olds.get(module, {}).get(name)
+        ]
+        if assigned and self.session.captured is not None:
+            self._refuse(*assigned[0], "assigns it anew while a CUDA graph is captured")
+        doubtful = [
+            (module, name)
+            for module, name in assigned
+            if not _same_bits(module._buffers.get(name), olds.get(module, {}).get(name))
+        ]
+        if doubtful:
+            self._refuse_of_samples(doubtful, found, args, kwargs)
+
+    # -- assigned anew: a constant, or of samples? ----------------------------------------------
+
+    def _refuse_of_samples(
+        self,
+        places: list[_Place],
+        found: list[_Before],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Run the model again on other samples: it must make the same buffers."""
+        runs = Rehearsals(self.root, self.root.forward, self.session, args, kwargs)
+        size = runs.first_size()
+        if not size:
+            return  # no samples in it
+        made = [module._buffers.get(name) for module, name in places]
+        told = False
+        for change in _changes(runs, size):
+            changes: list[bool] = []
+            of_run = partial(_changed, runs.sources(size), change, changes)
+            inputs = map_tensors(of_run, (args, kwargs))
+            if not any(changes):
+                continue
+            told = True
+            try:
+                again = self._run_again(places, found, *inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except MODELS_OWN as error:
+                words = f"could not be run on other samples ({type(error).__name__}: {error})"
+                self._refuse(*places[0], f"assigns it anew, and {words}")
+            for place, one, other in zip(places, made, again, strict=True):
+                if not _same_bits(one, other):
+                    self._refuse(*place, "assigns it anew, with other values for other samples")
+        if not told:
+            self._refuse(*places[0], "assigns it anew, and its inputs hold no rows to be changed")
+
+    def _run_again(
+        self,
+        places: list[_Place],
+        found: list[_Before],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Tensor | None]:
+        """What comes to these places where the forward begins as it did, with other inputs."""
+        devices = {x.device for x in self.session.state() if x.is_cuda}
+        with (
+            torch.no_grad(),
+            self.session.bypass(),
+            untouched(self.root),
+            random_state(list(devices), seed=0),
+        ):
+            for module, name in places:
+                module._buffers.pop(name, None)
+            for before in found:
+                copies = {
+                    name: None if buffer is None else buffer.detach().clone()
+                    for name, buffer in before.buffers.items()
+                }
+                put_back(before.module, before.attributes, copies)
+            self.root.forward(*args, **kwargs)
+            return [module._buffers.get(name) for module, name in places]
+
+    # -- words ----------------------------------------------------------------------------------
+
+    def _refuse_written(self, module: nn.Module, name: str) -> NoReturn:
+        self._refuse(module, name, "writes into it in place")
+
+    def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
+        path = next((path for path, m in self.root.named_modules() if m is module), "")
+        raise NotImplementedError(
+            f"{path or 'the model'} ({type(module).__name__}): its buffer {name!r} is changed by "
+            f"forward, which {what}. Forward may read buffers only: what it keeps of samples "
+            "there (running statistics, loads of experts, codebooks) gets no noise, and is saved "
+            "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
+            "put this module into eval mode if it changes nothing then, or make the value outside "
+            "of forward, of what is public. strict=False leaves buffers alone, and what they "
+            f"keep of samples is not private.\n    {module_at(path)}.eval()"
+        )
+
+
+def _versions_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> list[int] | None:
+    return None if type(module) is SPECTRAL_NORM else _versions(buffers)
+
+
+def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
+    """How often each was changed in place, as far as PyTorch counts."""
+    return [0 if x is None or x.is_inference() else x._version for x in buffers.values()]
+
+
+def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether these are the same; NaN is NaN. Waits for the device."""
+    if x is None or y is None or x is y:
+        return x is y
+    if (x.shape, x.dtype, x.device, x.layout) != (y.shape, y.dtype, y.device, y.layout):
+        return False
+    return x.layout == torch.strided and torch.equal(_bytes(x), _bytes(y))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _changes(runs: Rehearsals, size: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Other samples in the place of ``size``: nothing but the first, nothing but the last, and
+    samples that are not in the batch."""
+    for b in dict.fromkeys((0, size - 1)):
+        yield partial(runs.reordered, size, [b] * size)
+    yield _other_values
+
+
+def _other_values(x: Tensor) -> Tensor:
+    """Others for features and tokens; masks, places of bags and labels stay."""
+    if x.is_complex() or x.dim() < 1 or x.dtype == torch.bool:
+        return x
+    if not x.is_floating_point() and (x.dim() < 2 or len(x.unique()) < 3):
+        return x
+    return other_tokens(torch.zeros(len(x), dtype=torch.bool), x)
+
+
+def _changed(
+    sources: list[Tensor], change: Callable[[Tensor], Tensor], changes: list[bool], x: Tensor
+) -> Tensor:
+    """A tensor of the arguments, changed if it holds samples; whether it was is noted."""
+    if all(x is not source for source in sources):
+        return x
+    new = change(x)
+    changes.append(not _same_bits(new, x))
+    return new

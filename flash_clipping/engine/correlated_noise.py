@@ -1,0 +1,161 @@
+"""The optimizer whose noise is correlated over steps (:mod:`flash_clipping.randomness.mechanisms`).
+
+Noise is made in fp32 (float64 for float64 sums), step by step: independent noise ``z_t`` comes from
+the stream, and what is added is row ``t`` of ``inv(C) Z``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping._compat import functions_of_optimizer
+from flash_clipping.capture.draws import DrawnBatch
+from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, OneStepNoise
+
+_check_unused, _mark_used = functions_of_optimizer()
+
+
+class CorrelatedNoise:
+    """Rows of ``inv(C) Z``, one after the other.
+
+    Args:
+        mechanism: says what ``C`` is.
+        stream: where ``Z`` comes from.
+
+    Raises:
+        FlashClippingError: in :meth:`next`, sums of other shapes than in the steps before.
+    """
+
+    def __init__(self, mechanism: NoiseMechanism, stream: SecretStream):
+        self.mechanism, self._stream = mechanism, stream
+        #: The last rows of ``inv(C) Z``, the latest first: of banded noise.
+        self._rows: list[list[Tensor]] = []
+        #: Where every ``z`` came from: of banded noise that is drawn again.
+        self._draws: list[Draw] = []
+        #: Where the last ``z`` came from: of one-step noise.
+        self._last: Draw | None = None
+        self._shapes: Any = None
+
+    def next(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Noise of unit scale for these sums: of their shapes and devices, fp32 or float64."""
+        shapes = [(tuple(s.shape), s.dtype, s.device) for s in sums]
+        if self._shapes not in (None, shapes):
+            raise FlashClippingError(
+                "optimizer.step(): found other trainable parameters than in the steps before, "
+                "with noise that is correlated over steps. Train all of them from the first step "
+                "to the last, or begin a new run."
+            )
+        self._shapes = shapes
+        draw = self._stream.draw(Purpose.NOISE)
+        if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
+            draws = [*self._draws, draw]
+            row = [self._row_again(draws, number, summed) for number, summed in enumerate(sums)]
+            self._draws = draws  # a step that failed has taken nothing
+            return row
+        row = _normals(draw, sums)
+        if isinstance(self.mechanism, OneStepNoise):
+            if self._last is not None:
+                for w, z in zip(row, _normals(self._last, sums), strict=True):
+                    w.sub_(z, alpha=self.mechanism.share)
+            self._last = draw
+        elif isinstance(self.mechanism, BandedNoise):
+            self._rows = self._with_next(row, self._rows)
+        return row
+
+    def _with_next(self, z: list[Tensor], rows: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The last rows of banded noise, the latest first, when ``z`` is drawn; it becomes one."""
+        assert isinstance(self.mechanism, BandedNoise)
+        for c, before in zip(self.mechanism.coefficients[1:], rows, strict=False):
+            for w, w_before in zip(z, before, strict=True):
+                w.sub_(w_before, alpha=float(c))
+        return [z, *rows[: self.mechanism.count - 2]]
+
+    def _row_again(self, draws: Sequence[Draw], number: int, summed: Tensor) -> Tensor:
+        """This parameter's noise, from that of all steps: the same arithmetic as that of rows which
+        are kept."""
+        rows: list[list[Tensor]] = []
+        for draw in draws:
+            rows = self._with_next(_normals(draw, [summed], [number]), rows)
+        return rows[0][0]
+
+    def __getstate__(self) -> Any:
+        raise FlashClippingError(
+            "A copy or pickle of correlated noise would take back the same noise twice. Save "
+            "model, optimizer.state_dict() and engine; a resumed run begins a new row of steps, "
+            "which the accountant counts by itself."
+        )
+
+
+def _normals(
+    draw: Draw, sums: Sequence[Tensor], numbers: Sequence[int] | None = None
+) -> list[Tensor]:
+    """The normals of a draw, of unit scale: the same again whenever they are asked for.
+
+    ``numbers``: places of these sums among all; ``None``: these are all.
+    """
+    nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
+    return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=numbers)
+
+
+class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
+    """:class:`~flash_clipping.FlashDPOptimizer` with noise that steps partly take back.
+
+    Noise multiplier, bound and trainable parameters stay as they are in the first step: what is
+    taken back must be what was added.
+
+    Args:
+        mechanism: how noise is correlated.
+        before_noise: called before a step's noise is drawn, with the step's batch; raises if the
+            step may not be taken.
+        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
+
+    Raises:
+        FlashClippingError: in ``step``, where one of these has changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        mechanism: NoiseMechanism,
+        before_noise: Callable[[DrawnBatch | None], None],
+        **kwargs: Any,
+    ):
+        super().__init__(optimizer, **kwargs)
+        self._mechanism, self._before_noise = mechanism, before_noise
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Steps from now on take nothing back of the noise of those before."""
+        self._noise = CorrelatedNoise(self._mechanism, self.stream)
+        #: Noise multiplier and bound of the steps before.
+        self._settings: tuple[float, float] | None = None
+
+    def add_noise(self) -> None:
+        std, divisor = self._noise_std(), self._divisor()
+        self._before_noise(None if self._record is None else self._record.draw)
+        settings = self._multiplier(), std
+        if self._settings not in (None, settings):
+            raise FlashClippingError(
+                f"optimizer.step(): found noise multiplier and standard deviation {settings}, and "
+                f"{self._settings} in the steps before, of which this one takes back a part, and "
+                "with which it is accounted for as one run. Leave noise_multiplier and "
+                "max_grad_norm as they are while noise is correlated, without schedulers."
+            )
+        for p in self.params:
+            _check_unused(p.summed_grad)
+        sums = [p.summed_grad for p in self.params]
+        rows = self._noise.next(sums)
+        self._settings = settings
+        for p, summed, row in zip(self.params, sums, rows, strict=True):
+            noisy = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
+            p.grad = noisy.to(self._noisy_dtype(p)).view_as(p)
+            _mark_used(p.summed_grad)

@@ -1,0 +1,338 @@
+"""Opacus' ghost-clipping criterion with one backward pass in the place of two."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
+    DPLossFastGradientAdaptiveClipping,
+)
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from torch import Tensor, nn
+
+from flash_clipping.engine.adaptive import AdaptiveBound
+from flash_clipping.engine.token_losses import logits_of
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """A criterion's arguments, by position, with logits in the place of a model's output.
+
+    Logits ``[B, T, V]`` in an output, with targets ``[B, T]``, are flattened; ``shape`` says so.
+    """
+    for name in ("input", "target"):  # where targets are looked for, and no others
+        if name in kwargs and len(args) == (name == "target"):
+            args = *args, kwargs.pop(name)
+    if not args or isinstance(args[0], Tensor) or not hasattr(args[0], "logits"):
+        return args
+    logits, *others = logits_of(args[0]), *args[1:]
+    target = others[0] if others else None
+    if isinstance(target, Tensor) and logits.dim() == 3 and logits.shape[:2] == target.shape:
+        kwargs["shape"] = logits.shape
+        return logits.flatten(0, 1), target.flatten(), *others[1:]
+    return logits, *others
+
+
+class FlashTensor(DPTensorFastGradientClipping):
+    """A loss per sample that reduces itself and runs one ordinary backward; or the user's scalar,
+    whose backward is its own."""
+
+    def backward(self) -> None:
+        """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does.
+
+        Losses are added up, not averaged: divided by the size of the batch, a 16-bit gradient would
+        be rounded in a way that depends on how many other samples there are. They are averaged
+        where the model's input requires a gradient, which is somebody else's (a generator's).
+        """
+        losses = self.loss_per_sample
+        if not losses.dim():
+            losses.backward()
+            return
+        if self.module.inputs_want_gradients and self.loss_reduction == "mean" and len(losses):
+            self.module.inputs_want_gradients = False
+            losses.mean().backward()
+            return
+        with self.module.summed_loss() as summed:
+            reduce = torch.sum if summed or self.loss_reduction == "sum" else torch.mean
+            reduce(losses).backward()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    @classmethod
+    def of(cls, loss: DPTensorFastGradientClipping) -> FlashTensor:
+        return cls(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
+
+
+def _keeps_type(name: str) -> Any:
+    # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
+    def operate(self: FlashTensor, *args: Any) -> FlashTensor:
+        mine = [*self.loss_per_sample.shape]
+        for other in args:
+            if isinstance(other, DPTensorFastGradientClipping):
+                theirs = [*other.loss_per_sample.shape]
+                if mine != theirs:
+                    raise ValueError(
+                        f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
+                        "count once for every sample. Make both with criteria that give a loss for "
+                        "each sample (a torch.nn loss, or a function with reduction=)."
+                    )
+        found = FlashTensor.of(getattr(super(FlashTensor, self), name)(*args))
+        if [*found.loss_per_sample.shape] != mine:
+            raise ValueError(
+                f"loss.{name}: found losses of shape {mine}, and "
+                f"{[*found.loss_per_sample.shape]} after it; expected a number, or one for each "
+                "sample, of the same shape."
+            )
+        return found
+
+    operate.__name__ = name
+    return operate
+
+
+for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
+    setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
+
+
+class _Criterion:
+    """A user's criterion, asked for the loss of each sample.
+
+    Args:
+        criterion: a module with an attribute ``reduction``, or a function with an argument of that
+            name, which give losses that are not reduced; or anything else, called as it is.
+
+    Attributes:
+        reduction: its own; ``None`` if it is not known.
+    """
+
+    def __init__(self, criterion: Any):
+        self.criterion = criterion
+        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
+        self._arguments: Mapping[str, inspect.Parameter] = {}
+        if not isinstance(criterion, nn.Module):
+            with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
+                self._arguments = inspect.signature(criterion).parameters
+        self.reduction: str | None = None
+        if self._is_attribute:
+            self.reduction = criterion.reduction
+        elif "reduction" in self._arguments:
+            default = self._arguments["reduction"].default
+            self.reduction = default if default in ("mean", "sum") else None
+        #: Whether its own mean, or sum, is known to be that of its losses.
+        self._is_known = _is_of_pytorch(criterion)
+
+    def losses(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Not reduced, where it can be asked for that; else whatever it returns."""
+        if not self._is_attribute:
+            if "reduction" in self._arguments:
+                kwargs["reduction"] = "none"
+            found = self.criterion(*args, **kwargs)
+        else:
+            before = self.criterion.reduction
+            self.criterion.reduction = "none"
+            try:
+                found = self.criterion(*args, **kwargs)
+            finally:
+                self.criterion.reduction = before
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
+                "tensor: a loss for each sample, or a scalar."
+            )
+        return found
+
+    def ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
+        """Where targets say that a loss does not count; ``None`` if nothing does."""
+        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
+        if index is None and "ignore_index" in self._arguments:
+            index = self._arguments["ignore_index"].default
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(index, int) or not isinstance(target, Tensor):
+            return None
+        if target.is_floating_point() or target.shape != losses.shape:
+            return None
+        return target == index
+
+    def must_compare(self) -> bool:
+        """Whether its own mean, or sum, is yet to be compared with that of its losses."""
+        if self._is_known or self.reduction is None:
+            return False
+        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+    def compare(self, own: Tensor, reduced: Tensor) -> None:
+        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
+        if not bool(own.isfinite() & reduced.isfinite()):
+            return
+        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
+        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
+            self._is_known = True
+            return
+        raise ValueError(
+            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
+            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
+            "something else than their number. Where that depends on other samples, no clipping "
+            "bounds what one of them changes: divide each sample's loss by what belongs to that "
+            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
+            "    make_private(criterion=lambda *args: criterion(*args), ...)"
+        )
+
+
+def _is_of_pytorch(criterion: Any) -> bool:
+    """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    if criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
+        return False
+    of_module = type(criterion) if isinstance(criterion, nn.Module) else criterion
+    return getattr(of_module, "__module__", "") in (nn.modules.loss.__name__, F.__name__)
+
+
+def _name_of(criterion: Any) -> str:
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    return str(name)
+
+
+class _OfSamples:
+    """How both criteria are called: the losses of samples, counted."""
+
+    module: Any
+    optimizer: Any
+    loss_reduction: str
+    _own: _Criterion
+
+    def _take(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str) -> Any:
+        """Keep the criterion; return what Opacus' class may take for it, and write into.
+
+        Raises:
+            ValueError: the reductions do not agree.
+        """
+        self._own = _Criterion(criterion)
+        found = {
+            "loss_reduction": loss_reduction,
+            "module.loss_reduction": module.loss_reduction,
+            "optimizer.loss_reduction": optimizer.loss_reduction,
+            "criterion.reduction": self._own.reduction or module.loss_reduction,
+        }
+        if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
+            listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
+            raise ValueError(
+                f"The loss reductions do not match: {listed}. Norms would be off by the batch "
+                "size. Give all of them the same reduction, 'mean' or 'sum'; or, where the "
+                "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
+                "    make_private(criterion=lambda *args: criterion(*args), ...)"
+            )
+        return SimpleNamespace(reduction=loss_reduction)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
+        """The user's loss of these arguments, sample by sample where it can be had.
+
+        Args:
+            *args: of the criterion; in the place of logits an output of transformers that has them.
+            **kwargs: of the criterion; and ``shape``, that of logits ``[B, T, V]`` which were
+                flattened: a sample's loss is over its own targets then.
+
+        Raises:
+            FlashClippingError: there are not as many losses as samples.
+            ValueError: the criterion's own reduction is another than that of its losses.
+        """
+        args = _arguments(args, kwargs)
+        shape = kwargs.pop("shape", None)
+        if kwargs.get("reduction", self.loss_reduction) not in (self.loss_reduction, "none"):
+            raise ValueError(
+                f"criterion: found reduction={kwargs['reduction']!r} in a call, and "
+                f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
+            )
+        own = None
+        if shape is None and self._own.must_compare():
+            with torch.no_grad(), torch.random.fork_rng():
+                own = self._own.criterion(*args, **kwargs)
+        losses = self._own.losses(*args, **kwargs)
+        ignored = self._own.ignored(args, kwargs, losses)
+        if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
+            losses = losses.unflatten(0, shape[:2])
+            ignored = None if ignored is None else ignored.unflatten(0, shape[:2])
+        losses = self._of_samples(losses, ignored)
+        if isinstance(own, Tensor) and not own.dim() and losses.numel():
+            mine = losses.detach()
+            self._own.compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
+        check = getattr(self.module, "check_losses", None)
+        if check is not None:
+            check(losses)
+        return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
+
+    def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
+        """``[B]``: over the further axes of losses, which lie behind that of samples."""
+        if losses.dim() < 2:
+            return losses
+        session = getattr(self.module, "_session", None)
+        call = None if session is None else session.current_forward
+        samples = None
+        if session is not None and call is not None and not session.batch_first:
+            samples = call.batch_size
+        if samples is not None and samples != len(losses):
+            losses = losses.movedim(1, 0)
+            ignored = None if ignored is None else ignored.movedim(1, 0)
+        total_B = losses.flatten(1).sum(1)
+        if self.loss_reduction == "sum":
+            return total_B
+        if ignored is None:
+            return total_B / max(1, losses.shape[1:].numel())
+        return total_B / (~ignored).flatten(1).sum(1).clamp(min=1)
+
+
+class FlashLoss(_OfSamples, DPLossFastGradientClipping):
+    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
+
+    Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
+    of ``loss.backward()`` on the criterion's own scalar:
+
+    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
+      for each sample. Where that has further axes, a sample's loss is the mean over them (their
+      sum, if losses are summed); targets that are ``ignore_index`` do not count.
+    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
+
+    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
+    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
+    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
+    those of other samples.
+
+    Raises:
+        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
+            call, a criterion that divides by something else than the number of its losses.
+    """
+
+    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
+        stand_in = self._take(module, optimizer, criterion, loss_reduction)
+        super().__init__(module, optimizer, stand_in, loss_reduction)
+        self.criterion = criterion
+
+
+class FlashAdaptiveLoss(_OfSamples, DPLossFastGradientAdaptiveClipping):
+    """The user's criterion with adaptive clipping: called as before, one backward pass.
+
+    The bound moves at the end of every logical step, in ``optimizer.step()``
+    (:mod:`flash_clipping.engine.adaptive`). To make the criterion is enough: any loss of the
+    model's outputs then counts.
+
+    Args:
+        **kwargs: ``target_unclipped_quantile``, ``min_clipbound``, ``max_clipbound``,
+            ``clipbound_learning_rate``, as in Opacus.
+    """
+
+    def __init__(
+        self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **kwargs: Any
+    ):
+        stand_in = self._take(module, optimizer, criterion, loss_reduction)
+        super().__init__(module, optimizer, stand_in, loss_reduction, **kwargs)
+        self.criterion = criterion
+        optimizer.adaptive = AdaptiveBound(**kwargs)
+        module.running_step.counts_unclipped = True

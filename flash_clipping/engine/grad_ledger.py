@@ -1,0 +1,210 @@
+"""The clipped sums that backward has left in ``p.grad``, until the optimizer takes them.
+
+Noise is for sums of one known bound. So it is remembered which tensors they are and what they were
+clipped by, and the optimizer is given the record of these, or an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.draws import DrawnBatch, of_one_draw
+from flash_clipping.engine.step_record import Bound, StepRecord, added
+
+
+class GradLedger:
+    """What is known of ``p.grad`` of a wrapped model's parameters.
+
+    Args:
+        model: the model without its wrapper.
+
+    Attributes:
+        bound: what samples are clipped by, from the next backward pass on that begins a step.
+        record: of the sums that nobody has taken yet, ``None`` without any.
+        clipped_backwards: clipped backward passes since the model was wrapped.
+        counts_unclipped: whether steps count the samples within the bound: adaptive clipping.
+        awaits_backward: whether a forward was recorded since the last backward: norms that were
+            published are of an earlier batch.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.bound: Bound = 1.0
+        self.record: StepRecord | None = None
+        self.clipped_backwards = 0
+        self.counts_unclipped = False
+        self.awaits_backward = False
+        #: What ``p.grad`` holds that is known: clipped sums, or zeros; by the parameter's id the
+        #: tensor and its version.
+        self._left: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}
+        #: Parameters whose ``p.grad`` held something else when the last sums were added to it.
+        self._foreign: set[int] = set()
+        self._follower: weakref.ref[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of a wrapped model start between steps, with no optimizer.
+        state = self.__dict__.copy()
+        state.update(record=None, _left={}, _versions={}, _foreign=set(), _follower=None)
+        return state
+
+    @property
+    def follower(self) -> Any:
+        """The optimizer that adds noise to this model's sums, or ``None``."""
+        return None if self._follower is None else self._follower()
+
+    @follower.setter
+    def follower(self, optimizer: Any) -> None:
+        self._follower = None if optimizer is None else weakref.ref(optimizer)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def begin_backward(
+        self, params: Iterable[nn.Parameter], clipping: str, may_accumulate: bool
+    ) -> None:
+        """Look at what the sums of these parameters will be added to.
+
+        Raises:
+            FlashClippingError: to sums that were clipped otherwise.
+            ValueError: to other sums, which ``may_accumulate`` rules out.
+        """
+        held, foreign = 0, set()
+        for param in params:
+            if (grad := param.grad) is not None:
+                held += 1
+                if not self._is_left(param, grad):
+                    foreign.add(id(param))
+        running = self.record
+        # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
+        if running is not None and (not running.backwards or len(foreign) == held):
+            running = None
+        before = running
+        if before is None and (follower := self.follower) is not None:
+            before = follower.step_record
+        bound = tuple(self.bound) if isinstance(self.bound, list) else self.bound
+        if before is not None:
+            before.check_same_bound(bound, clipping)
+        if running is not None and not may_accumulate:
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call "
+                "optimizer.step() after every forward/backward pass or consider using "
+                "BatchMemoryManager"
+            )
+        # Nothing is known of p.grad until the sums are in: a failure here leaves it so.
+        self.record = running or StepRecord(bound, clipping, backwards=0)
+        self._left, self._foreign = {}, foreign
+
+    def count_backward(self, total_B: Tensor, draw: DrawnBatch | None = None) -> None:
+        """Add a backward pass, whose samples have these norms and are of this draw, to the record.
+
+        Raises:
+            FlashClippingError: the record is of another draw.
+        """
+        self.awaits_backward = False
+        self.clipped_backwards += 1
+        record = self.record
+        assert record is not None
+        unclipped = record.unclipped
+        if self.counts_unclipped:
+            within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
+            unclipped = added(unclipped, within)
+        draw = of_one_draw((record.draw, draw))
+        self.record = replace(
+            record, backwards=record.backwards + 1, unclipped=unclipped, draw=draw
+        )
+
+    def note_sums(self, params: Iterable[nn.Parameter]) -> None:
+        """The sums of these parameters are in ``p.grad``."""
+        self._remember(params, self._foreign)
+
+    def note_cleared(self, params: Iterable[nn.Parameter]) -> None:
+        """Gradients were cleared: those of these parameters that are there are zero."""
+        self.record = None
+        self._remember(params, ())
+
+    def note_moved(self, param: nn.Parameter, before: Tensor) -> None:
+        """``p.grad`` is a copy of what it was, made by this library."""
+        if (left := self._left.get(id(param))) is not None and left() is before:
+            assert param.grad is not None
+            self._left[id(param)] = weakref.ref(param.grad)
+            self._versions[id(param)] = param.grad._version
+
+    def forget(self) -> None:
+        """The sums in ``p.grad`` were taken, or cleared."""
+        self.record, self._left = None, {}
+
+    def _remember(self, params: Iterable[nn.Parameter], foreign: Container[int]) -> None:
+        found = [
+            (param, grad)
+            for param in params
+            if (grad := param.grad) is not None and not (foreign and id(param) in foreign)
+        ]
+        keys = [id(param) for param, _ in found]
+        grads = [grad for _, grad in found]
+        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
+        versions = dict(zip(keys, [grad._version for grad in grads], strict=True))
+        self._versions = versions
+        self._left = left  # the last: an interrupt before it leaves nothing known
+
+    def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:
+        """Whether ``p.grad`` is the tensor that was left there, unchanged."""
+        key = id(param)
+        left = self._left.get(key)
+        return left is not None and left() is grad and self._versions[key] == grad._version
+
+    # -- the optimizer's step -------------------------------------------------------------------
+
+    def pending_record(self, params: Sequence[nn.Parameter]) -> StepRecord:
+        """The record of the sums in ``p.grad`` of these parameters, if that is what is there.
+
+        Raises:
+            ValueError: there was no clipped backward pass, or some ``p.grad`` is not what it left.
+        """
+        record = self.record
+        if record is None or not record.backwards:
+            raise ValueError(
+                "No clipped backward pass was recorded since the last step: p.grad is not a "
+                "clipped sum. Call loss.backward() with hooks enabled (module.enable_hooks()) "
+                "before optimizer.step()."
+            )
+        for param in params:
+            if param.grad is None or not self._is_left(param, param.grad):
+                self._refuse_grad(param)
+        return replace(record, params=frozenset(map(id, params)))
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """The parameter's name in the model; ``None`` for one that is not there."""
+        for name, found in self.model.named_parameters():
+            if found is param:
+                return name
+        return None
+
+    def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
+        name = self.name_of(param)
+        if name is None:
+            raise ValueError(
+                f"The optimizer has a parameter of shape {tuple(param.shape)} that the wrapped "
+                "model has not, or had not when it was wrapped: its gradient is not clipped. Wrap "
+                "the model when it is complete, and give the optimizer its parameters."
+            )
+        if param.grad is None:
+            raise ValueError(
+                f"{name}: this parameter has no clipped sum; its p.grad is None. Call "
+                "loss.backward() on the wrapped model's output before optimizer.step(), after "
+                "freezing, unfreezing and clearing gradients. (backward(inputs=...) leaves sums in "
+                "the named parameters only.)"
+            )
+        raise ValueError(
+            f"{name}: its p.grad is not the clipped sum that backward() left, so noise for the "
+            "clipping bound would not hide a sample. It was changed or replaced between backward() "
+            "and step() (torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, p.grad += "
+            "..., a backward() with hooks disabled), or was not cleared before. Leave p.grad alone "
+            "(samples are clipped already; switch the trainer's clipping off), and clear gradients "
+            "with optimizer.zero_grad()."
+        )

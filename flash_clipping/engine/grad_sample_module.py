@@ -1,0 +1,516 @@
+"""Flash clipping in the shape that Opacus expects of a grad sample module.
+
+A step, in the order of the methods below: forward (who is a sample?), backward (taps record, the
+session keeps), clip (norms to coefficients), and norms and coefficients for who asks. What the
+optimizer is told of the sums is in :mod:`flash_clipping.engine.grad_ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Unpack
+
+import torch
+from opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from torch import Tensor, nn
+
+from flash_clipping.capture.batch_axis import is_rehearsed, may_tell_more
+from flash_clipping.capture.compiled.regions import compiler_of
+from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
+from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.units import Offsets
+from flash_clipping.distributed import sharded_model
+from flash_clipping.engine import norms
+from flash_clipping.engine.grad_ledger import GradLedger
+from flash_clipping.engine.installed_taps import InstalledTaps
+from flash_clipping.engine.model_watch import ModelWatch
+from flash_clipping.engine.module_proxy import ModuleProxy
+from flash_clipping.engine.options import (
+    Backend,
+    Mode,
+    Reduction,
+    SumDtype,
+    WrapperOptions,
+    check_options,
+)
+from flash_clipping.engine.parallel import refuse_new_class
+from flash_clipping.engine.parameter_guards import ParameterGuards, trainable_parameters
+from flash_clipping.engine.step_record import checked_bound
+from flash_clipping.engine.token_losses import ModelLosses
+from flash_clipping.engine.unsupported import refuse_unsupported
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
+
+
+class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
+    """Flash clipping on a model that is used as it is (Opacus' ``wrap_model=False``).
+
+    After ``loss.backward()``, ``get_norm_sample()`` and ``get_clipping_coef()`` are the norms and
+    clipping coefficients of all samples, and every ``p.grad`` holds the clipped sum
+    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss. This is what
+    Opacus' ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
+
+    Args:
+        m: the model. Every trainable parameter in it is covered.
+        batch_first: samples are axis 0 of the input of every layer; otherwise axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
+        strict: refuse buffers that forward changes: what they keep of samples gets no noise. Opacus
+            refuses all buffers of trainable layers; here constants pass.
+        force_functorch: use the generic rule for every layer.
+        max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
+            ``clipping="per_layer"``.
+        use_ghost_clipping: accepted for compatibility; norms are exact either way.
+        backend: ``"auto"`` (Triton for CUDA tensors where it works), ``"triton"`` or ``"torch"``;
+            the environment variable ``FLASH_CLIPPING_BACKEND`` overrides ``"auto"``.
+        mode: ``"one_pass"`` keeps every layer's input and output gradient until the coefficients
+            are known. ``"two_pass"`` keeps nothing and runs backward twice: for models under
+            activation checkpointing that would not fit otherwise.
+        clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
+            (:func:`~flash_clipping.finish.clipping.clipping_coefficients`).
+        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that see
+            several rows per sample along the batch axis: windows folded into the batch, say. All
+            rows of one sample must lie together, and every sample must have as many. Modules
+            below a named one are meant too.
+        sum_dtype: of clipped sums in ``p.grad``. ``"float32"`` (float64 for float64 parameters)
+            rounds once, after the noise. ``"parameter"`` rounds every sum to the parameter's dtype
+            before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
+            of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
+            ``max_grad_norm``, where the noise is for one.
+        sample_of: the name of an argument of the forward that says what a sample is, where that is
+            no row: an integer tensor with the user, patient or document of every row ``[R]`` or
+            position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
+            :class:`~flash_clipping.Offsets`. "Sample" means such a *unit* then, and ``B`` their
+            number; with ``loss_reduction="mean"`` the mean is over rows.
+
+    Guarantees:
+        For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
+        ``max_grad_norm`` (1 + 1e-4), besides fp32's own rounding of the sum; with
+        ``sum_dtype="parameter"``, besides that of the parameter's dtype.
+        A sample whose gradient is not finite adds nothing. Results are bitwise equal from
+        run to run. No step waits for the device.
+
+    Raises:
+        NotImplementedError: the model holds a layer that mixes samples (BatchNorm); or, in forward
+            and if ``strict``, a buffer is changed.
+        FlashClippingError: in forward or backward, where a norm would be wrong.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: Reduction = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        use_ghost_clipping: bool = True,
+        backend: Backend = "auto",
+        mode: Mode = "one_pass",
+        clipping: str = "flat",
+        folded_modules: Sequence[str] = (),
+        sum_dtype: SumDtype = "float32",
+        sample_of: str | Offsets | None = None,
+    ):
+        check_options(loss_reduction, mode, backend, sum_dtype, clipping)
+        refuse_unsupported(m)
+        self.strict = strict
+        self.mode = mode
+        self.backend = backend
+        self.clipping = clipping
+        self.sum_dtype = sum_dtype
+        self.folded_modules = tuple(folded_modules)
+        self.sample_of = sample_of
+        #: The clipped sums that backward left in ``p.grad`` and nobody has taken yet.
+        self.running_step = GradLedger(m)
+        #: What the samples of the last backward were clipped by: at least the norms of what is
+        #: released of them, ``[B]``, or ``[P, B]`` when per layer.
+        self.upper_bounds: Tensor | None = None
+        #: Whether a forward since the last backward of the criterion had an input that requires a
+        #: gradient, which is somebody else's: a generator's, say.
+        self.inputs_want_gradients = False
+        #: Of a stage in a pipeline: norms over all stages, ``[B]``.
+        self.norms_over_stages: Tensor | None = None
+        #: Modules that hold parameters, in the model's order.
+        self._owners = [module for module in m.modules() if module._parameters]
+        self._session = ClippingSession(
+            clip=self._clip,
+            note_sums=self._note_sums,
+            trainable=self._trainable,
+            state=self._state,
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+            backend=backend,
+            sum_dtype=sum_dtype,
+            sample_of=sample_of,
+        )
+        #: What a model has besides that ``fully_shard`` was applied to.
+        self._sharded = sharded_model(m, self._session)
+        if self._sharded is not None:
+            self._session.seen_kinds = None  # its processes rehearse at the beginning only
+        GradSampleHooksFastGradientClipping.__init__(
+            self,
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+            max_grad_norm=max_grad_norm,
+            use_ghost_clipping=use_ghost_clipping,
+        )
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """No errors: Opacus' are of buffers, and whether one changes shows in forward."""
+        return []
+
+    # -- installation ---------------------------------------------------------------------------
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        """Tap every layer that owns parameters, and watch the root module's inputs and outputs."""
+        root = self._module
+        if hasattr(root, "autograd_grad_sample_hooks"):
+            raise ValueError(
+                "Trying to add hooks twice to the same model. One model has one optimizer, with "
+                "a parameter group for whatever needs settings of its own. To start afresh, take "
+                "the hooks off first: to_standard_module(), or cleanup() with wrap_model=False."
+            )
+        refuse_unsupported(root)
+        # Opacus' users and tests find the handles under this name.
+        handles: list[Any] = []
+        root.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
+        if self._sharded is not None:
+            self._sharded.before_taps(handles)
+        self._taps = InstalledTaps(
+            root,
+            self._session,
+            mode=self.mode,
+            force_generic=force_functorch,
+            folded_modules=self.folded_modules,
+        )
+        if self._sharded is not None:
+            self._sharded.add_first_hooks(handles)
+        handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
+        handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
+        self._losses = ModelLosses(root, self._session)
+        self._guards = ParameterGuards(root, self._owners, self._session, self.sum_dtype, handles)
+        wrapper = self if isinstance(self, nn.Module) else root
+        self._watch = ModelWatch(
+            wrapper, root, self._session, self._taps, self._guards, self.strict
+        )
+        if self._sharded is not None:
+            self._watch.sharded = self._sharded
+            self._sharded.add_last_hooks(handles, self._taps.all)
+        self.enable_hooks()
+
+    def remove_hooks(self) -> None:
+        """Take off all taps and hooks; the model is as it was."""
+        self._taps.remove()
+        self._losses.remove()
+        self._guards.remove()
+        self.running_step.forget()
+        self.running_step.follower = None
+        super().remove_hooks()
+
+    def enable_hooks(self) -> None:
+        """Record backward passes: they leave norms, coefficients and clipped sums."""
+        super().enable_hooks()
+        self._session.enabled = True
+
+    def disable_hooks(self) -> None:
+        """Leave backward passes alone: they give ordinary gradients."""
+        super().disable_hooks()
+        self._session.enabled = False
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model's forward and backward, with arguments as of ``torch.compile``.
+
+        What clipping needs leaves the compiled graphs as outputs
+        (:mod:`flash_clipping.capture.compiled` tells what layers that serves), so that
+        ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
+        those of the model that is not compiled.
+        """
+        if self._sharded is not None:
+            self._sharded.refuse("compile()")
+        self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
+
+    # -- forward: who is a sample? --------------------------------------------------------------
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        session = self._session
+        given, kwargs = session.units_of_calls.argument(module, args, kwargs)
+        if not session.enabled:
+            return args, kwargs
+        self._losses.refuse_penalty(kwargs)
+        session.enter_forward()
+        self._watch.before_forward(module)
+        tensors = batched_inputs(args, kwargs)
+        self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
+        made_up = self._sharded is not None and self._sharded.is_empty
+        draw = session.draw_of(tensors, made_up)
+        units = session.units_of(given, tensors, draw)
+        if session.may_rehearse() and units is not None and units.by_position:
+            self._watch.rehearse(module, args, kwargs, positions=units)
+        elif session.may_rehearse():
+            wanted = (
+                session.rehearsed != self._guards.count
+                or may_tell_more(session, args, kwargs)
+                or not is_rehearsed(session, module.training, args, kwargs)
+            )
+            if self._watch.rehearse_if(wanted, module, args, kwargs):
+                session.rehearsed = self._guards.count
+        call = session.begin_forward(tensors, units=units)
+        call.made_up = made_up
+        call.draw = draw
+        call.counted_rows = session.padding.of_call(draw, session.captured is not None)
+        check_drawn(session, call)
+        self.running_step.awaits_backward |= call.recorded
+        session.returning = call
+        # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
+        if call.recorded and units is None and session.backward_pass_class is BackwardPass:
+            session.proven_call = call
+        self._losses.before_forward()
+        return args, kwargs
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        session = self._session
+        call, session.returning = session.returning, None
+        if call is None:
+            return
+        self._watch.after_forward(module, args, kwargs, output)
+        if not torch.is_grad_enabled():
+            return
+        call.ended = True
+        self._watch.rehearse_if(bool(call.guesses), module, args, kwargs, call)
+        self._losses.after_forward(kwargs, output)
+        if self.mode == "two_pass":
+            return
+
+        def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
+            if session.enabled:
+                session.begin_backward(call)
+
+        for leaf in tensors_in(output):
+            if leaf.requires_grad:
+                leaf.register_hook(start_backward)
+
+    def expect_samples(self, n: int | None) -> None:
+        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.
+
+        From now on, a forward that records gradients must be called with that many samples, until
+        another number is given; ``None`` if it is not known.
+
+        Raises:
+            FlashClippingError: in forward, where the model is called with a batch of another size.
+        """
+        self._session.drawn = n
+
+    def expect_rows(self, order: Tensor | None) -> None:
+        """Tell which row of the loader's batch each row of the model's input is.
+
+        Needed where it matters (``units``, ``max_batch_size``, batches in an order), and the model
+        is called with other tensors than the batch's: rows that the loop has changed, or put into
+        another order. It holds for the batch that the loader gave last.
+
+        Args:
+            order: ``[rows]``, integers; ``None``: the batch's own tensors again.
+
+        Raises:
+            FlashClippingError: there is no batch, or it has no such rows.
+        """
+        self._session.draws.expect_rows(order)
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse per-sample losses that are not as many as the samples of the last forward.
+
+        Raises:
+            FlashClippingError: what was taken for samples is something else.
+        """
+        check_losses(self._session, losses)
+
+    # -- backward: norms to coefficients --------------------------------------------------------
+
+    def _clip(
+        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
+    ) -> Tensor:
+        """Publish the norms of one backward; return its coefficients, which are by upper bounds of
+        what is released (:mod:`flash_clipping.ops.certificate`)."""
+        captured, step = self._session.captured, self.running_step
+        step.awaits_backward = False
+        counted = self._session.counted_rows()
+        norms_PB = counted.norms(norms_PB)
+        if captured is None:
+            step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
+        norms.publish(params, norms_PB, one_device)
+        total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
+        if self.clipping == "per_layer":
+            upper = doubts.bound_each([id(param) for param in params], norms_PB)
+        else:
+            upper = doubts.bound_total(total_B)
+        self.upper_bounds = upper = counted.bounds(upper)
+        if captured is None:
+            step.count_backward(total_B, self._session.draw_of_calls())
+        else:
+            captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
+        return self._coefficients(upper)
+
+    def _coefficients(self, upper: Tensor) -> Tensor:
+        """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
+        bound = self.running_step.bound
+        if self.clipping == "per_layer":
+            return clipping_coefficients(upper, bound, self.clipping)
+        return clipping_coefficients(upper.unsqueeze(0), bound, self.clipping, upper)
+
+    def _note_sums(self, params: Iterable[nn.Parameter]) -> None:
+        """The clipped sums of these parameters are in ``p.grad``."""
+        if self._session.captured is None:
+            self.running_step.note_sums(params)
+
+    @contextmanager
+    def summed_loss(self) -> Iterator[bool]:
+        """Take the gradients of a backward pass for samples' own, whatever ``loss_reduction`` says.
+
+        Yields whether that is so: with hooks disabled gradients are left alone, and so must the
+        loss be.
+        """
+        session = self._session
+        before = session.loss_reduction
+        if session.enabled:
+            session.loss_reduction = "sum"
+        try:
+            yield session.enabled
+        finally:
+            session.loss_reduction = before
+
+    # -- what users ask for ---------------------------------------------------------------------
+
+    def get_norm_sample(self) -> Tensor:
+        """Norm of every sample's gradient over all trainable parameters: fp32 ``[B]``.
+
+        fp64 for a model in float64.
+
+        Raises:
+            FlashClippingError: no backward pass has been recorded yet, or none since the last
+                forward.
+        """
+        norm_B = self.norms_over_stages
+        if norm_B is None:
+            norm_B = total_norm(norms.published(self.trainable_parameters))
+        self._refuse_old_norms()
+        self.per_sample_gradient_norms = norm_B
+        return norm_B
+
+    def get_clipping_coef(self) -> Tensor:
+        """Clipping coefficient of every sample: fp32 ``[B]`` (``[P, B]`` when per layer).
+
+        Follows ``max_grad_norm`` as it is now. Never NaN; 0 for a sample that is not finite. May
+        be below ``max_grad_norm / norm`` for a sample whose positions nearly cancel
+        (:mod:`flash_clipping.ops.certificate`).
+
+        Raises:
+            FlashClippingError: no backward pass has been recorded yet, or none since the last
+                forward.
+        """
+        norms.published(self.trainable_parameters)
+        self._refuse_old_norms()
+        assert self.upper_bounds is not None
+        return self._coefficients(self.upper_bounds)
+
+    def _refuse_old_norms(self) -> None:
+        if self.running_step.awaits_backward:
+            raise FlashClippingError(
+                "There are no per-sample norms of the last forward yet, only those of an earlier "
+                "batch: they are taken during backward. Call loss.backward() first, and run data "
+                "that is not trained on under torch.no_grad()."
+            )
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """Clipping bound; a list with one for each trainable parameter when per layer.
+
+        The optimizer's is the same one: whichever is set, both change. It may be set at any time,
+        and applies from the next step on: a backward pass that would go on with a step by another
+        bound is an error, and noise is for the bound that the step was clipped by.
+
+        Raises:
+            ValueError: when set to what is no positive number.
+        """
+        return self.running_step.bound
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        self.running_step.bound = checked_bound(value)
+
+    @property
+    def backward_count(self) -> int:
+        """Backward passes whose clipped sums nobody has taken yet."""
+        record = self.running_step.record
+        return 0 if record is None else record.backwards
+
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trainable now, in the model's order."""
+        return self._trainable()
+
+    @trainable_parameters.setter
+    def trainable_parameters(self, value: Any) -> None:
+        """Opacus assigns the list once; ours follows ``requires_grad``."""
+
+    def _trainable(self) -> list[nn.Parameter]:
+        if self._sharded is not None:
+            return self._sharded.slots.trainable()
+        return trainable_parameters(self._owners)
+
+    def _state(self) -> Iterator[Tensor]:
+        return chain(self._module.parameters(), self._module.buffers())
+
+    def set_grad_sample_to_none(self) -> None:
+        """Gradients are being cleared; there is never a ``p.grad_sample`` to clear."""
+        self.running_step.forget()
+
+
+class GradSampleModuleFlashClipping(
+    ModuleProxy, GradSampleHooksFlashClipping, GradSampleModuleFastGradientClipping
+):
+    """Flash clipping around a model (Opacus' ``wrap_model=True``).
+
+    See :class:`GradSampleHooksFlashClipping` for arguments, guarantees and errors. Attributes and
+    methods that it has not itself are the model's (``config``, ``device``, ``generate``,
+    ``save_pretrained``). State dicts have Opacus' ``_module.`` prefix; those of the plain model are
+    loaded as well. ``to_standard_module()`` gives the model back as it was.
+    """
+
+    def __init__(self, m: nn.Module, **options: Unpack[WrapperOptions]):
+        nn.Module.__init__(self)
+        GradSampleHooksFlashClipping.__init__(self, m, **options)
+        self.grad_accumulation_hook = None
+        self._constructed = True
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients of the model, as Opacus' wrapped modules do."""
+        super().zero_grad(set_to_none)
+        self.running_step.note_cleared(self._module.parameters())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            refuse_new_class(self, value)
+        super().__setattr__(name, value)

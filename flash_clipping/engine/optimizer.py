@@ -1,0 +1,497 @@
+"""Opacus' optimizers for clipped sums, with noise, accumulation and scaling in one pass."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from opacus.optimizers import (
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizerFastGradientClipping,
+)
+from torch import Tensor, nn
+
+from flash_clipping._compat import check_optimizer, functions_of_optimizer
+from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
+from flash_clipping.engine.noise_stream import stream_of
+from flash_clipping.engine.sampling.units import refuse_split_units
+from flash_clipping.engine.step_record import (
+    Bound,
+    StepRecord,
+    checked_bound,
+    rescaled,
+    total_bound,
+)
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Purpose, SecretStream
+
+_check_unused, _mark_used = functions_of_optimizer()
+
+
+class FlashDPOptimizer(DPOptimizerFastGradientClipping):
+    """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
+
+    ``p.grad`` becomes ``(p.summed_grad + N(0, (noise_multiplier * C)^2)) / expected_batch_size``,
+    where the noise is made of words of :attr:`stream` that are used once. ``C`` is the bound that
+    the step's sums were clipped by: see :meth:`follow`.
+
+    Args:
+        max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
+            where the sensitivity is the norm of the list.
+        stream: what noise is made of; by default with a key of its own, which nobody knows.
+        generator: a seed, for tests: the stream is that of a number drawn from it, now.
+        secure_mode: changes nothing: noise is that of secure mode. It refuses a seed.
+        noise_grid: round noisy sums to a grid that does not depend on data
+            (:func:`flash_clipping.ops.noise.grid_of`).
+        **kwargs: as in Opacus.
+
+    Attributes:
+        stream: the :class:`~flash_clipping.randomness.SecretStream`.
+
+    Raises:
+        ValueError: a seed in secure mode, or beside a stream; in ``step``, for gradients that are
+            not the clipped sums of this step.
+
+    Warns:
+        SeededNoiseWarning: a generator was given.
+    """
+
+    #: Moves the bound at the end of every step: adaptive clipping.
+    adaptive: AdaptiveBound | None = None
+
+    #: Whether parameters may be shards.
+    _serves_shards = False
+
+    _bound: Bound
+    _module: Any = None
+    _replaced = False
+    _iterations = 1
+    #: Of the sums in ``p.summed_grad``, whose step has not ended.
+    _record: StepRecord | None = None
+    #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
+    _loop: FrameType | None = None
+    #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
+    _ahead: int | None = None
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        max_grad_norm: float | Sequence[float],
+        stream: SecretStream | None = None,
+        noise_grid: bool = False,
+        **kwargs: Any,
+    ):
+        _refuse_many_closures(optimizer)
+        self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
+        self.noise_grid = noise_grid
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
+        check_optimizer(self)
+        if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
+            raise NotImplementedError(
+                f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
+                "make_private, or integration.sharded_optimizer.ShardedFlashDPOptimizer."
+            )
+
+    def __getstate__(self) -> Any:
+        # Opacus' own state cannot be copied: it breaks every optimizer's step on the way.
+        raise FlashClippingError(
+            f"{type(self).__name__}: a private optimizer cannot be copied or pickled: it takes the "
+            "sums of one model, with noise that is drawn once. Copy what it has learnt:\n"
+            "    saved = copy.deepcopy(optimizer.state_dict()); optimizer.load_state_dict(saved)"
+        )
+
+    # -- the model whose sums it takes ----------------------------------------------------------
+
+    def follow(self, module: Any) -> None:
+        """Take the clipped sums of this wrapped model, and no others.
+
+        Its bound and this optimizer's are one from now on. Noise is for the bound that the sums of
+        the step were clipped by. A step is refused unless ``p.grad`` of every parameter that would
+        be updated is what the model's backward left there.
+
+        Raises:
+            ValueError: another optimizer follows the model.
+        """
+        self.check_alone(module, self.original_optimizer)
+        before = module.running_step.follower
+        if before is not None and before is not self:
+            before._replaced = True
+            # Behind what that one has drawn, where both have the key of one seed.
+            self.stream.load_state_dict(before.stream.state_dict())
+        module.max_grad_norm = self._bound_now()
+        module.running_step.follower = self
+        self._module = module
+
+    @staticmethod
+    def check_alone(module: Any, optimizer: Any) -> None:
+        """Raise ``ValueError`` if a model is followed by anything but what wraps ``optimizer``."""
+        other = module.running_step.follower
+        plain = getattr(optimizer, "original_optimizer", optimizer)
+        if other is not None and other.original_optimizer is not plain:
+            raise ValueError(
+                f"This model has a private optimizer already ({type(other).__name__} around "
+                f"{type(other.original_optimizer).__name__}). Two of them would each take the "
+                "other's sums. Use one optimizer, with a parameter group for whatever needs "
+                "settings of its own. To replace it, pass that optimizer to make_private, or start "
+                "afresh from module.to_standard_module()."
+            )
+
+    @property
+    def step_record(self) -> StepRecord | None:
+        """What the sums were clipped by that the running step has taken so far."""
+        return self._record
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Sensitivity of the sum: the bound, or the norm of all parameters' bounds.
+
+        Setting it sets the model's; in per-layer clipping all bounds keep their proportions. It
+        applies from the next step on.
+        """
+        return total_bound(self._bound_now())
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        if self._module is not None:
+            self._module.max_grad_norm = rescaled(self._module.max_grad_norm, value)
+            return
+        before = getattr(self, "_bound", None)
+        self._bound = checked_bound(value) if before is None else rescaled(before, value)
+
+    @property
+    def max_grad_norms(self) -> list[float] | None:
+        """One bound for each trainable parameter, in per-layer clipping."""
+        bound = self._bound_now()
+        return [*bound] if isinstance(bound, list) else None
+
+    def _bound_now(self) -> Bound:
+        bound: Bound = self._bound if self._module is None else self._module.max_grad_norm
+        return bound
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch, for parameters of the model that was wrapped.
+
+        Raises:
+            ValueError: a parameter is none of them: its gradients would not be clipped.
+        """
+        if self._module is not None:
+            params = param_group["params"]
+            known = {id(param) for param in self._module._module.parameters()}
+            for param in [params] if isinstance(params, Tensor) else params:
+                tensor = param[1] if isinstance(param, tuple) else param
+                if id(tensor) not in known:
+                    raise ValueError(
+                        f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
+                        "the wrapped model has not; its gradients would not be clipped. Wrap the "
+                        "model when it is complete, and give the optimizer its parameters."
+                    )
+        self.original_optimizer.add_param_group(param_group)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Backward passes whose sums the running step adds up; the accountant counts them."""
+        pending = 0 if self._module is None else self._module.backward_count
+        return pending or self._iterations
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given.
+
+        Raises:
+            ValueError: always. The scale is in the norms, so that samples are clipped at
+                ``max_grad_norm / scale``; and a step that is skipped because of some sample's
+                overflow is a release without noise.
+        """
+        raise ValueError(
+            "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
+            "were clipped as they came, multiplied by the scale, and are divided by it before "
+            "noise is added. Call loss.backward() and optimizer.step() without the scaler (samples "
+            "that overflow are left out), or use bfloat16, which needs no scaling."
+        )
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: whether one more step, after those announced before, is skipped.
+
+        What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
+        when its loop was left, or goes on without. Refused where the loader's batches come whole.
+        """
+        self._signal(do_skip, sys._getframe(1))
+
+    def _signal(self, do_skip: bool, caller: FrameType) -> None:
+        by_hand = not caller.f_code.co_flags & inspect.CO_GENERATOR
+        if do_skip or not by_hand:
+            refuse_split_units(self._module, by_hand=by_hand)
+        if by_hand:
+            self._loop = None
+            super().signal_skip_step(do_skip)
+            return
+        if caller is not self._loop:
+            self._loop, self._ahead = caller, None
+            self._step_skip_queue.clear()
+            self._discard("another loop over BatchMemoryManager's loader began")
+        elif self._ahead is not None:
+            while len(self._step_skip_queue) > self._ahead:  # the oldest was never stepped on
+                if not self._step_skip_queue.pop(0):
+                    self._discard("its last part was loaded, but optimizer.step() was not called")
+        super().signal_skip_step(do_skip)
+
+    def _discard(self, because: str) -> None:
+        """Let go of the sums of a logical batch that will never be complete; none was released."""
+        if self._record is None:
+            return
+        warnings.warn(
+            "The first parts of a logical batch had been added up when "
+            f"{because}. They are left out: nothing of them was released. Let every loop over "
+            "BatchMemoryManager's loader run to the end of a logical batch.",
+            stacklevel=3,
+        )
+        self.discard_step()
+
+    def discard_step(self) -> None:
+        """Let go of the sums that skipped steps have added up; nothing of them was released."""
+        self._record = None
+        self._is_last_step_skipped = False
+        for p in self._all_params():
+            p.summed_grad = None
+
+    def _all_params(self) -> list[Any]:
+        """All parameters that the wrapped optimizer knows, trainable or not."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def accumulate(self) -> None:
+        """Take ``p.grad`` over into ``p.summed_grad``, without a copy.
+
+        Raises:
+            ValueError: some ``p.grad`` is not the clipped sum that backward left; nothing changes.
+            FlashClippingError: the sums were clipped otherwise than those taken before.
+        """
+        announced = len(self._step_skip_queue)
+        if self._loop is not None and not announced:
+            self._discard("the loop over BatchMemoryManager's loader was left")
+        elif self._loop is not None and self._ahead is None:
+            self._ahead = announced - 1
+        params = self.params
+        record = self._checked(params)
+        for p in params:
+            if getattr(p, "summed_grad", None) is None:
+                p.summed_grad = p.grad
+            else:
+                p.summed_grad = p.summed_grad.add_(p.grad)
+            p.grad = None
+        if record is not None:
+            self._module.running_step.forget()
+            self._record, self._iterations = record, max(1, record.backwards)
+
+    def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
+        """The record of the step with what is in ``p.grad`` now, if it may be taken."""
+        if self._replaced:
+            raise ValueError(
+                "This optimizer was replaced by that of a later make_private(): use the one that "
+                "was returned last."
+            )
+        for p in params:
+            if (summed := getattr(p, "summed_grad", None)) is not None:
+                _check_unused(summed)
+        if self._module is None:
+            if any(p.grad is None for p in params):
+                raise ValueError(
+                    "A parameter has no clipped sum: its p.grad is None. Call loss.backward() on "
+                    "the wrapped model's output before optimizer.step()."
+                )
+            return None
+        record: StepRecord = self._module.running_step.pending_record(params)
+        for p in self._all_params():
+            # The wrapped optimizer steps on whatever has a gradient.
+            if not p.requires_grad and p.grad is not None:
+                name = self._module.running_step.name_of(p)
+                raise ValueError(
+                    f"{name}: this parameter is frozen but has a gradient, "
+                    "which would be released without noise. Freeze parameters before backward(), "
+                    "or clear gradients (optimizer.zero_grad()) after."
+                )
+        return record if self._record is None else self._record.plus(record)
+
+    def _multiplier(self) -> float:
+        """The noise multiplier of the sum."""
+        if self.adaptive is not None:
+            return self.adaptive.noise_multiplier(self.noise_multiplier, self._expected_samples())
+        # What Opacus' own adaptive criterion leaves here.
+        multiplier = getattr(self, "_adjusted_noise_multiplier", None)
+        return self.noise_multiplier if multiplier is None else multiplier
+
+    def _noise_std(self) -> float:
+        bound = self.max_grad_norm if self._record is None else self._record.sensitivity
+        std = self._multiplier() * bound
+        if not math.isfinite(std) or std < 0:
+            raise ValueError(
+                f"The noise would have standard deviation {std}: found noise_multiplier="
+                f"{self.noise_multiplier} and max_grad_norm={bound}; expected finite numbers."
+            )
+        return std
+
+    def _divisor(self) -> float:
+        if self.loss_reduction == "mean":
+            assert self.expected_batch_size is not None  # Opacus refuses "mean" without it
+            return float(self.expected_batch_size * self.accumulated_iterations)
+        return 1.0
+
+    def add_noise(self) -> None:
+        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
+        std, divisor = self._noise_std(), self._divisor()
+        for p in self.params:
+            _check_unused(p.summed_grad)
+        sums = [p.summed_grad for p in self.params]
+        dtypes = [self._noisy_dtype(p) for p in self.params]
+        draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
+        shards = self._shards()
+        noisy = noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
+        for p, grad in zip(self.params, noisy, strict=True):
+            p.grad = grad.view_as(p)
+            _mark_used(p.summed_grad)
+
+    def _shards(self) -> list[int] | None:
+        """Which part of the noise of each parameter's number is this process's; ``None``: all."""
+        return None
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        """Of noisy gradients: the parameter's, as optimizers want them."""
+        return p.dtype
+
+    def scale_grad(self) -> None:
+        """Nothing: :meth:`add_noise` divides in the same pass."""
+
+    def pre_step(self, closure: Any = None) -> Any:
+        """As in Opacus; a whole step ends the record, and moves an adaptive bound.
+
+        Raises:
+            ValueError: Accelerate divides losses before their backward.
+        """
+        _refuse_divided_losses()
+        whole = super().pre_step(closure)
+        if whole:
+            record, self._record = self._record, None
+            if self.adaptive is not None:
+                self._move_bound(record)
+        return whole
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, to ``None`` unless told otherwise; sums of skipped steps stay."""
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            self.discard_step()
+        if self._module is not None:
+            self._module.running_step.note_cleared(self._all_params())
+
+    # -- adaptive clipping ----------------------------------------------------------------------
+
+    def _expected_samples(self) -> float:
+        """Samples that are expected in the running step, over all processes."""
+        if self.expected_batch_size is None or self._module is None:
+            raise FlashClippingError(
+                "Adaptive clipping needs an optimizer with expected_batch_size that follows the "
+                "wrapped model (make_private makes one)."
+            )
+        return float(self.expected_batch_size * self.accumulated_iterations)
+
+    def _move_bound(self, record: StepRecord | None) -> None:
+        """Set the next step's bound by the samples of this one that were within its bound."""
+        assert self.adaptive is not None
+        if record is None or record.unclipped is None or isinstance(record.bound, tuple):
+            raise FlashClippingError(
+                "Adaptive clipping: the step has no count of the samples within its bound. Make "
+                "the criterion before the first backward (make_private does)."
+            )
+        samples = self._expected_samples()
+        noisy = float(self._noisy_count(record.unclipped, COUNT_NOISE * samples))
+        self.max_grad_norm = self.adaptive.next_bound(record.bound, noisy, samples)
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        draw = self.stream.draw(Purpose.COUNT)
+        (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
+        return noisy
+
+
+def _refuse_divided_losses() -> None:
+    """``Accelerator.backward`` divides every loss by ``gradient_accumulation_steps``."""
+    accelerate = sys.modules.get("accelerate.state")
+    steps = 1 if accelerate is None else accelerate.GradientState().num_steps
+    if steps != 1:
+        raise ValueError(
+            f"optimizer.step(): found an Accelerator with gradient_accumulation_steps={steps}. Its "
+            f"backward() divides losses by {steps}, so that samples are clipped by gradients that "
+            "are too small. Nothing was released. Make batches larger, in parts by "
+            "BatchMemoryManager where they do not fit, and leave it out:\n"
+            "    accelerator = Accelerator(gradient_accumulation_steps=1)"
+        )
+
+
+def _refuse_many_closures(optimizer: Any) -> None:
+    """Refuse optimizers that need a closure: they call it as often as they like in one step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer: found {name}, whose step evaluates the loss several times. Each "
+            "evaluation would be a release of its own, which nobody adds noise to or accounts "
+            "for. Use an optimizer of one gradient a step:\n"
+            "    optimizer = torch.optim.AdamW(model.parameters())"
+        )
+
+
+class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
+    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed, and
+    the noisy sum is rounded to the parameter's dtype.
+
+    Raises:
+        NotImplementedError: ``noise_grid``: the other workers' sums are added after the noise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if kwargs.get("noise_grid"):
+            raise NotImplementedError(
+                "noise_grid=True: found data-parallel training, where sums of other workers are "
+                "added to the rounded one. Use fully_shard, or one process."
+            )
+        super().__init__(*args, **kwargs)
+
+    def add_noise(self) -> None:
+        if self.rank == 0:
+            FlashDPOptimizer.add_noise(self)
+            return
+        divisor = self._divisor()
+        for p in self.params:
+            _check_unused(p.summed_grad)
+            p.grad = (p.summed_grad / divisor).view_as(p)
+            _mark_used(p.summed_grad)
+
+    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+        # The other workers' part has no noise of its own: it is not rounded by itself.
+        dtype: torch.dtype = p.summed_grad.dtype  # type: ignore[attr-defined]
+        return dtype
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for p in self.params:
+            if p.grad.dtype != p.dtype:
+                p.grad = p.grad.to(p.dtype)
+
+    def _expected_samples(self) -> float:
+        return super()._expected_samples() * self.world_size
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        """All processes count; worker 0 adds the noise, and its sum holds for all."""
+        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.SUM)
+        if self.rank == 0:
+            count = super()._noisy_count(count, std)
+        torch.distributed.broadcast(count, src=0)
+        return count

@@ -1,0 +1,199 @@
+"""PyTorch's own data parallelism, in all its forms, and why a private model refuses it.
+
+It reduces gradients as autograd accumulates them. Those of a private model are clipped sums, which
+autograd never sees: what comes out is exactly 0, or one process's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+from types import FrameType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import distributed as dist
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from flash_clipping._compat import (
+    applied_to,
+    awaits_gradient,
+    is_flattened,
+    is_replica,
+    runs_in_ddp,
+)
+from flash_clipping.distributed import is_sharded, processes_of
+from flash_clipping.errors import FlashClippingError
+
+#: Where context_parallel stands, in PyTorch.
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
+
+_INSTEAD = (
+    "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or call "
+    "fully_shard on its blocks and on it; give that to make_private(module=...), and leave it to "
+    "nobody else (with Accelerate: do not pass model or optimizer to prepare())."
+)
+
+
+def _form_of(module: nn.Module) -> str | None:
+    """What of PyTorch's data parallelism this module is, or is managed by."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return f"torch.nn.parallel.{type(module).__name__}"
+    if not dist.is_available():
+        return None
+    # Imported when first needed: they load half of torch.distributed.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if isinstance(module, FullyShardedDataParallel):
+        return "torch.distributed.fsdp.FullyShardedDataParallel"
+    if isinstance(module, FSDPModule):
+        return "torch.distributed.fsdp.fully_shard"
+    if "replicate" in applied_to(module):
+        return "torch.distributed's replicate"
+    return None
+
+
+def refuse_inside(path: str, module: nn.Module) -> None:
+    """Refuse a module of a model that is about to be wrapped.
+
+    Raises:
+        NotImplementedError: it reduces or shards gradients.
+    """
+    if (form := _form_of(module)) is not None and not is_sharded(module):
+        raise NotImplementedError(
+            f"{path or 'the model'}: found {form}, which reduces gradients before they are "
+            f"clipped. {_INSTEAD}"
+        )
+
+
+def refuse_around(module: nn.Module) -> None:
+    """Refuse a forward of a private model that runs inside another's.
+
+    Raises:
+        FlashClippingError: it is a replica, or runs inside DistributedDataParallel, or with the
+            positions of a sample in several processes.
+    """
+    # What context_parallel puts in the place of a builtin function, in all of its forms.
+    if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+        raise FlashClippingError(
+            f"the model ({type(module).__name__}): found torch.distributed's context_parallel "
+            "around a private model. The positions of a sample lie in several processes, and each "
+            "would clip its own part of the sample's gradient: of R parts, a sample could move the "
+            "sum by R times max_grad_norm. Give every sample to one process: fully_shard, with "
+            "activation checkpointing or mode='two_pass' for long sequences."
+        )
+    if runs_in_ddp():
+        found = "DistributedDataParallel"
+    elif is_replica(module):
+        found = "DataParallel"
+    else:
+        return
+    raise FlashClippingError(
+        f"the model ({type(module).__name__}): found torch.nn.parallel.{found} around a private "
+        "model. It reduces what autograd accumulates, and a private model's gradients are clipped "
+        f"sums, which autograd does not see: they would be 0 or not reduced. {_INSTEAD}"
+    )
+
+
+def refuse_in_pipeline(module: nn.Module) -> None:
+    """Refuse a forward of a private model that a stage of a pipeline runs by itself.
+
+    Raises:
+        FlashClippingError: every stage would clip by its own norms.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules or is_dynamo_compiling():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+            raise FlashClippingError(
+                f"the model ({type(module).__name__}): found a stage of "
+                "torch.distributed.pipelining that runs a private model. Every stage would clip by "
+                "the norms of its own parameters: of S stages, a sample could move the released "
+                "sums by sqrt(S) times max_grad_norm. Run the schedule by "
+                "flash_clipping.PrivateSchedule(schedule, microbatch_size=...), on all stages."
+            )
+        frame = frame.f_back
+
+
+def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
+    """Refuse what was done to a private model after it was wrapped, ``sharded`` modules before.
+
+    Raises:
+        FlashClippingError: it was sharded or replicated, or something waits for gradients that
+            autograd will not accumulate.
+    """
+    for path, part in module.named_modules():
+        form = None if part in sharded else _form_of(part)
+        for name, param in part._parameters.items():
+            if param is None:
+                continue
+            # Parts of one flat parameter take the parameters' places.
+            if is_flattened(param) or not isinstance(param, nn.Parameter):
+                form = "torch.distributed.fsdp.FullyShardedDataParallel"
+            elif awaits_gradient(param):
+                raise FlashClippingError(
+                    f"{path}.{name}: found a hook that waits until autograd has accumulated its "
+                    "gradient (register_post_accumulate_grad_hook), which never happens to a "
+                    "private model: clipped sums are put into p.grad at the end of backward. Do "
+                    "what the hook does after loss.backward(), or around optimizer.step()."
+                )
+        if form is not None:
+            raise FlashClippingError(
+                f"{path or 'the model'}: found {form} on a private model. Its gradients are "
+                f"clipped sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+            )
+
+
+def refuse_new_class(module: nn.Module, new: Any) -> None:
+    """Refuse to become a module of another class, as fully_shard and replicate do with modules.
+
+    Raises:
+        FlashClippingError: always.
+    """
+    raise FlashClippingError(
+        f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
+        "torch.distributed's fully_shard and replicate do. A private model's gradients are clipped "
+        f"sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+    )
+
+
+def refuse_alone(module: Any, distributed: bool | None) -> None:
+    """Refuse to make a model private that several processes would train apart.
+
+    Raises:
+        ValueError: ``torch.distributed`` runs several processes, and nothing would reduce the
+            gradients of ``module``; unless ``distributed=False`` says that this is meant.
+    """
+    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+
+    if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
+        return
+    running = dist.is_available() and dist.is_initialized()
+    if (processes := processes_of(module)) is not None:
+        if distributed is None and processes.mesh.size() < dist.get_world_size():
+            raise ValueError(
+                f"module ({type(module).__name__}): its layers are cut over "
+                f"{processes.mesh.size()} of {dist.get_world_size()} processes, and nothing would "
+                "reduce the gradients of the others' samples. Call fully_shard over the data "
+                "dimension of the mesh as well, on blocks and on the model. Or pass "
+                "distributed=False to make_private, if every group of processes is to train a "
+                "model of its own."
+            )
+        return
+    if distributed:
+        raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
+    if distributed is None and running and dist.get_world_size() > 1:
+        _refuse_forms(module)
+        raise ValueError(
+            f"module ({type(module).__name__}): torch.distributed runs {dist.get_world_size()} "
+            f"processes, and nothing would reduce the model's gradients. {_INSTEAD} Or pass "
+            "distributed=False to make_private, if every process is to train a model of its own."
+        )
+
+
+def _refuse_forms(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        refuse_inside(path, part)

@@ -1,0 +1,106 @@
+"""Hooks on parameters: a gradient that autograd brings there went past every tap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flash_clipping.capture.own_parameters import Guard
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.engine.unsupported import refuse_complex
+from flash_clipping.errors import to_freeze_parameters
+
+_PAST_THE_TAP = (
+    "added without being clipped. Use it in its own module's forward, which others call; or detach "
+    "it where it is used elsewhere. For a penalty on weights, use the optimizer's weight_decay. A "
+    "weight that a hook computes needs torch.nn.utils.parametrize instead; after pruning, "
+    "torch.nn.utils.prune.remove(module, name). Freeze it, and train adapters (LoRA on the model's "
+    "linear layers)."
+)
+
+
+def trainable_parameters(owners: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these modules that are trainable now, each once, in their order."""
+    # Not named_parameters(): walking the module tree takes milliseconds in every step.
+    found = [
+        param
+        for owner in owners
+        for param in owner._parameters.values()
+        if param is not None and param.requires_grad
+    ]
+    return [*dict(zip(map(id, found), found, strict=True)).values()]
+
+
+class ParameterGuards:
+    """Watches the trainable parameters of a wrapped model, and lets ``p.grad`` hold sums in fp32.
+
+    Args:
+        root: the model.
+        owners: its modules that hold parameters.
+        session: what its taps share.
+        sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
+        handles: hooks are added to these; who removes those ends the watch.
+
+    Attributes:
+        count: how many parameters are watched.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        owners: Sequence[nn.Module],
+        session: ClippingSession,
+        sum_dtype: str,
+        handles: list[Any],
+    ):
+        self.root = root
+        self.owners = owners
+        self.session = session
+        self.sum_dtype = sum_dtype
+        self.handles = handles
+        self.count = 0
+        self._guarded: dict[int, nn.Parameter] = {}
+        #: Parameters whose gradients had to have a dtype before, and which.
+        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+
+    def watch_new(self) -> bool:
+        """Watch parameters that have become trainable since the last look; whether any has.
+
+        Raises:
+            FlashClippingError: one is complex.
+            NotImplementedError: one is in 16 bits, and this PyTorch has no sums in fp32 for it.
+        """
+        guarded = self._guarded
+        found = trainable_parameters(self.owners)
+        keys = [*map(id, found)]
+        if guarded.keys() >= set(keys):
+            return False
+        new = {key: p for key, p in zip(keys, found, strict=True) if key not in guarded}
+        names = {id(param): name for name, param in self.root.named_parameters()}
+        for key, param in new.items():
+            refuse_complex(names[key], param)
+            self._allow_sums(names[key], param)
+            why = _PAST_THE_TAP + to_freeze_parameters(names[key])
+            guard = Guard(names[key], why, self.session)
+            self.handles.append(param.register_hook(guard))
+            guarded[key] = param  # the last: what was refused is looked at again
+            self.count += 1
+        return True
+
+    def _allow_sums(self, name: str, param: nn.Parameter) -> None:
+        """Let ``param.grad`` hold sums in fp32."""
+        if param.dtype not in (torch.bfloat16, torch.float16) or self.sum_dtype == "parameter":
+            return
+        self._grad_dtypes.append((param, param.grad_dtype))
+        param.grad_dtype = None  # any
+
+    def remove(self) -> None:
+        """Gradients have to have the dtype again that they had to have before."""
+        self._guarded = {}
+        while self._grad_dtypes:
+            param, dtype = self._grad_dtypes.pop()
+            if param.grad is None or dtype in (None, param.grad.dtype):
+                param.grad_dtype = dtype

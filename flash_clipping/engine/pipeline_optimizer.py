@@ -1,0 +1,88 @@
+"""The optimizer of a stage in a pipeline, and what ``make_private(pipeline=...)`` is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+
+from flash_clipping.distributed import has_shards
+from flash_clipping.distributed.pipeline.noise import shared_by_stages
+from flash_clipping.engine.optimizer import FlashDPOptimizer
+
+
+class PipelineFlashDPOptimizer(FlashDPOptimizer):
+    """:class:`~flash_clipping.FlashDPOptimizer` for one stage's parameters.
+
+    Every process adds noise to the parameters of its stage, by the bound of the whole model's
+    norms: together that is one draw for every element, as in one process. Noise of different stages
+    is independent, however processes are seeded. All processes make their optimizers together.
+
+    Args:
+        optimizer: of the stage's parameters.
+        group: the processes of the pipeline; all processes if ``None``.
+        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`. The key of the noise comes from
+            the streams of all processes together.
+    """
+
+    def __init__(self, optimizer: Any, *, group: Any = None, **kwargs: Any):
+        super().__init__(optimizer, **kwargs)
+        self._group = dist.group.WORLD if group is None else group
+        self.stream = shared_by_stages(self._group, self.stream)
+
+    def _shards(self) -> list[int]:
+        return [dist.get_rank(self._group)] * len(self.params)
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        """All stages have counted the same samples, and draw the same noise; the first one's
+        number holds for all."""
+        noisy = super()._noisy_count(count, std)
+        dist.broadcast(noisy, group=self._group, group_src=0)
+        return noisy
+
+
+def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
+    """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
+
+    Args:
+        pipeline: ``True`` for all processes, or a process group.
+        settings: the other arguments of ``make_private``, .
+
+    Raises:
+        ValueError: ``torch.distributed`` does not run.
+        NotImplementedError: what is not built for pipelines.
+    """
+    if pipeline is None or pipeline is False:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "pipeline: torch.distributed is not initialised. Start the stages' processes with "
+            "torchrun, and call torch.distributed.init_process_group first."
+        )
+    served: dict[str, tuple[Any, ...]] = {
+        "mode": ("one_pass",),
+        "clipping": ("flat", "automatic", "adaptive"),
+        "poisson_sampling": (True,),
+        "distributed": (None,),
+        "units": (None,),
+        "sample_of": (None,),
+        "sampling": ("poisson",),
+        "noise": (None,),
+        "max_batch_size": (None,),
+    }
+    if has_shards(settings.get("module")):
+        raise NotImplementedError(
+            "pipeline: found a stage that fully_shard was applied to, for which it is not built. "
+            "Leave fully_shard out, or shard the whole model without a pipeline."
+        )
+    for name, works in served.items():
+        value = settings.get(name, works[0])
+        if not any(value is one or (isinstance(one, str) and value == one) for one in works):
+            shown = value if isinstance(value, str | bool) else "..."
+            raise NotImplementedError(
+                f"pipeline: found {name}={shown!r}, for which it is not built; expected "
+                f"{' or '.join(map(repr, works))}. Stages draw one Poisson batch together, and "
+                "clip it by one norm over all of them."
+            )
+    return dist.group.WORLD if pipeline is True else pipeline

@@ -1,0 +1,330 @@
+"""Schedules of ``torch.distributed.pipelining`` for private models: one norm over all stages.
+
+Shape suffixes: ``n`` samples of a round, ``P`` parameters of the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from torch import Tensor
+from torch import distributed as dist
+
+from flash_clipping._compat import parts_of_schedule, pytree
+from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in
+from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
+from flash_clipping.engine import norms
+from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer
+from flash_clipping.errors import FlashClippingError
+
+
+class PrivateSchedule:
+    """A schedule whose steps leave clipped sums, by norms over the parameters of all stages.
+
+    Built around the schedule of this process's stage, in every process, and called in its place.
+    The stage's module is wrapped by :class:`~flash_clipping.GradSampleModuleFlashClipping`
+    (``make_private(pipeline=True)`` does that) before the stage is made.
+
+    Example::
+
+        model, optimizer, criterion, loader = engine.make_private(module=part, ..., pipeline=True)
+        stage = PipelineStage(model, rank, world_size, device)
+        schedule = PrivateSchedule(
+            Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.CrossEntropyLoss()), microbatch_size=8)
+        for x, y in loader:
+            optimizer.zero_grad()
+            schedule.step(x, target=y)
+            optimizer.step()
+
+    What layers record is held for all micro-batches of a schedule's run, with ``Schedule1F1B`` as
+    well.
+
+    Args:
+        schedule: a ``ScheduleGPipe`` or ``Schedule1F1B`` with a loss function, whose reduction is
+            that of the wrapped module; its ``scale_grads`` is without meaning here.
+        microbatch_size: samples of a micro-batch.
+
+    Guarantees:
+        Norms, coefficients and sums are those of one process with the whole model. All stages
+        together release a sum that moves by at most ``max_grad_norm`` when one sample is removed.
+        A step adds one all-reduce of three float64 numbers for each sample to what the schedule
+        itself communicates; it waits for no device.
+
+    Raises:
+        NotImplementedError: another schedule; ``mode="two_pass"``; ``clipping="per_layer"``;
+            ``sample_of``; a compiled stage, or one that ``fully_shard`` was applied to; stages in
+            some of the processes only.
+        TypeError: the stage's module is not wrapped.
+        ValueError: the loss reductions do not match, or ``microbatch_size`` is below 1.
+    """
+
+    def __init__(self, schedule: Any, *, microbatch_size: int):
+        stage, loss_fn, count = _checked_parts(schedule)
+        module: GradSampleModuleFlashClipping = stage.submod
+        _refuse_options(module, stage, loss_fn)
+        if microbatch_size < 1:
+            raise ValueError(f"microbatch_size={microbatch_size}: expected 1 or more.")
+        self.schedule, self.module = schedule, module
+        self.capacity = count * microbatch_size
+        self._torch_stage = stage
+        self._session = module._session
+        self._stage = StageOfPipeline(self._session, stage.group, count, microbatch_size)
+        self._running = False
+        module._watch.in_private_schedule = True
+        # What a schedule runs to learn shapes, on memory without values, is none of a step.
+        module.disable_hooks()
+        stage.forward_one_chunk = self._recorded(stage.forward_one_chunk, backward=False)
+        stage.backward_one_chunk = self._recorded(stage.backward_one_chunk, backward=True)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the schedule on a batch of any size, and leave clipped sums in ``p.grad``.
+
+        Every process calls it with the same batch; the first stage reads ``args``, the last one
+        ``target``, and every stage ``kwargs``. A batch is filled up to whole micro-batches with
+        samples that are made up, and are in no norm and no sum. A batch with more samples than
+        micro-batches hold is run in several rounds; one without is run on what is made up alone.
+
+        Args:
+            *args: of the first stage: tensors with samples along the batch axis.
+            target: of the loss function, with samples along axis 0.
+            losses: a list that the last stage puts the loss of every micro-batch into, with the
+                samples that are made up.
+            return_outputs: whether the last stage returns what it computed.
+            **kwargs: of every stage's module: tensors with samples along the batch axis.
+
+        Returns:
+            In the last stage, its outputs for this batch; ``None`` in the others.
+
+        Raises:
+            FlashClippingError: it is not known how many samples there are, or stages count
+                different numbers; a norm would be wrong.
+            ValueError: another optimizer than :class:`PipelineFlashDPOptimizer` follows the module.
+        """
+        self._check_optimizer()
+        axis = self._session.batch_axis
+        samples = self._count(args, kwargs, target)
+        if losses is not None:
+            losses.clear()
+        outputs = []
+        with self._step():
+            totals, found = [], []
+            for of_round in rounds(samples, self.capacity):
+                of_losses: list[Any] | None = None if losses is None else []
+                given = map_samples(of_round, (args, kwargs), axis, fill=1)
+                output = self.schedule.step(
+                    *(given[0] if self._torch_stage.is_first else ()),
+                    target=map_samples(of_round, target, 0, fill=0)
+                    if self._torch_stage.is_last
+                    else None,
+                    losses=of_losses,
+                    return_outputs=return_outputs,
+                    **given[1],
+                )
+                outputs.append(self._without_made_up(output, of_round))
+                if losses is not None:
+                    losses += of_losses or []
+                found.append(self._clip(of_round))
+                totals.append(found[-1].total_n)
+            self._publish(found)
+        return _joined(outputs, axis)
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The schedule's own: nothing is recorded."""
+        return self.schedule.eval(*args, **kwargs)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        session, schedule = self._session, self.schedule
+        before = session.drawn, schedule.scale_grads
+        # Of the batch; the module is called with micro-batches. Sums are no means.
+        session.drawn, schedule.scale_grads = None, False
+        session.draws.paused = True
+        self._running = True
+        try:
+            self.module.running_step.begin_backward(
+                session.trainable(), self.module.clipping, self.module.grad_accumulation_allowed
+            )
+            yield
+        except RuntimeError as error:
+            # Schedules put all that they were called with around what was raised.
+            if isinstance(error.__cause__, FlashClippingError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            self._running = False
+            self._stage.forget()
+            session.drawn, schedule.scale_grads = before
+            session.draws.paused = False
+
+    def _recorded(self, run: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
+        """A method of the stage, for one micro-batch, whose number comes first."""
+
+        def recorded(number: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                if backward and self._torch_stage.has_backward:
+                    raise FlashClippingError(
+                        f"{type(self.schedule).__name__}.step: found a step of the schedule by "
+                        "itself, which would leave no clipped sums. Call step() of the "
+                        "PrivateSchedule around it."
+                    )
+                return run(number, *args, **kwargs)
+            self._stage.microbatch = number
+            self._session.enabled = True
+            try:
+                return run(number, *args, **kwargs)
+            finally:
+                self._session.enabled = False
+
+        return recorded
+
+    def _count(self, args: Any, kwargs: Any, target: Any) -> int:
+        """Samples in the batch."""
+        axis, drawn = self._session.batch_axis, self._session.drawn
+        self._draw = self._session.draws.next()
+        if drawn is None and self._draw is not None and not self._session.draws.ahead:
+            drawn = self._draw.samples
+        found = (
+            samples_in((args, kwargs), axis, "arguments"),
+            samples_in(target, 0, "a target"),
+            drawn,
+        )
+        counts = {count for count in found if count is not None}
+        if not counts:
+            raise FlashClippingError(
+                "PrivateSchedule.step: found neither arguments nor a target, and no loader of "
+                "make_private has told how many samples there are. Call step(x, target=y) with the "
+                "same batch in every process."
+            )
+        if len(counts) > 1:
+            raise FlashClippingError(
+                f"PrivateSchedule.step: found {sorted(counts)} samples in arguments, target and "
+                "what the loader drew. Expected one row for each sample in all of them."
+            )
+        return counts.pop()
+
+    # -- norms over all stages ------------------------------------------------------------------
+
+    def _clip(self, of_round: Round) -> Norms:
+        """Clip what is held by norms over all stages."""
+        with torch.no_grad():
+            found = self._stage.norms(of_round.count, torch.device(self._torch_stage.device))
+            coef_n = self.module._coefficients(found.upper_n)
+            self._session.note_non_finite(coef_n)
+            self._stage.complete(coef_n)
+        return found
+
+    def _publish(self, found: list[Norms]) -> None:
+        """Leave the norms of the batch where users look, and count it as one backward pass."""
+        module = self.module
+        params = module.trainable_parameters
+        norms.publish(params, torch.cat([one.own_Pn for one in found], 1))
+        total = torch.cat([one.total_n for one in found])
+        module.per_sample_gradient_norms = module.norms_over_stages = total
+        module.upper_bounds = torch.cat([one.upper_n for one in found])
+        module.running_step.count_backward(total, self._draw)
+
+    def _check_optimizer(self) -> None:
+        follower = self.module.running_step.follower
+        if follower is not None and not isinstance(follower, PipelineFlashDPOptimizer):
+            raise ValueError(
+                f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
+                "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
+                "integration.pipeline_optimizer.PipelineFlashDPOptimizer."
+            )
+
+    def _without_made_up(self, output: Any, of_round: Round) -> Any:
+        axis = self._session.batch_axis
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.dim() <= axis or x.shape[axis] != self.capacity:
+                return x
+            return x.narrow(axis, 0, of_round.count)
+
+        return pytree.tree_map(cut, output)
+
+
+def _joined(outputs: list[Any], axis: int) -> Any:
+    """The outputs of all rounds as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    leaves = [pytree.tree_leaves(output) for output in outputs]
+    _, spec = pytree.tree_flatten(outputs[0])
+    joined = [
+        torch.cat(parts, axis) if isinstance(parts[0], Tensor) and parts[0].dim() > axis else parts
+        for parts in map(list, zip(*leaves, strict=True))
+    ]
+    return pytree.tree_unflatten([x if isinstance(x, Tensor) else x[0] for x in joined], spec)
+
+
+def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
+    """The stage, the loss function and the number of micro-batches of a schedule that is served."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):
+        raise NotImplementedError(
+            f"PrivateSchedule: found {type(schedule).__name__}; expected ScheduleGPipe or "
+            "Schedule1F1B. Others run several stages in a process, or compute gradients of "
+            "parameters by themselves, past what clips them."
+        )
+    stage, loss_fn, count = parts_of_schedule(schedule)
+    if not isinstance(stage.submod, GradSampleModuleFlashClipping):
+        raise TypeError(
+            f"PrivateSchedule: the stage's module is {type(stage.submod).__name__}; expected a "
+            "GradSampleModuleFlashClipping. Give make_private(pipeline=True), or "
+            "GradSampleModuleFlashClipping, the part of the model that this stage runs, and make "
+            "the PipelineStage of what it returns."
+        )
+    return stage, loss_fn, count
+
+
+def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: Any) -> None:
+    """Refuse what is not built for pipelines."""
+    found = None
+    if module._sharded is not None:
+        found = "a stage that fully_shard was applied to"
+    elif module.mode != "one_pass":
+        found = f"mode={module.mode!r}"
+    elif module.clipping == "per_layer":
+        found = "clipping='per_layer', whose noise is for the bounds of all stages"
+    elif module.sample_of is not None:
+        found = "sample_of"
+    elif module._taps.regions.any_compiled:
+        found = "a compiled stage"
+    if found is not None:
+        raise NotImplementedError(
+            f"PrivateSchedule: found {found}, for which it is not built. What works: "
+            "mode='one_pass' with clipping='flat', 'automatic' or 'adaptive', on one stage in each "
+            "process."
+        )
+    if dist.get_world_size(stage.group) != dist.get_world_size():
+        raise NotImplementedError(
+            f"PrivateSchedule: found a pipeline of {dist.get_world_size(stage.group)} processes "
+            f"among {dist.get_world_size()}. Sums of several pipelines are not added up: use all "
+            "processes as stages of one."
+        )
+    if isinstance(loss_fn, DPLossFastGradientClipping):
+        raise ValueError(
+            f"PrivateSchedule: found {type(loss_fn).__name__} as the schedule's loss_fn. Give the "
+            "schedule the criterion that make_private was given, which returns a tensor."
+        )
+    reduction = getattr(loss_fn, "reduction", module.loss_reduction)
+    if reduction != module.loss_reduction:
+        raise ValueError(
+            f"PrivateSchedule: loss_fn has reduction={reduction!r}, the module "
+            f"loss_reduction={module.loss_reduction!r}. Norms would be off by the size of a "
+            "micro-batch. Give both the same."
+        )

@@ -1,0 +1,1 @@
+"""Samplers and loaders: which rows a step draws."""

@@ -1,0 +1,248 @@
+"""What a step draws: samplers of batches of indices, from a secret stream of their own.
+
+The accountants assume that every step draws every sample independently with probability ``q``, the
+*sample rate* that they are told. The samplers here do exactly that, and nobody can guess what they
+draw: it is hidden who took part in a step, and on that the accountants' amplification rests.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
+
+from flash_clipping.capture.draws import DrawnBatch, Draws
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import coin_tosses
+
+
+class BatchSizeNotifier:
+    """Gives the wrapped model's ledger what the loader gives to the loop.
+
+    Args:
+        strict: whether forwards must be of such batches, row by row.
+
+    Attributes:
+        last: the batch that was drawn last, whichever iterator it is for.
+        given: of how many draws the loop was given something.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self._module: weakref.ref[Any] | None = None
+        self.last = DrawnBatch(-1, 0, 0)
+        self.given = 0
+        self._number: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # a worker has no model
+        return self.__dict__ | {"_module": None}
+
+    def follow(self, module: Any) -> None:
+        """Give to this wrapped model, or hooks, from now on."""
+        self._module = weakref.ref(module)
+        module._session.draws = Draws(self.strict)
+
+    @property
+    def draws(self) -> Draws:
+        """Of the wrapped model; without one, of nobody."""
+        module = None if self._module is None else self._module()
+        return Draws() if module is None else module._session.draws
+
+    def __call__(self, draw: DrawnBatch) -> None:
+        """The loop is given this batch, or a part of one."""
+        self.given += draw.number != self._number
+        self._number = draw.number
+        self.draws.give(draw)
+
+
+def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
+    """What a loader draws with: a key of the operating system's, unless the user asks for a seed.
+
+    Args:
+        generator: a ``torch.Generator`` that the user gave to the private loader: one number is
+            drawn from it, and is the seed.
+        seed: the seed.
+
+    Warns:
+        SeededNoiseWarning: there is a seed.
+    """
+    if generator is not None:
+        seed = int(torch.randint(1 << 62, (1,), generator=generator))
+    return SecretStream(seed=seed)
+
+
+class PoissonSampler(UniformWithReplacementSampler):
+    """Batches of indices: every step draws every sample independently, with the same probability.
+
+    Args:
+        num_samples: in the dataset.
+        sample_rate: the probability, rounded down to a multiple of ``2^-64``.
+        steps: batches in an epoch.
+        generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
+        stream: what to draw with; a new one with a key of its own if ``None``.
+
+    Attributes:
+        drawn: batches that were ever drawn.
+
+    Guarantees:
+        No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
+        drawn. A copy, a pickled sampler and a forked process draw with keys of their own.
+
+    Warns:
+        SeededNoiseWarning: ``generator`` was given.
+    """
+
+    #: Which part of each draw is this process's.
+    shard = 0
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        generator: Any = None,
+        stream: SecretStream | None = None,
+    ):
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = steps
+        self.stream = sampling_stream(generator) if stream is None else stream
+        self.drawn = 0
+        #: Batches of the running epoch that its loader has not given yet.
+        self.pending: deque[DrawnBatch] = deque()
+        self.announce = BatchSizeNotifier()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.announce.draws.begin_epoch()
+        pending: deque[DrawnBatch] = deque()
+        self.pending = pending
+        try:
+            for _ in range(self.steps):
+                indices = self._draw()
+                self.drawn += 1
+                self.announce.last = DrawnBatch(
+                    self._number(), self._samples(indices), len(indices)
+                )
+                pending.append(self.announce.last)
+                yield indices
+        finally:  # a loop that was left early, too
+            self.announce.draws.end_epoch()
+
+    def _number(self) -> int:
+        """Of the batch that was drawn last, from 0."""
+        return self.drawn - 1
+
+    def _samples(self, indices: list[Any]) -> int:
+        """How many samples of the batch that was drawn last count."""
+        return len(indices)
+
+    def _draw(self) -> list[Any]:
+        """The next batch."""
+        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
+        return indices
+
+    def _places(self, draw: Draw) -> Tensor:
+        """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
+        mask = coin_tosses(draw, self.num_samples, self.sample_rate, shard=self.shard)
+        return mask.nonzero().flatten()
+
+
+class ShardedPoissonSampler(PoissonSampler):
+    """One process's part of batches that all processes draw together.
+
+    Every sample is one process's, which draws it in every step with the given probability. All
+    processes take as many steps, with local batches that may be empty. What they draw is
+    independent, seeded or not: every process has a key of its own, or its own part of the words of
+    one that they share (:meth:`share`).
+
+    Where they share one, the sampler gives ``BatchMemoryManager`` as many parts of a batch in every
+    process as the largest batch needs; some may be empty.
+
+    Args:
+        total_size: samples in the dataset, the same for all processes.
+        sample_rate: the probability.
+        steps: batches in an epoch, the same for all processes.
+        rank: this process.
+        world_size: how many there are.
+        generator, stream: as in :class:`PoissonSampler`.
+
+    Attributes:
+        gives_parts: whether it gives parts, all of them in one step of all processes.
+        is_last_part: whether the batch ends with the part that was given last.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_size: int,
+        sample_rate: float,
+        steps: int,
+        rank: int,
+        world_size: int,
+        generator: Any = None,
+        stream: SecretStream | None = None,
+    ):
+        super().__init__(
+            num_samples=len(range(rank, total_size, world_size)),
+            sample_rate=sample_rate,
+            steps=steps,
+            generator=generator,
+            stream=stream,
+        )
+        self.total_size = total_size
+        self.rank, self.world_size = rank, world_size
+        self.shard = rank
+        self.gives_parts, self.is_last_part = False, True
+        self._is_shared = False
+        self._last: Draw | None = None
+
+    def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
+        """Draw as one of these processes, with a stream that all of them share.
+
+        Those of one ``rank`` draw the same batches, and each knows how many samples others have.
+        """
+        self.num_samples = self._samples_of(rank, world_size)
+        self.rank, self.world_size, self.shard = rank, world_size, rank
+        self.stream, self._is_shared = stream, True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        splitter = sys._getframe(1).f_locals.get("self")  # who asks for the first batch
+        limit = None
+        if isinstance(splitter, BatchSplittingSampler) and self._is_shared:
+            # Optimizers of other models step alone, and split as they like.
+            serves = getattr(splitter.optimizer, "_serves_shards", False)
+            limit = splitter.max_batch_size if serves else None
+        self.gives_parts, self.is_last_part = limit is not None, True
+        for indices in super().__iter__():
+            parts = 1 if limit is None else max(1, -(-self._largest() // limit))
+            for number in range(parts):
+                self.is_last_part = number == parts - 1
+                yield indices[number::parts]
+
+    def _samples_of(self, rank: int, world_size: int) -> int:
+        return len(range(rank, self.total_size, world_size))
+
+    def _largest(self) -> int:
+        """Samples of the process that has most of the batch that was drawn last."""
+        assert self._last is not None
+        counts = [
+            coin_tosses(
+                self._last, self._samples_of(rank, self.world_size), self.sample_rate, shard=rank
+            ).sum()
+            for rank in range(self.world_size)
+        ]
+        return int(max(counts))
+
+    def _draw(self) -> list[int]:
+        self._last = self.stream.draw(Purpose.SAMPLING)
+        places = self._places(self._last)
+        indices: list[int] = (places * self.world_size + self.rank).tolist()
+        return indices

@@ -1,0 +1,129 @@
+"""The optimizer of a model that ``fully_shard`` was applied to."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping._compat import assert_async, functions_of_optimizer
+from flash_clipping.distributed.process_groups import device_of
+from flash_clipping.distributed.reducer import as_sharded
+from flash_clipping.distributed.shard_noise import shard_of
+from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.sampling.samplers import ShardedPoissonSampler
+from flash_clipping.engine.step_record import StepRecord
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Purpose
+
+_check_unused, _mark_used = functions_of_optimizer()
+
+_CHANGED = (
+    "p.grad of a shard is not the clipped sum that backward() left: noise for the clipping bound "
+    "would not hide a sample. Leave p.grad alone between backward() and step(), without "
+    "torch.nn.utils.clip_grad_norm_ or a trainer's gradient clipping."
+)
+
+
+class ShardedFlashDPOptimizer(FlashDPOptimizer):
+    """:class:`~flash_clipping.FlashDPOptimizer` for shards: ``DTensor`` parameters.
+
+    Every process adds noise to its own shards
+    (:mod:`flash_clipping.distributed.shard_noise`): together that is one draw for every element, as in one process. No process holds noise of a whole
+    parameter, and replicas stay bitwise equal.
+
+    Args:
+        optimizer: made of the model's parameters after ``fully_shard``.
+        expected_batch_size: of all processes together.
+        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`. The key of the noise comes from
+            the streams of all processes together.
+
+    Raises:
+        FlashClippingError: in ``signal_skip_step``, from a ``BatchMemoryManager`` of another loader
+            than ``make_private`` returned.
+    """
+
+    _serves_shards = True
+
+    _processes: Any = None
+
+    def follow(self, module: Any) -> None:
+        """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
+        if module._sharded is None:
+            raise ValueError(
+                "ShardedFlashDPOptimizer: found a model that fully_shard was not applied to when "
+                "it was wrapped. Use FlashDPOptimizer."
+            )
+        before = module.running_step.follower
+        super().follow(module)
+        self._processes = module._sharded.processes
+        self.stream = self._processes.shared_stream(self.stream)
+        if before is not None and before is not self:
+            self.stream.load_state_dict(before.stream.state_dict())
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: every process skips the same steps.
+
+        ``BatchMemoryManager`` is given parts by the loader's sampler, as many in every process,
+        which also knows which of them is the last.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_flags & inspect.CO_GENERATOR:
+            sampler = getattr(caller.f_locals.get("self"), "sampler", None)
+            if not isinstance(sampler, ShardedPoissonSampler) or not sampler.gives_parts:
+                raise FlashClippingError(
+                    "BatchMemoryManager: found a model that fully_shard was applied to, and a "
+                    f"loader with {type(sampler).__name__}. Processes would split their batches "
+                    "into different numbers of parts, and wait for each other for ever. Give it "
+                    "the loader that make_private returned, with poisson_sampling=True."
+                )
+            do_skip = not sampler.is_last_part
+        self._signal(do_skip, caller)
+
+    def _checked(self, params: Sequence[Any]) -> StepRecord | None:
+        record = super()._checked(params)
+        if record is None:
+            raise FlashClippingError(
+                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "optimizer.follow(wrapped_model) first (make_private does)."
+            )
+        slots = self._module._sharded.slots
+        same = torch.stack([slots.unchanged(p) for p in params])
+        if same.is_cuda:
+            assert_async(same.all(), _CHANGED)  # without waiting for the device
+        elif not bool(same.all()):
+            raise ValueError(_CHANGED)
+        return record
+
+    def add_noise(self) -> None:
+        if self._processes is None:
+            raise FlashClippingError(
+                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "optimizer.follow(wrapped_model) first (make_private does)."
+            )
+        std, divisor = self._noise_std(), self._divisor()
+        for p in self.params:
+            _check_unused(p.summed_grad)
+        noisy = noisy_means(
+            [local_of(p.summed_grad) for p in self.params],
+            std,
+            divisor,
+            draw=self.stream.draw(Purpose.NOISE),
+            shards=[shard_of(p) for p in self.params],
+            dtypes=[self._noisy_dtype(p) for p in self.params],
+            grid=self.noise_grid,
+        )
+        for p, shard in zip(self.params, noisy, strict=True):
+            p.grad = as_sharded(p, shard.view(local_of(p).shape))
+            _mark_used(p.summed_grad)
+
+    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        """All processes count their samples, each of them once, and draw the same noise."""
+        count = self._processes.reduce(count.to(device_of(self._processes.mesh)), samples=True)
+        return super()._noisy_count(count, std)

@@ -1,0 +1,20 @@
+"""The processes of this folder's tests, which are started once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import processes, test_four_processes, test_two_processes
+from tests.distributed.processes import Found
+
+
+@pytest.fixture(scope="session")
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each of two processes has found."""
+    return processes.run(tmp_path_factory, "sharded_by_two", 2, test_two_processes.main)
+
+
+@pytest.fixture(scope="session")
+def by_four(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """The same of four."""
+    return processes.run(tmp_path_factory, "sharded_by_four", 4, test_four_processes.main)

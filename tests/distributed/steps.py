@@ -1,0 +1,354 @@
+"""What runs in every process besides sums: training, noise, sampling, saving, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import (
+    FlashDPOptimizer,
+    FlashPrivacyEngine,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+)
+from flash_clipping.engine.private_state import PrivateState
+from flash_clipping.randomness.chacha20 import Keystream
+from tests.distributed.processes import (
+    SAMPLES,
+    C,
+    Parts,
+    all_of,
+    batch,
+    device,
+    error,
+    local,
+    make,
+    message,
+    sharded,
+)
+
+BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
+
+
+def everyone() -> tuple[int, ...]:
+    """Cuts of the batch into as many parts as there are processes, of unequal sizes."""
+    world = dist.get_world_size()
+    return (0, *(SAMPLES * (i + 1) // world for i in range(world - 1)), SAMPLES)
+
+
+def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    """On a GPU, PyTorch's ``foreach`` takes no parameters of which some are cut, and some not."""
+    return torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
+
+
+def optimizer_of(model: nn.Module, flash: Any, noise: float, samples: int = SAMPLES) -> Any:
+    """SGD for a wrapped model, with shards or without; ``samples`` are expected in a batch."""
+    return _optimizer_of(sgd(model, 1e-2), flash, noise, samples)
+
+
+def _optimizer_of(plain: Any, flash: Any, noise: float, samples: int) -> Any:
+    from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+
+    cls = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
+    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=samples)
+    optimizer.follow(flash)
+    return optimizer
+
+
+def end_of_training(
+    model: Any, loss_of: Callable[[Any], Tensor], samples: int, wrap: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """The parameters after three steps by AdamW without noise."""
+    cls: Any = GradSampleModuleFlashClipping if wrap else GradSampleHooksFlashClipping
+    flash = cls(model, max_grad_norm=C, **options)
+    optimizer = _optimizer_of(torch.optim.AdamW(model.parameters(), lr=1e-2), flash, 0.0, samples)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(flash if wrap else model).backward()
+        optimizer.step()
+    return {name: all_of(param).detach() for name, param in model.named_parameters()}
+
+
+def trained(rank: int, shards: dict[str, Any], **options: Any) -> float:
+    """Training of all processes differs from that of one with the whole batch by ..."""
+
+    def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return end_of_training(model, lambda m: F.cross_entropy(m(ids), y), SAMPLES, **options)
+
+    found = end(sharded(make(), **shards), *local(rank, everyone()))
+    alone = end(make(), *batch())
+    return max(error(found[name], alone[name]) for name in alone)
+
+
+@contextmanager
+def counted_blocks() -> Iterator[list[int]]:
+    """How many blocks of ChaCha20 (8 numbers each) every draw of noise inside takes."""
+    drawn: list[int] = []
+    fill = Keystream.fill
+
+    def noted(keystream: Keystream, words_N16: Tensor) -> None:
+        drawn.append(len(words_N16))
+        fill(keystream, words_N16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keystream, "fill", noted)
+        yield drawn
+
+
+def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
+    """Noise in units of its standard deviation: this process's shards, and all of it."""
+    torch.manual_seed(0)  # all processes alike: that must not matter
+    model = sharded(make(), **shards)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    optimizer = optimizer_of(model, flash, 5.0)
+    steps, own = [], []
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(flash(local(rank, everyone())[0]), local(rank, everyone())[1]).backward()
+        sums = [p.grad.to_local().clone() for p in model.parameters()]
+        with counted_blocks() as drawn:
+            optimizer.step()
+        own = [
+            (p.grad.to_local() * SAMPLES - s).flatten() / (5 * C)
+            for p, s in zip(model.parameters(), sums, strict=True)
+        ]
+        steps.append(torch.cat(own))
+
+    def optimizer_of_another() -> Any:
+        other = sharded(make(), **shards)
+        return optimizer_of(other, GradSampleModuleFlashClipping(other, max_grad_norm=C), 5.0)
+
+    whole = [torch.empty(0)] * dist.get_world_size()
+    gathered: list[Any] = [None] * len(whole)
+    dist.all_gather_object(gathered, steps[-1].float().cpu())
+    return {
+        "steps": [step.float() for step in steps],
+        "of all": gathered,
+        "drawn": sum(drawn),
+        "own": sum(-(-p.to_local().numel() // 8) for p in model.parameters()),
+        "keys": [optimizer.stream.state_dict(), optimizer_of_another().stream.state_dict()],
+    }
+
+
+class Rows(TensorDataset):
+    """The batch, with the number of every sample."""
+
+    def __init__(self, copies: int = 1) -> None:
+        ids, y = (x.cpu() for x in batch())
+        rows = torch.arange(copies * SAMPLES)
+        super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
+
+
+def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) -> dict[str, Any]:
+    """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
+    torch.manual_seed(0)
+    model = sharded(make(), **shards)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    wrapped, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(copies=3), batch_size=2),
+        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
+    )
+    if part is not None:
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
+        )
+        loader = manager.__enter__()
+    drawn, bounds = [], []
+    sizes: list[list[int]] = [[]]  # of parts, step by step
+    rows: list[int] = []
+    for ids, y, row in loader:
+        optimizer.zero_grad()
+        criterion(wrapped(ids.to(device())), y.to(device())).backward()
+        optimizer.step()
+        rows += row.tolist()
+        sizes[-1].append(len(row))
+        if optimizer._is_last_step_skipped:
+            continue
+        drawn.append(rows)
+        rows = []
+        sizes.append([])
+        bounds.append(optimizer.max_grad_norm)
+    return {
+        "drawn": drawn,
+        "sizes": sizes[:-1],
+        "bounds": bounds,
+        "expected": optimizer.expected_batch_size,
+        "history": engine.accountant.history,
+        "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+    }
+
+
+def checkpointed(rank: int, folder: str) -> dict[str, Any]:
+    """Saved after two steps, and taken up by another model; the end of both."""
+    from torch.distributed import checkpoint as dcp
+
+    def start(seed: int) -> tuple[Any, Any, PrivateState]:
+        model, step, state = resumable(lambda model: sharded(model), seed)
+        return model, lambda: step(*local(rank, everyone())), state
+
+    first, step, state = start(0)
+    step()
+    step()
+    state.extra = {"epoch": 3}
+    dcp.save({"run": state}, checkpoint_id=folder)
+    step()
+    second, step, state = start(1)
+    dcp.load({"run": state}, checkpoint_id=folder)
+    loaded = [*state.engine.accountant.history]
+    step()
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return {
+        "files": len([*Path(folder).glob("*.distcp")]),
+        "equal": all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs),
+        "loaded": loaded,
+        "extra": state.extra,
+        "history": state.engine.accountant.history,
+        "end": {n: p.full_tensor().detach().clone() for n, p in second.named_parameters()},
+        # The last: what it refuses has been read into the weights by then.
+        "again": message(lambda: dcp.load({"run": state}, checkpoint_id=folder)),
+        "folder": folder,
+    }
+
+
+def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
+    """A model with other weights for each seed, a step of it, and what is saved of it."""
+    model = prepare(make())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + seed)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    flash, optimizer, _, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(), batch_size=4),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+    )
+
+    def step(ids: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(flash(ids), y).backward()
+        optimizer.step()
+
+    return model, step, PrivateState(engine, flash, optimizer)
+
+
+def offloaded_gradient() -> bool:
+    """A parameter whose shards are on another device than its mesh is for gets its gradient there,
+    as ``CPUOffloadPolicy`` has them on GPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from flash_clipping.distributed.reducer import as_sharded
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    whole = torch.arange(10.0, device=device()).view(5, 2)
+    param: Any = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    own = param.to_local().detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_device_type", "meta")
+        param.grad = as_sharded(param, 2 * own)
+    return torch.equal(all_of(param.grad), 2 * whole)
+
+
+def mixed_precision(rank: int, mode: str) -> float:
+    """bf16 in forward, fp32 shards: beside the same arithmetic in one process, part by part."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    cuts = everyone()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = sharded(make(torch.float32), mp_policy=policy)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode=mode)  # type: ignore[arg-type]
+    ids, y = local(rank, cuts)
+    F.cross_entropy(flash(ids), y).backward()
+    expected: dict[str, Tensor] = {}
+    for part in range(len(cuts) - 1):
+        plain = make(torch.bfloat16)
+        alone = GradSampleModuleFlashClipping(plain, max_grad_norm=C, mode=mode)  # type: ignore[arg-type]
+        ids, y = local(part, cuts)
+        F.cross_entropy(alone(ids), y).backward()
+        for name, p in plain.named_parameters():
+            assert p.grad is not None and p.grad.dtype == torch.float32
+            expected[name] = expected.get(name, 0) + p.grad
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return max(error(p.grad.full_tensor(), expected[n]) for n, p in model.named_parameters())
+
+
+def refusals(rank: int) -> Parts:
+    """What is not served, and what is said of it."""
+    from torch.distributed.fsdp import fully_shard
+
+    ids, y = local(rank, everyone())
+
+    def wrap(model: Any, **options: Any) -> Any:
+        return GradSampleModuleFlashClipping(model, max_grad_norm=C, **options)
+
+    def parts_only() -> None:
+        model = make()
+        fully_shard(model.blocks[0])
+        wrap(model)
+
+    def ignored() -> None:
+        model = make()
+        fully_shard(model, ignored_params={model.head.weight})
+        wrap(model)
+
+    def stepped(change: Any = None, backward: Any = None, plain: bool = False) -> None:
+        model = sharded(make())
+        flash = wrap(model)
+        if plain:
+            FlashDPOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                noise_multiplier=1.0,
+                max_grad_norm=C,
+                expected_batch_size=SAMPLES,
+            )
+        optimizer = optimizer_of(model, flash, 1.0)
+        loss = F.cross_entropy(flash(ids), y)
+        (backward or (lambda loss, model: loss.backward()))(loss, model)
+        if change is not None:
+            change(model)
+        optimizer.step()
+
+    def past_a_tap() -> None:
+        model = make()
+        block: Any = model.blocks[0]
+        block.down.forward = lambda x: F.linear(x, block.gate.weight.mT)
+        F.cross_entropy(wrap(sharded(model))(ids), y).backward()
+
+    def split() -> None:
+        # By a loader whose other processes' batches nobody knows.
+        model = sharded(make())
+        optimizer = optimizer_of(model, wrap(model), 1.0)
+        manager = BatchMemoryManager(
+            data_loader=DataLoader(Rows(), batch_size=4),
+            max_physical_batch_size=2,
+            optimizer=optimizer,
+        )
+        next(iter(manager.__enter__()))
+
+    return {
+        "parts only": parts_only,
+        "ignored": ignored,
+        "plain optimizer": lambda: stepped(plain=True),
+        "changed": lambda: stepped(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-9)),
+        "some": lambda: stepped(backward=lambda x, m: x.backward(inputs=[m.head.weight])),
+        "split": split,
+        "compile": lambda: wrap(sharded(make())).compile(),
+        "units": lambda: wrap(sharded(make()), sample_of="ids"),
+        "past a tap": past_a_tap,
+    }

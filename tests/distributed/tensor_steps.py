@@ -1,0 +1,288 @@
+"""What runs in every process of a model whose layers are cut: steps, training, noise, refusals."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.distributed.tensor.backward_pass import TensorParallelBackwardPass
+from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.factors import Outer
+from tests.distributed import decoders, steps
+from tests.distributed.decoders import around_loss, batch, cut, loss_of
+from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
+from tests.support.oracle import Truth, per_sample_truth
+
+
+def meshes(data: int = 1) -> tuple[Any, Any]:
+    """The tensor mesh of this process, and its data mesh, if there are several parts of a batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    if data == 1:
+        return init_device_mesh(device().type, (world,), mesh_dim_names=("tp",)), None
+    mesh = init_device_mesh(device().type, (data, world // data), mesh_dim_names=("dp", "tp"))
+    return mesh["tp"], mesh["dp"]
+
+
+def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool = False) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    cut(model, tensor, kind, tied)
+    if data is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+    return model
+
+
+#: Of the decoders' batch.
+SAMPLES = 4
+
+_TRUTHS: dict[str, Truth] = {}
+
+
+def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
+    """Of single samples; of models that are made alike once."""
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    weights = sum(float(param.detach().sum()) for param in model.parameters())  # those of fp32 too
+    name = f"{model} {trained} {tuple(ids.shape)} {weights}"
+    if name not in _TRUTHS:
+        _TRUTHS[name] = per_sample_truth(
+            model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none")
+        )
+    return _TRUTHS[name]
+
+
+def clipped_step(
+    tensor: Any,
+    data: Any = None,
+    cuts: tuple[int, ...] = (0, 4),
+    *,
+    kind: str = "layers",
+    net: dict[str, Any] | None = None,
+    length: int = 6,
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    micro: int = 1,
+    times: int = 1,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> dict[str, Any]:
+    """Norms and sums of some steps, beside those of every sample by itself in float64."""
+    net = {"dtype": dtype} | (net or {})
+    plain: Any = decoders.make(**net | {"checkpointed": False}).double()
+    if tied:
+        plain.head.weight = plain.embed.weight
+    freeze(plain, frozen)
+    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied), frozen)
+    if options.get("clipping") == "per_layer":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
+    flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
+    words = net.get("words", 12)
+    ids, y = batch(cuts[-1], length, words)
+    truth = truth_of(plain, ids, y)
+    clipped = expected_sums(truth, options)
+    place = 0 if data is None else data.get_local_rank()
+    mine = slice(cuts[place], cuts[place + 1])
+    if data is None and mine.start == mine.stop:  # nobody has samples
+        clipped = {name: torch.zeros_like(total) for name, total in clipped.items()}
+    wrapped: Any = flash
+    errors = []
+    for _ in range(times):
+        flash.zero_grad(set_to_none=True)
+        for part in range(micro):
+            some = slice(mine.start + part, mine.stop, micro)
+            with around_loss(kind):
+                loss_of(flash(ids[some]), y[some]).backward()
+        expected = truth.norms[mine.start + micro - 1 : mine.stop : micro]
+        errors.append(error(flash.get_norm_sample(), expected))
+        for name, param in model.named_parameters():
+            assert (param.grad is not None) == param.requires_grad, name
+            if param.grad is not None:
+                errors.append(error(all_of(param.grad), clipped[name]))
+    coefs = flash.get_clipping_coef()
+    others = [torch.empty_like(coefs) for _ in range(tensor.size())]
+    dist.all_gather(others, coefs, group=tensor.get_group())
+    return {
+        "error": max(errors),
+        "alike": all(torch.equal(coefs, other) for other in others),
+        "settled": wrapped._sharded.together._settled_with == flash._guards.count,
+    }
+
+
+def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
+    """bf16: norms and sums beside those that float64 finds of what layers have recorded.
+
+    Per-sample gradients of shards are put together here from the factors of all processes. Some are
+    stored, and rounded to bf16 by that: then it is these that are to be measured and released.
+    """
+    model = cut(decoders.make(torch.bfloat16), tensor, kind)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    session = flash._session
+    own: dict[int, Tensor] = {}
+
+    class Noted(TensorParallelBackwardPass):
+        def record(self, path: str, params: Any, factors: Any, readers: Any = None) -> None:
+            for param, factor in zip(params, factors, strict=True):
+                stored = factor.dense().double() if type(factor) is Outer else None
+                exact = in_float64(factor).dense()
+                both = torch.stack([exact, exact if stored is None else stored])
+                own[id(param)] = both * factor.batch_size  # the loss is a mean
+            super().record(path, params, factors, readers)
+
+    assert isinstance(session.backward_pass_class, partial)
+    session.backward_pass_class = partial(Noted, **session.backward_pass_class.keywords)
+    ids, y = batch()
+    loss_of(flash(ids), y).backward()
+    grads = {}
+    errors = []
+    for name, param in model.named_parameters():
+        shards: list[Any] = [None] * tensor.size()
+        dist.all_gather_object(shards, own[id(param)].cpu(), group=tensor.get_group())
+        shards = [shard.to(device()) for shard in shards]
+        placement = getattr(param, "placements", (None,))[0]
+        if placement is not None and placement.is_shard():
+            both = torch.cat(shards, placement.dim + 2)
+        elif "sequence" in kind and "norm" in name:  # each has its own positions
+            both = sum(shards)
+        else:
+            both = shards[0]
+        found: Any = param._norm_sample  # type: ignore[attr-defined]
+        as_measured = [error(found, grads_B.flatten(1).norm(dim=1)) for grads_B in both]
+        errors.append(min(as_measured))
+        grads[name] = both[as_measured.index(min(as_measured))].view(len(ids), *param.shape)
+        assert param.grad is not None and param.grad.dtype == torch.float32
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
+    coef = (C / (norms + 1e-6)).clamp(max=1)
+    sums = {name: torch.einsum("b,b...->...", coef, g) for name, g in grads.items()}
+    of_sums = [error(all_of(p.grad), sums[name]) for name, p in model.named_parameters()]
+    errors.append(error(flash.get_norm_sample(), norms))
+    return {"norms": max(errors), "sums": max(of_sums)}
+
+
+def in_float64(factor: Any) -> Any:
+    """A factor of the same operands."""
+    wide = copy.copy(factor)
+    for name, value in vars(factor).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            setattr(wide, name, value.double())
+    return wide
+
+
+def poisoned(tensor: Any) -> dict[str, Any]:
+    """Sums where a word of the first sample is infinite, beside those of the other samples."""
+    plain = decoders.make()
+    model = cut(decoders.make(), tensor)
+    ids, y = batch()
+    ids[ids == 11], ids[0, 2] = 0, 11
+    clipped = truth_of(plain, ids[1:], y[1:]).clipped(C)
+    with torch.no_grad():
+        if tensor.get_local_rank():
+            local_of(model.embed.weight)[-1] = torch.inf
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    loss_of(flash(ids), y).backward()
+    errors = [error(all_of(p.grad), clipped[name]) for name, p in model.named_parameters()]
+    return {"error": max(errors), "coefs": flash.get_clipping_coef()}
+
+
+def trained(tensor: Any, data: Any = None) -> float:
+    """Training of all processes differs from that of one with the whole batch by ..."""
+
+    def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return steps.end_of_training(model, lambda m: loss_of(m(ids), y), SAMPLES)
+
+    ids, y = batch()
+    mine = slice(None) if data is None else slice(*((0, 3), (3, 4))[data.get_local_rank()])
+    found = end(sharded(decoders.make(), tensor, data, "sequence"), ids[mine], y[mine])
+    alone = end(decoders.make(), ids, y)
+    return max(error(found[name], alone[name]) for name in alone)
+
+
+def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
+    """Noise of one step in units of its standard deviation, by parameter; blocks of it drawn."""
+    torch.manual_seed(0)  # all processes alike: that must not matter
+    model = sharded(decoders.make(), tensor, data)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    optimizer = steps.optimizer_of(model, flash, 5.0, SAMPLES)
+    ids, y = batch()
+    loss_of(flash(ids), y).backward()
+    named = dict(model.named_parameters())
+    sums = {name: local_of(p.grad).clone() for name, p in named.items()}
+    with steps.counted_blocks() as drawn:
+        optimizer.step()
+    noise = {name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * C) for name, p in named.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: x.cpu() for name, x in noise.items()})
+    places = [
+        None
+        if not hasattr(p, "placements")
+        else tuple(not placement.is_replicate() for placement in p.placements)
+        for p in named.values()
+    ]
+    return {
+        "noise": noise,
+        "of all": everyone,
+        "cut": dict(zip(named, places, strict=True)),
+        "drawn": sum(drawn),
+        "own": sum(-(-x.numel() // 8) for x in noise.values()),
+    }
+
+
+class Rows(TensorDataset):
+    """The batch three times over, with the number of every sample."""
+
+    def __init__(self) -> None:
+        ids, y = (x.cpu() for x in batch())
+        super().__init__(ids.repeat(3, 1), y.repeat(3, 1), torch.arange(12))
+
+
+def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
+    """One epoch by Poisson batches; processes are seeded differently."""
+    torch.manual_seed(dist.get_rank())
+    model = sharded(decoders.make(), tensor, data)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    wrapped, optimizer, _, loader = engine.make_private(
+        module=model,
+        optimizer=steps.sgd(model, 0.5),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Rows(), batch_size=2),
+        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
+    )
+    drawn, bounds = [], []
+    for ids, y, row in loader:
+        optimizer.zero_grad()
+        loss_of(wrapped(ids.to(device())), y.to(device())).backward()
+        optimizer.step()
+        drawn.append(row.tolist())
+        bounds.append(optimizer.max_grad_norm)
+    counted = wrapped._sharded.processes.reduce(torch.ones((), device=device()), samples=True)
+    return {
+        "drawn": drawn,
+        "bounds": bounds,
+        "expected": optimizer.expected_batch_size,
+        "history": engine.accountant.history,
+        "counted": int(counted),
+        "end": {name: all_of(p).detach() for name, p in model.named_parameters()},
+    }
+
+
+def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
+    """What one process would end with, sample by sample, of these batches."""
+    ids, y, _ = Rows().tensors
+    model = decoders.make()
+    for index in drawn:
+        if index:
+            _TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    return {name: param.detach() for name, param in model.named_parameters()}

@@ -1,0 +1,75 @@
+"""Four processes as two replicas of two shards (HSDP): all of them have samples of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import pipelines, steps
+from tests.distributed.processes import Found, Parts, clipped_step, device
+
+#: 5 samples of 5 positions in the second process, and none in the third.
+CUTS = (0, 2, 7, 7, 8)
+CASES: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "tied": {"net": {"tied": True, "bare": True}},
+}
+
+
+def main(rank: int) -> Parts:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    shards = {"mesh": mesh}
+    return {
+        **{
+            f"clipped {n}": partial(clipped_step, rank, CUTS, shards=shards, **c)
+            for n, c in CASES.items()
+        },
+        "trained": lambda: steps.trained(rank, shards),
+        "noise": lambda: steps.noisy(rank, shards),
+        "engine": lambda: steps.engine_run(
+            shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
+        ),
+        **pipelines.main(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(by_four: list[Found]) -> list[Found]:
+    return by_four
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
+    assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
+
+
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
+    assert max(of_rank["trained"] for of_rank in found) <= 1e-9
+
+
+def test_replicas_have_one_noise_and_shards_their_own(found: list[Found]) -> None:
+    steps_of = [of_rank["noise"]["steps"] for of_rank in found]
+    for mine, replica in ((0, 2), (1, 3)):
+        for a, b in zip(steps_of[mine], steps_of[replica], strict=True):
+            # Two divisions apart, by processes with other samples: not bitwise.
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    first, second = steps_of[0][0], steps_of[1][0]
+    n = min(len(first), len(second))
+    correlation = torch.corrcoef(torch.stack([first[:n], second[:n]]))[0, 1]
+    assert abs(correlation) < 5 / n**0.5
+
+
+def test_all_four_draw_and_end_alike(found: list[Found]) -> None:
+    runs = [of_rank["engine"] for of_rank in found]
+    seen = [{i for batch in run["drawn"] for i in batch} for run in runs]
+    assert len(set().union(*seen)) == sum(map(len, seen)) > 0
+    for run in runs:
+        assert run["bounds"] == runs[0]["bounds"] and run["expected"] == 2
+        for name, value in run["end"].items():
+            assert torch.equal(value, runs[0]["end"][name]), name

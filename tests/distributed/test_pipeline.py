@@ -1,0 +1,100 @@
+"""Pipelines: one norm over the stages of all processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import pipelines, processes, steps
+from tests.distributed.processes import C, Found, truth_of
+
+
+def check(found: list[Found], name: str) -> None:
+    for of_rank in found:
+        step = of_rank[f"pipeline, {name}"]
+        assert step["error"] <= 1e-12
+        assert step["backwards"] == 1  # whatever the number of micro-batches and rounds
+        assert step["held"] == 0
+    losses = [of_rank[f"pipeline, {name}"]["losses"] for of_rank in found]
+    assert losses[-1] > 0 and not any(losses[:-1])
+
+
+@pytest.mark.parametrize("name", pipelines.STEPS)
+def test_sums_and_norms_are_those_of_single_samples(name: str, by_two: list[Found]) -> None:
+    check(by_two, name)
+
+
+def test_so_are_those_of_four_stages(by_four: list[Found]) -> None:
+    for name in pipelines.BY_FOUR:
+        check(by_four, name)
+
+
+def test_what_rounding_may_hide_is_added_up_over_stages(by_two: list[Found]) -> None:
+    for of_rank in by_two:
+        found, alone = of_rank["pipeline cancelling"]
+        assert (alone > 0).all()
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=0)
+
+
+def test_stages_have_noise_of_their_own(by_two: list[Found]) -> None:
+    draws = [step for of_rank in by_two for step in of_rank["pipeline noise"]]
+    both = torch.cat(draws)
+    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+    assert abs(both.mean()) < 5 / len(both) ** 0.5
+    n = min(map(len, draws))
+    for i, one in enumerate(draws):  # from one state the first numbers would be the same
+        assert all(torch.isclose(one[:n], two[:n], rtol=1e-4).sum() < 4 for two in draws[:i])
+    others = torch.corrcoef(torch.stack([one[:n] for one in draws])) - torch.eye(len(draws))
+    assert others.abs().max() < 5 / n**0.5, "stages, or steps, have the same noise"
+
+
+def test_stages_draw_one_poisson_batch_and_train_as_one_process(by_two: list[Found]) -> None:
+    first, last = (of_rank["pipeline engine"] for of_rank in by_two)
+    assert first["drawn"] == last["drawn"] and len(first["drawn"]) == 12
+    sizes = {len(index) for index in first["drawn"]}
+    assert len(sizes) > 1 and max(sizes) > 2, "some batch takes several rounds"
+    ids, y, _ = steps.Rows(copies=3).tensors
+    model = processes.make()
+    for index in first["drawn"]:
+        if index:
+            processes._TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for run in (first, last):
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, value in run["end"].items():
+            expected = model.get_parameter(name).detach()
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_an_adaptive_bound_is_one_for_all_stages(by_two: list[Found]) -> None:
+    bounds = [of_rank["pipeline adaptive"]["bounds"] for of_rank in by_two]
+    assert bounds[0] == bounds[1] and len(set(bounds[0])) > 1
+
+
+REFUSED = {
+    "alone": r"sqrt\(S\) times max_grad_norm.*PrivateSchedule",
+    "plain step": r"a step of the schedule by itself",
+    "other optimizer": r"FlashDPOptimizer as the module's optimizer",
+    "changed": r"is not the clipped sum that",
+    "counted apart": r"count different numbers of samples",
+    "no count": r"neither arguments nor a target",
+    "two counts": r"found \[7, 8\] samples",
+    "interleaved": r"ScheduleInterleaved1F1B; expected ScheduleGPipe",
+    "not wrapped": r"is Part; expected a GradSampleModule",
+    "context parallel": r"context_parallel around a private.*R times max_grad_norm",
+    "two_pass": r"mode='two_pass', for which",
+    "per layer": r"clipping='per_layer'",
+    "reduction": r"reduction='sum'",
+    "engine, two_pass": r"mode='two_pass', for which",
+    "engine, not Poisson": r"poisson_sampling=False",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str, by_two: list[Found]) -> None:
+    for of_rank in by_two:
+        with pytest.raises(AssertionError, match=REFUSED[name]):
+            raise AssertionError(of_rank[f"pipeline refuses {name}"])

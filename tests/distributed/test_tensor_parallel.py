@@ -1,0 +1,175 @@
+"""Two processes that have half of every layer each, and all samples both: tensor parallelism."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.distributed import processes, tensor_refusals, tensor_steps, uses
+from tests.distributed.processes import Found, Parts, refusals
+
+LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
+
+CASES: dict[str, dict[str, Any]] = {
+    "layers": {"net": {"layers": 2}, "times": 2},
+    "words that cannot be halved, padding": {"net": {"words": 11, "padding": 8}},
+    "sequence": {"kind": "sequence", "net": {"layers": 2}, "times": 2},
+    "as many samples as positions": {"kind": "sequence, loss", "length": 4},
+    "frozen, automatic": {
+        "frozen": ("embed", "blocks.0.attention.q", "blocks.0.feed_forward_norm"),
+        "clipping": "automatic",
+    },
+    "adapters": {"net": {"adapted": True}},
+    "norm layers alone": {"kind": "sequence", "frozen": ("embed", "head", *LINEAR)},
+    "accumulated, checkpointed": {"kind": "sequence", "micro": 2, "net": {"checkpointed": True}},
+    "per layer, tied": {"kind": "sequence", "clipping": "per_layer", "tied": True},
+    "two_pass": {"kind": "sequence", "mode": "two_pass", "net": {"checkpointed": True}},
+    "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
+    "empty": {"cuts": (0, 0, 4)},
+}
+#: The same in fp32, beside float64.
+IN_FP32 = ("layers", "sequence", "two_pass, tied")
+IN_BF16 = ("layers", "sequence")
+
+
+def main(rank: int) -> Parts:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    mesh, _ = tensor_steps.meshes()
+    step = partial(tensor_steps.clipped_step, mesh)
+    return {
+        **{f"clipped {n}": partial(step, **case) for n, case in CASES.items()},
+        **{f"fp32 {n}": partial(step, **CASES[n], dtype=torch.float32) for n in IN_FP32},
+        **{f"bf16 {n}": partial(tensor_steps.beside_same_operands, mesh, n) for n in IN_BF16},
+        "loaded": lambda: uses.cut_by_transformers("loaded"),
+        "applied": lambda: uses.cut_by_transformers("applied"),
+        "poisoned": lambda: tensor_steps.poisoned(mesh),
+        "trained": lambda: tensor_steps.trained(mesh),
+        "noise": lambda: tensor_steps.noisy(mesh),
+        "engine": lambda: tensor_steps.engine_run(mesh),
+        **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
+        "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return processes.run(tmp_path_factory, "tensor_parallel", 2, main)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"clipped {name}"]["error"] <= 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_coefficients_are_bitwise_equal(name: str, found: list[Found]) -> None:
+    assert all(of_rank[f"clipped {name}"]["alike"] for of_rank in found)
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_fp32_is_near_float64(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"fp32 {name}"]["error"] <= 1e-5
+        assert of_rank[f"fp32 {name}"]["alike"]
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bf16_adds_up_in_fp32(name: str, found: list[Found]) -> None:
+    """Beside float64 of the same bf16 operands; one rounding to bf16 would be 4e-3."""
+    for of_rank in found:
+        assert of_rank[f"bf16 {name}"]["norms"] <= 1e-5
+        assert of_rank[f"bf16 {name}"]["sums"] <= 1e-5
+
+
+@pytest.mark.parametrize("how", ["loaded", "applied"])
+def test_plans_of_transformers_are_exact(how: str, found: list[Found]) -> None:
+    """Their norms are taken in fp32 by the model itself."""
+    assert max(of_rank[how] for of_rank in found) <= 1e-6
+
+
+def test_a_sample_that_is_not_finite_adds_nothing(found: list[Found]) -> None:
+    """What makes it so is in one process's shard."""
+    for of_rank in found:
+        assert of_rank["poisoned"]["coefs"][0] == 0
+        assert of_rank["poisoned"]["error"] <= 1e-12
+
+
+def test_processes_stop_asking_each_other(found: list[Found]) -> None:
+    assert all(of_rank["clipped sequence"]["settled"] for of_rank in found)
+
+
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
+    assert max(of_rank["trained"] for of_rank in found) <= 1e-9
+
+
+def test_noise_is_of_shards_and_equal_on_replicas(found: list[Found]) -> None:
+    first, second = (of_rank["noise"] for of_rank in found)
+    for of_rank in (first, second):
+        assert of_rank["drawn"] == of_rank["own"]  # never at full shape
+    shards = [[], []]  # type: ignore[var-annotated]
+    for name, cut in first["cut"].items():
+        ours, others = first["noise"][name], second["noise"][name]
+        if cut == (True,):
+            shards[0].append(ours.flatten())
+            shards[1].append(others.flatten())
+        else:
+            assert torch.equal(ours, others), name
+    one, two = map(torch.cat, shards)
+    n = min(len(one), len(two))
+    assert abs(torch.corrcoef(torch.stack([one[:n], two[:n]]))[0, 1]) < 5 / n**0.5
+    assert torch.isclose(one[:n], two[:n], rtol=1e-4).sum() < 4
+    both = torch.cat([one, two])
+    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+
+
+def test_all_processes_take_the_same_poisson_batches(found: list[Found]) -> None:
+    """They are seeded differently; step by step against single samples."""
+    first, second = (of_rank["engine"] for of_rank in found)
+    assert first["drawn"] == second["drawn"] and len({*map(str, first["drawn"])}) > 1
+    expected = tensor_steps.replayed(first["drawn"])
+    for run in (first, second):
+        assert (run["expected"], run["counted"]) == (2, 1)
+        assert run["history"] == [(0.0, pytest.approx(1 / 6), 6)]
+        for name, value in run["end"].items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+REFUSED = {
+    "packed": r"o_proj \(Linear\): found the style PackedRowwiseParallel.*Load the model without",
+    "reduced gradients": r"self_attn.norm \(LayerNorm\): found a sum of its gradients",
+    "unserved": r"norm \(Scale\): found a DTensor",
+    "own heads": "whose gradients differ between them",
+    "two layouts": "norm.*a sum over some of the positions.*the whole",
+    "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
+    "functional": "uses a trainable parameter that another module owns",
+    "of samples": "cut along axis 0, that of the samples",
+    "a sum": "head.weight: found a DTensor that is a sum",
+    "empty shards": "embed.weight: found 1 rows or columns cut into 2",
+    "two meshes": "norm.weight: found a DTensor over a mesh of 2 dimensions",
+    "a DTensor": "the model: called with a DTensor",
+    "not laid out": r"norm \(RMSNorm\): it has parameters that are DTensors, and was called with",
+    "other samples": "called with different samples",
+    "changed": "is not the clipped sum",
+    "by hand": r"c10d::allreduce_, in its forward \(.*tensor_refusals.py",
+    "compile": "compile",
+    "units": "sample_of",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=REFUSED[name]):
+            raise AssertionError(of_rank[f"refuses {name}"])
+
+
+def test_a_process_that_ends_leaves_none_waiting(found: list[Found]) -> None:
+    assert "ZeroDivisionError" in found[0]["lost"]
+    assert "not refused" not in found[1]["lost"]

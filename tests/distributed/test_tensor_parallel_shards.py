@@ -1,0 +1,110 @@
+"""Four processes, (data, tensor) = (2, 2): layers cut over two, and ``fully_shard`` over the other
+two."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import decoders, processes, tensor_steps
+from tests.distributed.processes import Found, Parts
+
+CASES: dict[str, dict[str, Any]] = {
+    "layers": {"net": {"words": 11}, "times": 2},
+    "sequence, logits stay cut": {"kind": "sequence, loss", "tied": True},
+    "no samples in one half": {"kind": "sequence", "cuts": (0, 0, 4)},
+    "two_pass": {"kind": "sequence", "mode": "two_pass"},
+}
+
+
+def replicas() -> None:
+    """Three dimensions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flash_clipping import GradSampleModuleFlashClipping
+
+    names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh(processes.device().type, (1, 2, 2), mesh_dim_names=names)
+    model = decoders.cut(decoders.make(), mesh["tp"])
+    GradSampleModuleFlashClipping(fully_shard(model, mesh=mesh["replicate", "shard"]))
+
+
+def without_data_dimension() -> None:
+    """Layers cut over two of four processes, and no ``fully_shard``."""
+    tensor, _ = tensor_steps.meshes(2)
+    tensor_steps.engine_run(tensor)
+
+
+def main(rank: int) -> Parts:
+    tensor, data = tensor_steps.meshes(2)
+    cuts: dict[str, Any] = {"cuts": (0, 3, 4)}
+    return {
+        **{
+            f"clipped {n}": partial(tensor_steps.clipped_step, tensor, data, **cuts | case)
+            for n, case in CASES.items()
+        },
+        "trained": lambda: tensor_steps.trained(tensor, data),
+        "noise": lambda: tensor_steps.noisy(tensor, data),
+        "engine": lambda: tensor_steps.engine_run(tensor, data),
+        "refused": lambda: [processes.message(call) for call in (replicas, without_data_dimension)],
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return processes.run(tmp_path_factory, "tensor_parallel_shards", 4, main)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"clipped {name}"]["error"] <= 1e-12
+        assert of_rank[f"clipped {name}"]["alike"]
+
+
+def test_training_is_that_of_one_process(found: list[Found]) -> None:
+    assert max(of_rank["trained"] for of_rank in found) <= 1e-9
+
+
+def test_noise_is_drawn_once_for_every_element(found: list[Found]) -> None:
+    """Processes are (data, tensor) = (0, 0), (0, 1), (1, 0), (1, 1). All four have other shards of
+    what is cut twice; of a parameter that tensor parallelism leaves whole, (., 0) and (., 1) are
+    replicas."""
+    noises = [of_rank["noise"] for of_rank in found]
+    for of_rank in noises:
+        assert of_rank["drawn"] == of_rank["own"]  # never at full shape
+    for name, cut in noises[0]["cut"].items():
+        shards = [of_rank["noise"][name].flatten() for of_rank in noises]
+        same = {(a, b) for a in range(4) for b in range(a) if (a - b) % 2 and a // 2 == b // 2}
+        for a in range(4):
+            for b in range(a):
+                n = min(len(shards[a]), len(shards[b]))
+                alike = torch.isclose(shards[a][:n], shards[b][:n], rtol=1e-4, atol=1e-5)
+                if cut != (True, True) and (a, b) in same:
+                    assert alike.all(), (name, a, b)
+                else:
+                    assert alike.sum() < 2, (name, a, b)
+
+
+def test_processes_share_batches_by_their_data_coordinate(found: list[Found]) -> None:
+    runs = [of_rank["engine"] for of_rank in found]
+    assert runs[0]["drawn"] == runs[1]["drawn"] and runs[2]["drawn"] == runs[3]["drawn"]
+    parts = [{i for batch in run["drawn"] for i in batch} for run in (runs[0], runs[2])]
+    assert parts[0].isdisjoint(parts[1]) and parts[0] | parts[1]
+    drawn = [a + b for a, b in zip(runs[0]["drawn"], runs[2]["drawn"], strict=True)]
+    expected = tensor_steps.replayed(drawn)
+    for run in runs:
+        assert (run["expected"], run["counted"]) == (2, 2)
+        for name, value in run["end"].items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_not_served_is_refused_by_name(found: list[Found]) -> None:
+    for of_rank in found:
+        replicas, without_data = of_rank["refused"]
+        assert "a mesh of 3 dimensions" in replicas
+        assert "2 of 4 processes" in without_data

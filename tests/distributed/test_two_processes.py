@@ -1,0 +1,208 @@
+"""Two processes that share a model by ``fully_shard``, with a part of every batch each.
+
+Sums, norms, training, noise, sampling, checkpoints, refusals: in processes that are started once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
+from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "hooks": {"wrap": False},
+}
+
+
+ADAPTIVE: dict[str, Any] = {"clipping": "adaptive", "noise_multiplier": 0.1, **steps.BOUNDS}
+
+
+def main(rank: int) -> Parts:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    return {
+        **{f"clipped {n}": partial(cases.clipped, rank, c) for n, c in cases.CASES.items()},
+        **{f"trained {n}": partial(steps.trained, rank, {}, **how) for n, how in TRAINED.items()},
+        "mixed": lambda: [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
+        "offloaded": steps.offloaded_gradient,
+        "noise": lambda: steps.noisy(rank, {}),
+        "engine": lambda: steps.engine_run({}),
+        "in parts": lambda: steps.engine_run({}, part=1),
+        "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
+        "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
+        **refusals(steps.refusals(rank), on_device=("changed",)),
+        **pipelines.main(rank),
+        **uses.main(rank),
+        "trainer": lambda: data_parallel.main(rank),
+        **failures.main(rank, str(folder[0])),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(by_two: list[Found]) -> list[Found]:
+    return by_two
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
+    assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
+
+
+def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
+    for of_rank in found:
+        compiled = of_rank["clipped compiled blocks"]
+        assert (compiled["graphs"], compiled["breaks"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
+    for of_rank in found:
+        for name in cases.COMPILED:
+            assert of_rank[name]["error"] <= 1e-12, name
+        for name in ("blocks", "two_pass", "shards"):
+            assert (of_rank[name]["graphs"], of_rank[name]["breaks"]) == (1, 0), name
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])
+def test_processes_stop_asking_each_other(name: str, found: list[Found]) -> None:
+    """Steps then wait for no answer."""
+    assert all(of_rank[f"clipped {name}"]["settled"] for of_rank in found)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_one_process(name: str, found: list[Found]) -> None:
+    assert max(of_rank[f"trained {name}"] for of_rank in found) <= 1e-9
+
+
+def test_mixed_precision_sums_are_in_fp32(found: list[Found]) -> None:
+    assert max(error for of_rank in found for error in of_rank["mixed"]) <= 1e-5
+
+
+def test_gradients_are_where_shards_are(found: list[Found]) -> None:
+    assert all(of_rank["offloaded"] for of_rank in found)
+
+
+def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> None:
+    noise = [of_rank["noise"] for of_rank in found]
+    for of_rank in noise:
+        assert of_rank["drawn"] == of_rank["own"]  # never at full shape
+    first, second = (torch.cat(of_rank["steps"]) for of_rank in noise)
+    both = torch.cat([first, second])
+    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+    assert abs(both.mean()) < 5 / len(both) ** 0.5
+    n = min(len(x) for of_rank in noise for x in of_rank["steps"])
+    draws = torch.stack([x[:n] for of_rank in noise for x in of_rank["steps"]])
+    for i, one in enumerate(draws):  # from one state the first numbers would be the same
+        assert all(torch.isclose(one, two, rtol=1e-4).sum() < 4 for two in draws[:i])
+    others = torch.corrcoef(draws) - torch.eye(len(draws))
+    assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
+
+
+def test_all_processes_have_one_key_and_each_model_another(found: list[Found]) -> None:
+    (first, second), *others = (of_rank["noise"]["keys"] for of_rank in found)
+    assert all([first, second] == keys for keys in others)
+    assert first["key_digest"] != second["key_digest"]
+    assert (first["draws"], second["draws"]) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["engine", "in parts"])
+def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) -> None:
+    """Step by step against single samples; ranks are seeded alike."""
+    drawn = [of_rank[how]["drawn"] for of_rank in found]
+    assert len(drawn[0]) == len(drawn[1]) == 12
+    assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
+    mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
+    assert mine != others
+    ids, y, _ = steps.Rows(copies=3).tensors
+    model = processes.make()
+    for own, other in zip(*drawn, strict=True):
+        if index := own + other:
+            processes._TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for of_rank in found:
+        run = of_rank[how]
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:
+    """Of ``BatchMemoryManager``; processes with fewer samples take part with empty ones."""
+    first, second = (of_rank["in parts"]["sizes"] for of_rank in found)
+    assert [len(parts) for parts in first] == [len(parts) for parts in second]
+    assert max(len(parts) for parts in first) > 1
+    for mine, others in zip(first, second, strict=True):
+        assert max(mine + others) <= 1
+        assert len(mine) == max(1, sum(mine), sum(others))  # no more than are needed
+
+
+def test_an_adaptive_bound_is_one_for_all(found: list[Found]) -> None:
+    bounds = [of_rank["adaptive"]["bounds"] for of_rank in found]
+    assert bounds[0] == bounds[1] and len(set(bounds[0])) > 1
+
+
+def test_a_distributed_checkpoint_goes_on_as_before(found: list[Found]) -> None:
+    for of_rank in found:
+        saved = of_rank["checkpoint"]
+        assert saved["files"] == 2 and saved["equal"] and saved["extra"] == {"epoch": 3}
+        assert saved["loaded"] == [(0.0, 0.5, 2)]  # no step more
+        assert saved["history"] == [(0.0, 0.5, 3)]
+        assert "would forget" in saved["again"]
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(found: list[Found]) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    saved = found[0]["checkpoint"]
+    model, step, state = steps.resumable(lambda model: model, seed=2)
+    dcp.load({"run": state}, checkpoint_id=saved["folder"], no_dist=True)
+    assert state.engine.accountant.history == [(0.0, 0.5, 2)]
+    step(*processes.batch())
+    assert state.engine.accountant.history == [(0.0, 0.5, 3)]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(saved["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+REFUSED = {
+    "parts only": "fully_shard on parts.*Call fully_shard",
+    "ignored": "head.weight.*fully_shard does not manage",
+    "plain optimizer": "FlashDPOptimizer: found DTensors",
+    "changed": "is not the clipped sum that",
+    "some": "without inputs",
+    "split": "BatchMemoryManager: found.*a loader with BatchSampler",
+    "compile": "compile",
+    "units": "sample_of",
+    "past a tap": "gradient from outside|outside the module that owns",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=REFUSED[name]):
+            raise AssertionError(of_rank[f"refuses {name}"])
+
+
+@pytest.mark.parametrize("name", failures.CASES)
+def test_a_process_that_fails_leaves_none_waiting(name: str, found: list[Found]) -> None:
+    """Within the time-out of the processes' group, though the one that failed stays."""
+    if BACKEND == "nccl" and name == "pipeline, finish":
+        pytest.skip("the other process waits on its GPU alone, until NCCL's watchdog ends it")
+    failing = failures.CASES[name][1]
+    own = found[failing][f"failure {name}"]["said"]
+    assert "ZeroDivisionError" in own or "Failed to run stage backward" in own
+    other = found[1 - failing][f"failure {name}"]
+    assert "Error" in other["said"] and other["seconds"] < 30

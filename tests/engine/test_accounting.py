@@ -1,0 +1,205 @@
+"""ε of what Opacus' accountants do not know, against distributions by hand and known formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from opacus.accountants import PRVAccountant
+
+from flash_clipping.engine import accounting
+from flash_clipping.engine.accounting import (
+    ADD_OR_REMOVE,
+    ZERO_OUT,
+    PldAccountant,
+    Process,
+    relation_of,
+)
+from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, OneStepNoise
+
+dp = pytest.importorskip("dp_accounting")
+stats = pytest.importorskip("scipy.stats")
+
+
+def accountant(process: Process, *history: tuple[float, float, int]) -> PldAccountant:
+    found = PldAccountant()
+    found.follow(process)
+    for noise, rate, steps in history:
+        for _ in range(steps):
+            found.step(noise_multiplier=noise, sample_rate=rate)
+    return found
+
+
+def test_ordinary_batches_cost_what_opacus_says() -> None:
+    ours = accountant(Process(), (1.2, 0.05, 60))
+    theirs = PRVAccountant()
+    theirs.history = [(1.2, 0.05, 60)]
+    assert len(ours) == 60 and ours.history == theirs.history
+    assert ours.get_epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), abs=0.02)
+    assert relation_of(ours) == relation_of(theirs) == ADD_OR_REMOVE
+
+
+def densities(values: list[float], rate: float, kept: int, sigma: float, at: Any) -> Any:
+    """Of the noisy sum of a truncated Poisson batch of samples with these values."""
+    total = np.zeros_like(at)
+    for mask in itertools.product([0, 1], repeat=len(values)):
+        drawn = [v for v, m in zip(values, mask, strict=True) if m]
+        p = math.prod(rate if m else 1 - rate for m in mask)
+        subsets = list(itertools.combinations(drawn, min(kept, len(drawn))))
+        for subset in subsets:
+            total += p / len(subsets) * stats.norm.pdf(at, sum(subset), sigma)
+    return total
+
+
+@pytest.fixture
+def _coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ε is an upper bound on any grid."""
+    monkeypatch.setattr(accounting, "LOSS_GRID", 1e-2)
+
+
+@pytest.mark.usefixtures("_coarse")
+@pytest.mark.parametrize("kept", [1, 2])
+def test_truncation_costs_at_least_what_it_tells(kept: int) -> None:
+    """Removing a sample makes room for another, which may pull the other way."""
+    rate, sigma = 0.5, 1.0
+    at = np.linspace(-12, 12, 20001)
+    with_it = densities([1.0, -1.0, -1.0, -1.0], rate, kept, sigma, at)
+    without = densities([-1.0, -1.0, -1.0], rate, kept, sigma, at)
+    process = Process(samples=4, max_batch_size=kept)
+    for epsilon in (0.5, 3.0):
+        exact = max(
+            np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), at)
+            for p, q in ((with_it, without), (without, with_it))
+        )
+        assert accountant(process, (sigma, rate, 1)).get_epsilon(exact) >= epsilon - 1e-3
+    # An accountant that knows nothing of truncation promises too much.
+    if kept == 1:
+        assert accountant(Process(), (sigma, rate, 1)).get_epsilon(exact) < epsilon
+
+
+def test_a_batch_that_nothing_is_cut_off_costs_nothing_more() -> None:
+    roomy = accountant(Process(samples=100, max_batch_size=60), (1.0, 0.1, 5)).get_epsilon(1e-5)
+    assert roomy == pytest.approx(accountant(Process(), (1.0, 0.1, 5)).get_epsilon(1e-5), rel=1e-4)
+
+
+def gaussian(mu: float, delta: float = 1e-5) -> float:
+    """ε of a Gaussian mechanism with sensitivity ``mu`` (Balle and Wang 2018, theorem 8)."""
+    low, high = 0.0, 200.0
+    for _ in range(200):
+        e = (low + high) / 2
+        log_second = e + stats.norm.logcdf(-mu / 2 - e / mu)
+        found = stats.norm.cdf(mu / 2 - e / mu) - math.exp(min(log_second, 0.0))
+        low, high = (e, high) if found > delta else (low, e)
+    return high
+
+
+@pytest.mark.parametrize(
+    ("noise", "squared"),
+    [
+        (IndependentNoise(), 3.0),
+        # Columns 0, 4 and 8 of a matrix of 10 steps do not meet; the last is cut off.
+        (BandedNoise(3), 2 * (1 + 0.25 + 0.375**2) + 1.25),
+        (OneStepNoise(0.5), None),
+    ],
+)
+def test_fixed_order_is_one_gaussian(noise: Any, squared: float | None) -> None:
+    process = Process("fixed_order", noise, samples=40, cycle=4)
+    if squared is None:
+        matrix = [[0.5 ** (t - s) if t >= s else 0 for s in range(10)] for t in range(10)]
+        squared = float((np.array(matrix)[:, [0, 4, 8]].sum(1) ** 2).sum())
+    found = accountant(process, (2.0, 0.25, 10)).get_epsilon(1e-5)
+    assert found == pytest.approx(gaussian(squared**0.5 / 2.0), rel=1e-6)
+    assert process.relation == ZERO_OUT
+    # A resumed run knows nothing of the noise before: two releases.
+    resumed = accountant(process, (2.0, 0.25, 10))
+    resumed.load_state_dict(resumed.state_dict())
+    for _ in range(10):
+        resumed.step(noise_multiplier=2.0, sample_rate=0.25)
+    assert [steps for *_, steps in resumed.history] == [10, 10]
+    assert resumed.get_epsilon(1e-5) == pytest.approx(gaussian((2 * squared) ** 0.5 / 2), rel=1e-6)
+
+
+def test_amplified_noise_is_a_composition_of_sampled_gaussians() -> None:
+    noise = BandedNoise(4)
+    process = Process("cyclic_poisson", noise, samples=80, cycle=4)
+    found = accountant(process, (1.5, 0.05, 10)).get_epsilon(1e-5)
+    norm = float(np.linalg.norm(noise.coefficients))
+    expected = accountant(Process(), (1.5 / norm, 0.2, 3)).get_epsilon(1e-5)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
+    assert accountant(Process(), (0.0, 0.1, 1)).get_epsilon(1e-5) == math.inf
+    assert PldAccountant().get_epsilon(1e-5) == 0
+
+
+@pytest.mark.usefixtures("_coarse")
+@pytest.mark.parametrize(
+    "process",
+    [
+        Process(samples=50, max_batch_size=10),
+        Process("fixed_order", OneStepNoise(0.4), samples=50, cycle=5),
+    ],
+)
+def test_the_noise_for_a_target(process: Process) -> None:
+    planner = accountant(process)
+    options = {"target_epsilon": 3.0, "target_delta": 1e-4, "sample_rate": 0.2}
+    found = planner.noise_multiplier(**options, steps=20, epsilon_tolerance=0.1)
+    assert 2.9 <= accountant(process, (found, 0.2, 20)).get_epsilon(1e-4) <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling": "shuffled"}, "unknown"),
+        ({"noise": OneStepNoise(0.5)}, "OneStepNoise with sampling='poisson'"),
+        ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
+        ({"sampling": "cyclic_poisson", "noise": OneStepNoise(0.5)}, "fewer steps than a cycle"),
+        ({"sampling": "cyclic_poisson"}, "IndependentNoise with sampling='cyclic_poisson'"),
+        ({"sampling": "fixed_order", "noise": BandedNoise(5), "cycle": 4}, "4 batches"),
+        ({"sampling": "fixed_order", "max_batch_size": 3}, "max_batch_size with"),
+    ],
+)
+def test_what_does_not_match_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Process(samples=40, **arguments)
+
+
+def test_one_engine_accounts_for_one_process() -> None:
+    found = accountant(Process(samples=40, max_batch_size=4), (1.0, 0.1, 2))
+    with pytest.raises(ValueError, match="use a new engine"):
+        found.follow(Process())
+    other = accountant(Process("fixed_order", samples=40, cycle=4))
+    with pytest.raises(ValueError, match="the checkpoint accounts for"):
+        other.load_state_dict(found.state_dict())
+
+
+def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
+    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
+    for other in (PldAccountant(), accountant(Process())):
+        with pytest.raises(ValueError, match="the checkpoint accounts for"):
+            other.load_state_dict(state)
+        assert not len(other)
+
+
+def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
+    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    for first, second in ((ordered, ordered), (ordered, Process()), (Process(), ordered)):
+        found = accountant(first)
+        found.follow(first)  # a call that failed
+        found.use()
+        with pytest.raises(ValueError, match="Use a new engine for each"):
+            found.follow(second)
+    ordinary = accountant(Process())
+    ordinary.use()
+    ordinary.follow(Process())
+
+
+def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
+    events = Process(samples=50, max_batch_size=9, cycle=5).events(1.0, 0.2, 3)
+    assert [event.event.dataset_size for event in events] == [50, 51]
+    assert [event.event.truncated_batch_size for event in events] == [9, 9]

@@ -1,0 +1,387 @@
+"""``strict``: a buffer that forward changes is refused; one that is there is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.engine import buffers
+from tests.support.autograd import check_by_autograd, squares
+from tests.support.wrapping import MODES, WRAPPERS
+
+B, T, D = 4, 5, 3
+Forward = Callable[["Between", Tensor], Any]
+
+
+class Between(nn.Module):
+    """Does something to its buffers, in a model whose other layers are trained."""
+
+    average: Tensor
+    mask: Tensor | None
+
+    def __init__(self, use: Forward):
+        super().__init__()
+        self.use = use
+        self.calls = 0
+        #: In which call of the wrapped model it begins.
+        self.begins = 0
+        self.register_buffer("average", torch.zeros(D, dtype=torch.float64))
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls <= self.begins or not self.training:
+            return x
+        scaled = self.use(self, x)
+        return scaled if isinstance(scaled, Tensor) else x
+
+
+class CountingTanh(nn.Tanh):
+    """Has no buffers."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def model_of(use: Forward, begins: int = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), CountingTanh(), Between(use), nn.Linear(D, 2)).double()
+    model[2].begins = begins
+    return model
+
+
+def batch(positions: int = T, samples: int = B) -> tuple[Tensor, ...]:
+    return (torch.randn(samples, positions, D, dtype=torch.float64),)
+
+
+def mean_of(x: Tensor) -> Tensor:
+    return x.detach().mean((0, 1))
+
+
+def in_place(m: Between, x: Tensor) -> None:
+    m.average.mul_(0.9).add_(0.1 * mean_of(x))
+
+
+def without_gradients(m: Between, x: Tensor) -> None:
+    with torch.no_grad():
+        m.average += mean_of(x)
+
+
+def signs_of_loads(m: Between, x: Tensor) -> None:
+    m.average[0] += 0.01 * (x > 0).sum().sub(x.numel() // 2).sign()
+
+
+def through_a_view(m: Between, x: Tensor) -> None:
+    m.average[1:].copy_(mean_of(x)[1:])
+
+
+def by_a_set(m: Between, x: Tensor) -> None:
+    m.average.set_(mean_of(x))
+
+
+def counter(m: Between, x: Tensor) -> None:
+    m.average += 1
+
+
+def assigned(m: Between, x: Tensor) -> None:
+    m.average = 0.9 * m.average + 0.1 * mean_of(x)
+
+
+def largest(m: Between, x: Tensor) -> None:
+    """Which stays what it was if any sample but one is left out."""
+    m.average = torch.maximum(m.average, x.detach().amax((0, 1)))
+
+
+def registered(m: Between, x: Tensor) -> None:
+    m.register_buffer("average", mean_of(x))
+
+
+def later_a_sample(m: Between, x: Tensor) -> None:
+    m.mask = x[:1].detach()
+
+
+WRITES = [
+    in_place,
+    without_gradients,
+    signs_of_loads,
+    through_a_view,
+    by_a_set,
+    counter,
+]
+ASSIGNMENTS = [assigned, largest, registered, later_a_sample]
+
+
+def through_data(m: Between, x: Tensor) -> None:
+    m.average.data.add_(mean_of(x))
+
+
+REFUSED = r"2 \(Between\): its buffer '(average|mask)' is changed by forward, which .*strict=False"
+
+
+@pytest.mark.parametrize("use", [*WRITES, through_data, *ASSIGNMENTS])
+def test_a_buffer_that_forward_changes_is_refused(use: Forward) -> None:
+    model = model_of(use)
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        squares(flash, batch())
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use", [in_place, assigned])
+def test_a_change_that_begins_later(use: Forward, mode: str, wrapper: str) -> None:
+    model = model_of(use, begins=3)
+    flash = WRAPPERS[wrapper](model, mode=mode)
+    called = flash if wrapper == "wrapped" else model
+    for _ in range(3):
+        squares(called, batch()).backward()
+        model.zero_grad(set_to_none=True)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        squares(called, batch())
+
+
+@pytest.mark.parametrize("use", [*WRITES, *ASSIGNMENTS])
+def test_a_forward_that_records_nothing_counts(use: Forward) -> None:
+    flash = GradSampleModuleFlashClipping(model_of(use))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=REFUSED):
+        flash(*batch())
+
+
+def test_one_sample_is_enough_to_tell() -> None:
+    """The batch has no other sample to put in its place."""
+    flash = GradSampleModuleFlashClipping(model_of(registered))
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        flash(*batch(samples=1))
+    flash = GradSampleModuleFlashClipping(model_of(mask_of_shape))
+    flash(*batch(samples=1))
+
+
+@pytest.mark.parametrize("samples", [B, 1])
+def test_tokens_of_two_kinds(samples: int) -> None:
+    """They stay what they are, so that copies of samples must show it, or nothing does."""
+    model = nn.Sequential(nn.Embedding(2, D), nn.Identity(), Between(registered), nn.Linear(D, 2))
+    flash = GradSampleModuleFlashClipping(model)
+    ids = torch.arange(B * T).view(B, T)[:samples] % 3 % 2
+    words = "other values for other samples" if samples > 1 else "no rows to be changed"
+    with pytest.raises(NotImplementedError, match=words):
+        flash(ids)
+
+
+def test_a_module_that_gets_its_first_buffer() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("seen", mean_of(x))
+            return x
+
+    flash = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(D, D), Keeps()).double())
+    with pytest.raises(NotImplementedError, match=r"1 \(Keeps\): its buffer 'seen'"):
+        flash(*batch())
+
+
+def test_nothing_is_run_again_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = GradSampleModuleFlashClipping(model_of(made_every_time))
+    flash(*batch())
+    monkeypatch.setattr(flash._session, "captured", object())
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="CUDA graph is captured"):
+        flash(*batch())
+
+
+def test_not_strict_leaves_buffers_alone() -> None:
+    model = model_of(in_place)
+    squares(GradSampleModuleFlashClipping(model, strict=False), batch()).backward()
+    assert model[2].average.any()
+
+
+# -- what passes ----------------------------------------------------------------------------------
+
+
+def test_a_frozen_layer_with_a_spectral_norm() -> None:
+    frozen = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)).requires_grad_(False)
+    flash = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(D, D), frozen).double())
+    of_weight = frozen.parametrizations.weight[0]
+    before = of_weight._u.clone()
+    squares(flash, batch()).backward()
+    assert not torch.equal(of_weight._u, before)
+    flash.eval()
+    squares(flash, batch()).backward()
+
+
+def mask_of_shape(m: Between, x: Tensor) -> Tensor:
+    """Made when it is first needed, and when it has become too small."""
+    length = x.shape[1]
+    if m.mask is None or len(m.mask) < length:
+        m.mask = torch.ones(length, length, dtype=x.dtype).tril()
+    return m.mask[:length, :length] @ x
+
+
+def table_that_is_registered(m: Between, x: Tensor) -> Tensor:
+    if x.shape[1] > getattr(m, "longest", 0):
+        m.longest = x.shape[1]
+        m.register_buffer("table", torch.arange(m.longest).double().cos(), persistent=False)
+    return x * m.table[: x.shape[1], None]
+
+
+def made_every_time(m: Between, x: Tensor) -> Tensor:
+    m.mask = torch.ones(x.shape[1], 1, dtype=x.dtype).cumsum(0)
+    return x * m.mask
+
+
+def only_read(m: Between, x: Tensor) -> Tensor:
+    return x + m.average.cos()
+
+
+@pytest.mark.parametrize(
+    "use", [mask_of_shape, table_that_is_registered, made_every_time, only_read]
+)
+def test_constants_pass(use: Forward) -> None:
+    plain = model_of(use)
+    model = copy.deepcopy(plain)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.3)
+    for positions in (T, T + 4, 2, T + 7):
+        x = batch(positions)
+        check_by_autograd(copy.deepcopy(plain), x, squares)
+        model.zero_grad(set_to_none=True)
+        calls = model[1].calls, model[2].calls
+        squares(flash, x).backward()
+        # Other runs leave no trace.
+        assert (model[1].calls, model[2].calls) == (calls[0] + 1, calls[1] + 1)
+        assert torch.isfinite(flash.get_norm_sample()).all()
+
+
+def test_a_module_in_eval_mode_passes() -> None:
+    model = model_of(in_place)
+    flash = GradSampleModuleFlashClipping(model)
+    model[2].eval()
+    squares(flash, batch()).backward()
+    model.zero_grad(set_to_none=True)
+    model[2].train()
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        flash(*batch())
+
+
+def test_what_happens_outside_of_forward_passes() -> None:
+    model = model_of(only_read)
+    flash = GradSampleModuleFlashClipping(model)
+    for step in range(4):
+        squares(flash, batch()).backward()
+        model.zero_grad(set_to_none=True)
+        if step == 0:
+            model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        elif step == 1:
+            model.float().double()
+        else:
+            model[2].average = torch.ones(D, dtype=torch.float64)
+
+
+def test_steady_steps_compare_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would wait for the device."""
+    flash = GradSampleModuleFlashClipping(model_of(mask_of_shape))
+    squares(flash, batch()).backward()
+    flash.zero_grad(set_to_none=True)
+    monkeypatch.setattr(buffers, "_same_bits", None)
+    squares(flash, batch()).backward()
+    with pytest.raises(TypeError):  # a longer sequence: the mask is made anew
+        flash(*batch(T + 1))
+
+
+def test_what_has_the_bits_it_had_is_not_run_again() -> None:
+    model = model_of(made_every_time)
+    flash = GradSampleModuleFlashClipping(model)
+    runs = []
+    flash(*batch())
+    model[0].register_forward_hook(lambda *_: runs.append(0))
+    flash(*batch())
+    assert len(runs) == 1
+    flash(*batch(T + 1))
+    assert len(runs) == 1 + 1 + 3
+
+
+def test_buffers_of_nan_and_of_inference_mode() -> None:
+    """NaN is not equal to itself; tensors of inference mode count no changes."""
+    model = model_of(only_read)
+    model[2].register_buffer("nan", torch.full((2,), torch.nan))
+    with torch.inference_mode():
+        model[2].register_buffer("constant", torch.ones(2))
+    squares(GradSampleModuleFlashClipping(model), batch()).backward()
+
+
+# -- models of transformers -----------------------------------------------------------------------
+
+
+def siglip() -> nn.Module:
+    import transformers
+
+    config = transformers.SiglipVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    torch.manual_seed(0)
+    return transformers.SiglipVisionModel(config).double()
+
+
+def gemma(**more: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.GemmaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=8,
+        **more,
+    )
+    torch.manual_seed(0)
+    return transformers.GemmaForCausalLM(config).double()
+
+
+def pooled(model: Any, images: tuple[Tensor, ...]) -> Tensor:
+    return model(*images).pooler_output.square().sum(1).mean()
+
+
+def test_siglip() -> None:
+    pytest.importorskip("transformers")
+    model = siglip()
+    assert any(True for _ in model.buffers())
+    check_by_autograd(model, (torch.randn(B, 3, 8, 8, dtype=torch.float64),), pooled)
+
+
+def test_gemma() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.mixtures import language_loss, tokens
+
+    model = gemma()
+    assert any(True for _ in model.buffers())
+    # Its normalizations are in fp32, and round otherwise in other batches.
+    check_by_autograd(model, tokens(), language_loss, tolerance=5e-7)
+
+
+def test_angles_that_grow_with_the_sequence() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.mixtures import language_loss, tokens
+
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model: Any = gemma(rope_parameters=dynamic)
+    flash = GradSampleModuleFlashClipping(model)
+    seen = set()
+    for positions in (7, 12, 20, 6):
+        language_loss(flash, tokens(B, positions)).backward()
+        model.zero_grad(set_to_none=True)
+        seen.add(model.model.rotary_emb.inv_freq.sum().item())
+    assert len(seen) == 3

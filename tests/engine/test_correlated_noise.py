@@ -1,0 +1,278 @@
+"""Noise across steps, as the optimizer adds it: covariance, order of batches, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
+from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.mechanisms import (
+    BandedNoise,
+    IndependentNoise,
+    NoiseMechanism,
+    OneStepNoise,
+)
+
+pytest.importorskip("dp_accounting")
+SIZE, BATCHES = 30, 5
+ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
+ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10)]
+
+
+def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
+    column = noise.column(steps)
+    c = [[column[t - s] if t >= s else 0.0 for s in range(steps)] for t in range(steps)]
+    return np.linalg.inv(np.array(c))
+
+
+@pytest.mark.parametrize("noise", ALL, ids=str)
+def test_covariance_over_steps(noise: NoiseMechanism) -> None:
+    """Of the noise that is added, over 8 steps, against the matrix; and of its elements, none."""
+    steps, elements = 8, 20000
+    source = CorrelatedNoise(noise, SecretStream(key=bytes(32)))
+    sums = [torch.zeros(elements - 9, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)]
+    rows = [torch.cat([w.flatten() for w in source.next(sums)]).numpy() for _ in range(steps)]
+    found = np.stack(rows)
+    expected = inverse(noise, steps) @ inverse(noise, steps).T
+    assert abs(found @ found.T / elements - expected).max() < 6 * expected.max() / elements**0.5
+    assert abs((found[:, 1:] * found[:, :-1]).mean(1)).max() < 6 * expected.max() / elements**0.5
+
+
+@pytest.mark.parametrize("noise", ALL, ids=str)
+def test_noise_is_taken_back_exactly(noise: NoiseMechanism) -> None:
+    """C times what is added is the independent noise again, which is of the stream's draws."""
+    source = CorrelatedNoise(noise, SecretStream(key=bytes(32)))
+    plain = CorrelatedNoise(IndependentNoise(), SecretStream(key=bytes(32)))
+    sums = [torch.zeros(50, dtype=torch.float64)]
+    added = np.stack([source.next(sums)[0].numpy() for _ in range(9)])
+    z = np.stack([plain.next(sums)[0].numpy() for _ in range(9)])
+    assert np.allclose(np.linalg.inv(inverse(noise, 9)) @ added, z, atol=1e-12)
+
+
+def test_one_step_noise_keeps_nothing() -> None:
+    source = CorrelatedNoise(OneStepNoise(0.5), SecretStream(key=bytes(32)))
+    for _ in range(3):
+        source.next([torch.zeros(10)])
+    assert not any(isinstance(value, Tensor) for value in vars(source).values())
+    assert source._rows == []
+    assert source._last is not None and source._last.purpose is Purpose.NOISE
+
+
+def test_banded_noise_keeps_what_it_needs() -> None:
+    source = CorrelatedNoise(BandedNoise(3), SecretStream(key=bytes(32)))
+    for _ in range(5):
+        source.next([torch.zeros(10)])
+    assert len(source._rows) == 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> None:
+    stored = CorrelatedNoise(BandedNoise(count), SecretStream(key=bytes(32)))
+    again = CorrelatedNoise(BandedNoise(count, "drawn_again"), SecretStream(key=bytes(32)))
+    sums = [torch.zeros(11), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(5).bfloat16()]
+    for _ in range(9):
+        for one, other in zip(stored.next(sums), again.next(sums), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    assert len(stored._rows) == count - 1 and not again._rows
+    assert not any(isinstance(value, Tensor) for value in vars(again).values())
+
+
+# -- with an engine --------------------------------------------------------------------------------
+
+
+def private(
+    noise: NoiseMechanism, sampling: str = "fixed_order", workers: int = 0, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    engine = FlashPrivacyEngine(accountant="pld")
+    x, rows = torch.randn(SIZE, 4), torch.arange(SIZE)
+    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES, num_workers=workers)
+    module, optimizer, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        data_loader=loader,
+        **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "loss_reduction": "sum"}
+        | {"sampling": sampling, "noise": noise}
+        | options,
+    )
+    return engine, module, optimizer, loader
+
+
+def step(module: Any, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("noise", [IndependentNoise(), *ALL], ids=str)
+def test_training(noise: NoiseMechanism) -> None:
+    """The sums with the noise that was accounted for, and batches of every epoch alike."""
+    engine, module, optimizer, loader = private(noise)
+    epochs = []
+    for _ in range(2):
+        epochs.append([])
+        for x, rows in loader:
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            sums = [p.grad.clone() for p in module.parameters()]
+            optimizer.step()
+            noises = [p.grad - s for p, s in zip(module.parameters(), sums, strict=True)]
+            assert all(n.abs().max() > 0 for n in noises)
+            epochs[-1].append(sorted(rows.tolist()))
+    assert epochs[0] == epochs[1] and sorted(sum(epochs[0], [])) == [*range(SIZE)]
+    assert engine.accountant.history == [(1.0, 0.2, 10)]
+    sensitivity = noise.sensitivity(10, BATCHES)
+    dp = pytest.importorskip("dp_accounting")
+    expected = dp.get_epsilon_gaussian(1.0 / sensitivity, 1e-5)
+    assert engine.get_epsilon(1e-5) == pytest.approx(expected)
+
+
+def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
+    _, module, optimizer, loader = private(OneStepNoise(0.5), noise_multiplier=4.0)
+    drawn: list[Tensor] = []
+    real = optimizer._noise.next
+    optimizer._noise.next = lambda sums: drawn.append(real(sums)) or drawn[-1]  # type: ignore[func-returns-value]
+    x, _ = next(iter(loader))
+    module(x).square().sum().backward()
+    sums = [p.grad.clone() for p in module.parameters()]
+    optimizer.step()
+    for p, s, z in zip(module.parameters(), sums, drawn[0], strict=True):
+        assert torch.allclose(p.grad, s + 4.0 * 0.5 * z, atol=1e-6)
+
+
+def test_groups_take_turns() -> None:
+    _, module, optimizer, loader = private(BandedNoise(2), "cyclic_poisson")
+    number, sizes = 0, []
+    for _ in range(30):
+        for x, rows in loader:
+            assert ((rows % 2) == number % 2).all()
+            sizes.append(len(rows))
+            step(module, optimizer, x)
+            number += 1
+    # 15 samples of a group, each with probability 2 / 5.
+    assert abs(np.mean(sizes) - 6) < 5 * (15 * 0.4 * 0.6 / len(sizes)) ** 0.5
+
+
+def test_a_left_epoch_goes_on_where_steps_are() -> None:
+    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    seen = []
+    for stop in (2, 5, 4):
+        for number, (x, rows) in enumerate(loader):
+            if number == stop:
+                break
+            seen.append(sorted(rows.tolist()))
+            step(module, optimizer, x)
+    assert seen[:5] == seen[5:10] and seen[10] == seen[0]
+
+
+def test_steps_on_other_batches_are_refused() -> None:
+    engine, module, optimizer, loader = private(BandedNoise(2))
+    batches = iter(loader)
+    next(batches)
+    x, _ = next(batches)
+    with pytest.raises(FlashClippingError, match="found step 0 .* with batch 1"):
+        step(module, optimizer, x)
+    assert not engine.accountant.history
+    assert optimizer.stream.state_dict()["draws"] == 0  # before noise
+    for x, _ in loader:
+        step(module, optimizer, x)
+        with pytest.raises(FlashClippingError, match="found step 1"):
+            step(module, optimizer, x)
+        break
+
+
+@pytest.mark.parametrize("change", ["noise_multiplier", "max_grad_norm", "parameters"])
+def test_what_must_stay(change: str) -> None:
+    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    batches = iter(loader)
+    step(module, optimizer, next(batches)[0])
+    if change == "noise_multiplier":
+        optimizer.noise_multiplier = 2.0
+    elif change == "max_grad_norm":
+        optimizer.max_grad_norm = 0.7
+    else:
+        module._module.bias.requires_grad_(False)
+    with pytest.raises(FlashClippingError, match="in the steps before|than in the steps before"):
+        step(module, optimizer, next(batches)[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
+    """However many were begun, and whatever their workers had drawn ahead: a batch that is not this
+    step's is refused, and what is stepped on is the batch of that number."""
+    engine, module, optimizer, loader = private(BandedNoise(2), workers=workers)
+    numbers = {}
+    for number, (x, rows) in enumerate(loader):
+        numbers[frozenset(rows.tolist())] = number
+        step(module, optimizer, x)
+    old, new = iter(loader), iter(loader)
+    stepped, refused = [], []
+    for batches in (old, old, new, new, new, old, new, iter(loader), old):
+        x, rows = next(batches)
+        number, taken = module._session.draws.waiting[-1].number, BATCHES + len(stepped)
+        assert numbers[frozenset(rows.tolist())] == number % BATCHES
+        if number == taken:
+            step(module, optimizer, x)
+            stepped.append(number)
+        else:
+            refused.append(number)
+            with pytest.raises(FlashClippingError, match=f"step {taken} .* with batch {number}"):
+                step(module, optimizer, x)
+        assert len(engine.accountant) == BATCHES + len(stepped)
+    assert stepped == [*range(BATCHES, BATCHES + len(stepped))] and len(stepped) >= 3
+    assert refused or not workers
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    _, module, optimizer, loader = private(BandedNoise(2))
+    with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+        optimizer.signal_skip_step()
+
+
+def test_copies_and_parts_are_refused() -> None:
+    _, module, optimizer, loader = private(BandedNoise(2))
+    with pytest.raises(FlashClippingError, match="take back the same noise twice"):
+        copy.deepcopy(optimizer._noise)
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+        ) as small,
+        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
+    ):
+        next(iter(small))
+
+
+def test_more_diagonals_than_batches() -> None:
+    with pytest.raises(ValueError, match="at least as many batches as groups"):
+        private(BandedNoise(6), "cyclic_poisson")
+
+
+def test_a_target_finds_its_noise() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    engine = FlashPrivacyEngine(accountant="pld")
+    _, optimizer, _, _ = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(torch.randn(SIZE, 4)), batch_size=6),
+        target_epsilon=5.0,
+        target_delta=1e-3,
+        epochs=3,
+        max_grad_norm=1.0,
+        sampling="fixed_order",
+        noise=OneStepNoise(0.5),
+    )
+    engine.accountant.history = [(optimizer.noise_multiplier, 0.2, 15)]
+    assert 4.98 < engine.get_epsilon(1e-3) <= 5.0

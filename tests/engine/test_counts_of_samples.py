@@ -1,0 +1,136 @@
+"""The loader, the criterion and ``check`` know how many samples there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from tests.support.autograd import mean_squares
+from tests.support.constants import AtPositions
+from tests.support.wrapping import MODES
+
+# -- what the loader drew -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16,)])
+def test_packed_inputs_are_refused(shape: tuple[int, ...]) -> None:
+    """4 sequences of 4 tokens in one row (one sample), or all tokens (16 samples)."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    flash = GradSampleModuleFlashClipping(model)
+    ids = torch.randint(9, shape)
+    flash.expect_samples(4)
+    with pytest.raises(FlashClippingError, match="drew 4 samples, .* batch of"):
+        flash(ids)
+    with torch.no_grad():
+        flash(ids)
+    mean_squares(flash(ids.view(4, 4))).backward()
+    assert len(flash.get_norm_sample()) == 4
+    flash.expect_samples(None)
+    flash(ids)
+
+
+# -- the criterion and check know how many losses there are ---------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Reads ``[T, B]`` and gives ``[B, classes]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids_TB: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(ids_TB))).mean(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+def test_time_first_input_is_refused_by_the_criterion(clipping: str, mode: str) -> None:
+    """``[T, B]`` with ``batch_first=True``: ``T`` samples. The targets know better."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+
+    from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
+
+    ids, target = torch.randint(9, (6, 4)), torch.randint(3, (4,))
+    for batch_first in (True, False):
+        model = Recurrent()
+        flash = GradSampleModuleFlashClipping(model, mode=mode, batch_first=batch_first)
+        optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=4,
+        )
+        kind = FlashLoss if clipping == "flat" else FlashAdaptiveLoss
+        criterion = kind(flash, optimizer, nn.CrossEntropyLoss(), "mean")
+        if batch_first:
+            with pytest.raises(FlashClippingError, match="found 4 losses, .* batch of 6 samples"):
+                criterion(flash(ids), target)
+        else:
+            criterion(flash(ids), target)
+
+
+def test_tokens_are_refused_by_the_criterion() -> None:
+    """``[total]``: every token a sample, but one loss for each sequence."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+
+    from flash_clipping.engine.criterion import FlashLoss
+
+    class Sequences(Recurrent):
+        def forward(self, ids_N: Tensor) -> Tensor:
+            return self.head(self.embed(ids_N)).unflatten(0, (4, -1)).mean(1)
+
+    model = Sequences()
+    flash = GradSampleModuleFlashClipping(model)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
+    with pytest.raises(FlashClippingError, match="found 4 losses, .* batch of 16 samples"):
+        criterion(flash(torch.randint(9, (16,))), torch.randint(3, (4,)))
+
+
+def test_check_counts_losses() -> None:
+    from flash_clipping.diagnostics import check as compare
+
+    batch = (torch.randint(9, (6, 4)), torch.randint(3, (4,)))
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    report = compare(Recurrent(), batch, loss)
+    assert not report.passed and "4 losses, but the batch has 6 samples" in report.failures[0]
+    assert compare(Recurrent(), batch, loss, batch_first=False).passed
+
+
+def test_check_tries_other_sizes() -> None:
+    from flash_clipping.diagnostics import check as compare
+
+    seen: list[int] = []
+
+    class Watched(AtPositions):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    assert compare(Watched("embedding"), torch.randn(3, 5, 4)).passed
+    assert {2, 3, 4, 5} <= set(seen)
+
+    class Wrong(AtPositions):
+        """Goes wrong when there are as many samples as positions."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return 2 * y if len(x) == x.shape[1] else y
+
+    report = compare(Wrong("embedding"), torch.randn(3, 5, 4))
+    assert not report.passed and "With 5 samples, as many as another" in report.failures[0]

@@ -1,0 +1,347 @@
+"""Each accounted step is of one draw, by number; and rows are the loader's own where it matters."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.capture.draws import DrawnBatch, row_hashes
+from flash_clipping.engine.sampling.loaders import NotPoissonWarning
+from tests.support.private import TwoLayers, data
+from tests.support.users import IDS
+from tests.support.users import private as of_users
+
+BATCH = 16
+
+
+def private(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = TwoLayers()
+    size = options.pop("size", 64)
+    return FlashPrivacyEngine(accountant=options.pop("accountant", "rdp")).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data(size), batch_size=BATCH),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 0.1} | options,
+    )
+
+
+def step(made: Any, x: Tensor, y: Tensor) -> None:
+    module, optimizer, criterion, _ = made
+    optimizer.zero_grad()
+    criterion(module(x), y).backward()
+    optimizer.step()
+
+
+def warned(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in found if issubclass(w.category, NotPoissonWarning)]
+
+
+# -- one step, one draw ----------------------------------------------------------------------------
+
+
+def test_two_batches_in_one_forward_are_refused() -> None:
+    """Accounted as one draw, they would be two."""
+    made = private()
+    batches = iter(made[3])
+    for first, second in zip(batches, batches, strict=False):
+        x, y = (torch.cat(pair) for pair in zip(first, second, strict=True))
+        with pytest.raises(
+            FlashClippingError, match=r"(?s)together.*DataLoader\(dataset, batch_size"
+        ):
+            step(made, x, y)
+
+
+def test_two_batches_in_one_backward_are_refused() -> None:
+    """Unless they happen to have as many samples, which no loop's batches always have."""
+    module, optimizer, criterion, loader = private()
+    batches, refused = iter(loader), 0
+    for (x, y), (more, labels) in zip(batches, batches, strict=False):
+        loss = criterion(module(x), y).loss_per_sample.sum()
+        loss = loss + criterion(module(more), labels).loss_per_sample.sum()
+        if len(x) != len(more):
+            with pytest.raises(FlashClippingError, match="in the same backward"):
+                loss.backward()
+            refused += 1
+    assert refused
+
+
+def test_two_batches_in_one_step_are_refused() -> None:
+    module, optimizer, criterion, loader = private()
+    with pytest.raises(FlashClippingError, match="gradients of batches 0, 1"):
+        for x, y in loader:
+            optimizer.signal_skip_step(True)
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()
+
+
+def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
+    def train() -> None:
+        made = private()
+        for _ in range(30):
+            for x, _ in made[3]:
+                x.mean()
+        for x, y in DataLoader(data(), batch_size=BATCH, shuffle=True):
+            step(made, x, y)
+
+    (message,) = warned(train)
+    assert "did not give" in message
+
+
+def test_evaluation_on_the_private_loader_is_no_stock_of_draws() -> None:
+    def train() -> None:
+        made = private()
+        for _ in range(30):
+            for x, _ in made[3]:
+                with torch.no_grad():
+                    made[0](x)
+        for x, y in DataLoader(data(), batch_size=BATCH, shuffle=True):
+            step(made, x, y)
+
+    assert len(warned(train)) == 1
+
+
+def test_two_steps_on_one_batch() -> None:
+    def train() -> None:
+        made = private()
+        for x, y in made[3]:
+            step(made, x, y)
+            step(made, x, y)
+
+    (message,) = warned(train)
+    assert "a second step on batch 0" in message
+
+
+def ordinary(made: Any) -> None:
+    for x, y in made[3]:
+        step(made, x, y)
+
+
+def fetched_ahead(made: Any) -> None:
+    batches = iter(made[3])
+    ahead = next(batches)
+    for following in batches:
+        step(made, *ahead)
+        ahead = following
+    step(made, *ahead)
+
+
+def in_a_list(made: Any) -> None:
+    for x, y in list(made[3]):
+        step(made, x, y)
+
+
+def beside_evaluation(made: Any) -> None:
+    for x, y in made[3]:
+        with torch.no_grad():
+            made[0](x)
+            made[0](data().tensors[0])
+        step(made, x, y)
+
+
+def looked_at_first(made: Any) -> None:
+    next(iter(made[3]))
+    ordinary(made)
+
+
+def some_left_out(made: Any) -> None:
+    for number, (x, y) in enumerate(made[3]):
+        if number % 3:
+            step(made, x, y)
+
+
+def in_parts(made: Any) -> None:
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    manager = BatchMemoryManager(data_loader=made[3], max_physical_batch_size=5, optimizer=made[1])
+    with manager as batches:
+        for x, y in batches:
+            step(made, x, y)
+
+
+def adversarial(made: Any) -> None:
+    """A discriminator's loop: its step, then a backward through it that is somebody else's."""
+    module, optimizer, criterion, loader = made
+    generator = nn.Linear(6, 6)
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=True)
+        fake = generator(torch.randn(len(x), 6))
+        loss = criterion(module(x), y) + criterion(module(fake.detach()), torch.zeros_like(y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        criterion(module(fake), torch.ones_like(y)).backward()
+
+
+LOOPS = [ordinary, fetched_ahead, in_a_list, beside_evaluation, looked_at_first]
+LOOPS += [some_left_out, in_parts, adversarial]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ordinary_loops_are_served_without_a_word(loop: Any) -> None:
+    made = private()
+
+    def train() -> None:
+        for _ in range(3):
+            loop(made)
+
+    assert warned(train) == []
+
+
+# -- whose row it is -------------------------------------------------------------------------------
+
+
+def users() -> tuple[Any, Tensor, Tensor]:
+    """A private model, and a batch of several users."""
+    made = of_users()
+    for x, rows in made[3]:
+        if len(set(IDS[rows].tolist())) > 2:
+            return made, x, rows
+    raise AssertionError
+
+
+def norms_of(made: Any, x: Tensor, rows: Tensor) -> Tensor:
+    module, optimizer, criterion, _ = made
+    optimizer.zero_grad()
+    criterion(module(x), rows % 3).backward()
+    return module.get_norm_sample().sort()[0]
+
+
+def test_rows_that_the_loop_sorts_are_refused_or_declared() -> None:
+    """One user would move the sum by the bounds of all whose rows it was given."""
+    made, x, rows = users()
+    expected = norms_of(made, x, rows)
+    order = x.norm(dim=1).argsort()
+    for moved in (x[order], x[order].clone().unsqueeze(1).squeeze(1), x[order].double().float()):
+        with pytest.raises(FlashClippingError, match=r"(?s)not those .*model\.expect_rows\("):
+            made[0](moved)
+    made[0].expect_rows(order)
+    torch.testing.assert_close(norms_of(made, x[order], rows[order]), expected)
+    made[0].expect_rows(None)
+    with pytest.raises(FlashClippingError, match="not those"):
+        made[0](x[order])
+
+
+def test_a_second_view_in_another_order_is_refused() -> None:
+    made, x, rows = users()
+    made[0](x)
+    with pytest.raises(FlashClippingError, match="not those"):
+        made[0](x[torch.arange(len(x)).roll(1)])
+
+
+def test_the_same_rows_are_known_however_they_come() -> None:
+    made, x, rows = users()
+    expected = norms_of(made, x, rows)
+    for same in (x.clone(), x.contiguous().view(len(x), 6), x.unsqueeze(1).squeeze(1)):
+        torch.testing.assert_close(norms_of(made, same, rows), expected)
+    changed = x * 1.0000001 + 1
+    with pytest.raises(FlashClippingError, match="not those"):
+        made[0](changed)
+    made[0].expect_rows(torch.arange(len(x)))
+    norms_of(made, changed, rows)
+
+
+def test_rows_that_are_changed_in_place_are_not_those_of_the_loader() -> None:
+    made, x, rows = users()
+    x[:] = x[torch.arange(len(x)).roll(1)]
+    with pytest.raises(FlashClippingError, match="not those"):
+        made[0](x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 5)
+    batch = DrawnBatch(0, 7, 7, tensors=[x, torch.arange(7)])
+    assert batch.fits([x.to(dtype)], 0)
+    assert not batch.fits([x.to(dtype).flip(0)], 0)
+
+
+def test_one_input_in_another_order_is_enough() -> None:
+    x, mask, ids = torch.randn(7, 5), torch.ones(7, 5), torch.randint(9, (7, 3))
+    batch = DrawnBatch(0, 7, 7, tensors=[x, mask, ids])
+    assert batch.fits([x.clone(), mask.clone(), torch.randn(7, 2)], 0)
+    assert not batch.fits([x.flip(0), mask.clone(), ids.clone()], 0)
+    assert not batch.fits([x.flip(0) + 1, mask.clone()], 0)  # a mask tells no rows apart
+    assert not batch.fits([ids.clone(), x.flip(0)], 0)
+    assert not batch.fits([ids, x.flip(0)], 0)
+
+
+def test_sequences_first() -> None:
+    x = torch.randint(9, (5, 7))
+    batch = DrawnBatch(0, 7, 7, tensors=[x])
+    assert batch.fits([x.clone()], 1) and not batch.fits([x.flip(1)], 1)
+
+
+def test_hashes_are_of_values_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.eye(40)  # one-hot rows have the same elements
+    for x in (rows, rows.bool(), rows.bfloat16(), rows.to(torch.complex64), rows.long()):
+        whole = row_hashes(x)
+        assert len(whole.unique()) == 40
+        with monkeypatch.context() as patch:
+            patch.setattr("flash_clipping.capture.draws._AT_ONCE", 7 * 40)
+            assert torch.equal(row_hashes(x), whole)
+
+
+def padded() -> tuple[Any, Tensor, Tensor, int]:
+    pytest.importorskip("dp_accounting")
+    made = private(accountant="pld", max_batch_size=20, noise_multiplier=1.0)
+    for x, y in made[3]:
+        count = made[0]._session.draws.waiting[-1].samples
+        if 2 < count < 18:
+            return made, x, y, count
+    raise AssertionError
+
+
+def test_padding_that_the_loop_moves_is_refused_or_declared() -> None:
+    """Drawn rows would count nothing, and others would take part in every step."""
+    made, x, y, count = padded()
+    order = torch.arange(20).flip(0)
+    with pytest.raises(FlashClippingError, match="not those"):
+        made[0](x[order])
+    made[0].expect_rows(order)
+    made[2](made[0](x[order]), y[order]).backward()
+    norms = made[0].get_norm_sample()
+    assert (norms[-count:] > 0).all() and (norms[:-count] == 0).all()
+    made[0].expect_rows(torch.zeros(20, dtype=torch.long))
+    with pytest.raises(FlashClippingError, match="every row of the batch once"):
+        made[0](x)
+
+
+def test_a_user_moves_the_sum_by_the_bound_whatever_the_order() -> None:
+    """Clipped sums of a declared order are those of the batch."""
+    made, x, rows = users()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+    sums = []
+    for index in (torch.arange(len(x)), order):
+        made[0].expect_rows(index)
+        made[1].zero_grad()
+        F.cross_entropy(made[0](x[index]), rows[index] % 3).backward()
+        sums.append(torch.cat([p.grad.flatten() for p in made[0].parameters()]))
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-6)
+
+
+def test_batches_without_tensors_are_refused_or_declared() -> None:
+    class Texts(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return f"{index}"
+
+    made = of_users(loader=DataLoader(Texts(torch.arange(len(IDS))), batch_size=6))
+    for names in made[3]:
+        if not len(names):
+            continue
+        x = torch.randn(len(names), 6)
+        with pytest.raises(FlashClippingError, match="not those"):
+            made[0](x)
+        made[0].expect_rows(torch.arange(len(names)))
+        made[0](x)

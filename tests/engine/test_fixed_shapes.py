@@ -1,0 +1,322 @@
+"""``make_private(max_batch_size=...)``: batches of one size, cut or filled up, and accounted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.engine.fixed_shapes import FixedShapeSampler
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import coin_tosses, subset
+from flash_clipping.trainers.dashboard import ClippingStatistics
+from tests.support.graphs import PlayedByHand
+from tests.support.oracle import assert_close
+from tests.support.private import TwoLayers, data
+
+pytest.importorskip("dp_accounting")
+SIZE, BATCH, ROWS = 64, 8, 9
+
+
+def private(**options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    engine = options.pop("engine", None) or FlashPrivacyEngine(accountant="pld")
+    model = options.pop("model", None) or TwoLayers().double()
+    x, y = data(SIZE).tensors
+    dataset = TensorDataset(x.double() / 30, y, torch.arange(SIZE))
+    loader = DataLoader(dataset, batch_size=BATCH, num_workers=options.pop("workers", 0))
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "max_batch_size": ROWS} | options
+    module, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        **options,
+    )
+    return engine, model, module, optimizer, criterion, loader
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[list[Tensor]]:
+    """Of every sample by itself."""
+    plain = TwoLayers().double()
+    plain.load_state_dict(model.state_dict())
+    params = list(plain.parameters())
+    return [
+        list(torch.autograd.grad(cross_entropy(plain(x[i : i + 1]), y[i : i + 1]), params))
+        for i in range(len(x))
+    ]
+
+
+def truth(model: nn.Module, x: Tensor, y: Tensor, bound: float) -> list[Tensor]:
+    """Clipped sums."""
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    for grads in gradients(model, x, y):
+        norm = float(torch.cat([g.flatten() for g in grads]).norm())
+        for total, g in zip(sums, grads, strict=True):
+            total += g * min(1.0, bound / (norm + 1e-6))
+    return sums
+
+
+def partly_padded(module: Any, loader: Any) -> tuple[Tensor, Tensor, int]:
+    """A batch of which some rows count."""
+    loader.batch_sampler.sample_rate = 0.06
+    for x, y, _ in loader:
+        count = module._session.draws.waiting[-1].samples
+        if 1 < count < ROWS - 1:
+            return x, y, count
+        with torch.no_grad():
+            module(x)
+    raise AssertionError
+
+
+# -- what is drawn ---------------------------------------------------------------------------------
+
+
+def sampler(rows: int, rate: float = 0.3, count: int = 20, steps: int = 3000) -> FixedShapeSampler:
+    return FixedShapeSampler(
+        num_samples=count,
+        sample_rate=rate,
+        steps=steps,
+        max_batch_size=rows,
+        stream=SecretStream(key=bytes(32)),
+    )
+
+
+def test_batches_are_truncated_poisson_batches() -> None:
+    """As dp-accounting's event has it: a Poisson batch, of which a random subset is left."""
+    stats = pytest.importorskip("scipy.stats")
+    rows, rate, count, steps = 6, 0.3, 20, 3000
+    sizes: Counter[int] = Counter()
+    seen = np.zeros(count)
+    drawing = sampler(rows, rate, count, steps)
+    for batch in drawing:
+        assert len(batch) == len(set(batch)) == rows
+        kept = drawing.pending.popleft().samples
+        sizes[kept] += 1
+        seen[batch[:kept]] += 1
+    expected = steps * stats.binom.pmf(np.arange(rows + 1), count, rate)
+    expected[rows] = steps * stats.binom.sf(rows - 1, count, rate)
+    observed = np.array([sizes[k] for k in range(rows + 1)])
+    assert ((observed - expected) ** 2 / expected)[expected > 5].sum() < stats.chi2.ppf(1 - 1e-6, 6)
+    share = seen.sum() / count
+    assert ((seen - share) ** 2 / share).sum() < stats.chi2.ppf(1 - 1e-6, count)
+
+
+@pytest.mark.parametrize("rows", [0, 21, True])
+def test_sizes_that_cannot_be(rows: int) -> None:
+    with pytest.raises(ValueError, match="1 to the 20 samples"):
+        sampler(rows)
+
+
+# -- what counts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_padding_adds_nothing(mode: str, workers: int) -> None:
+    """Sums are those of the rows that count; batches without any, and full ones, are among them."""
+    if workers and mode == "two_pass":
+        pytest.skip("workers know nothing of it")
+    _, model, module, optimizer, criterion, loader = private(mode=mode, workers=workers)
+    stream, met = loader.batch_sampler, Counter[int]()
+    stream.sample_rate = 0.03  # batches of all sizes
+    for _ in range(1 if workers else 6):
+        for x, y, _ in loader:
+            count = module._session.draws.waiting[-1].samples
+            met[count] += 1
+            assert len(x) == ROWS
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            for p, expected in zip(
+                model.parameters(), truth(model, x[:count], y[:count], 0.3), strict=True
+            ):
+                assert_close(p.grad, expected, 1e-9, "sum")
+            norms, coef = module.get_norm_sample(), module.get_clipping_coef()
+            assert (norms[count:] == 0).all() and (coef[count:] == 0).all()
+            assert (norms[:count] > 0).all() and (coef[:count] > 0).all()
+            optimizer.step()
+    assert workers or {0, 1, 2} <= met.keys()
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer"])
+def test_every_way_to_clip_leaves_padding_out(clipping: str) -> None:
+    bound: Any = [0.2] * 4 if clipping == "per_layer" else 0.3
+    _, model, module, optimizer, criterion, loader = private(clipping=clipping, max_grad_norm=bound)
+    x, y, count = partly_padded(module, loader)
+    criterion(module(x), y).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    coef = module.get_clipping_coef()
+    assert (coef[..., count:] == 0).all() and (coef[..., :count] > 0).all()
+    sums = [torch.zeros_like(g) for g in found]
+    for i, grads in enumerate(gradients(model, x[:count], y[:count])):
+        for k, g in enumerate(grads):
+            sums[k] += g * (coef[k, i] if coef.dim() == 2 else coef[i])
+    for a, b in zip(found, sums, strict=True):
+        assert_close(a, b, 1e-9, "sum")
+
+
+def test_padding_that_is_not_finite_adds_nothing_and_warns_nobody(recwarn: Any) -> None:
+    _, model, module, optimizer, criterion, loader = private()
+    x, y, count = partly_padded(module, loader)
+    x[count:] = torch.inf
+    module.expect_rows(torch.arange(ROWS))
+    criterion(module(x), y).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert not [w for w in recwarn if "not finite" in str(w.message)]
+
+
+def test_padding_is_no_sample_to_the_dashboard() -> None:
+    _, _, module, optimizer, criterion, loader = private()
+    statistics, expected = ClippingStatistics(module), 0
+    for x, y, _ in loader:
+        expected += module._session.draws.waiting[-1].samples
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        statistics.note_backward()
+        optimizer.step()
+    reading = statistics.read()
+    assert reading.samples == expected and reading.median_norm > 0
+
+
+# -- one shape -------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_sees_one_shape() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    _, model, module, optimizer, criterion, loader = private()
+    module.compile(backend=backend)
+    counts = set()
+    for number, (x, y, _) in enumerate(loader):
+        counts.add(module._session.draws.waiting[-1].samples)
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+        if number == 1:
+            seen = len(graphs)
+    assert len(counts) > 2 and len(graphs) == seen
+
+
+def test_replays_read_the_mask_of_their_own_batch() -> None:
+    """One graph for all batches, whatever was drawn."""
+
+    def train(graphed: bool) -> tuple[list[Tensor], Any]:
+        _, model, module, optimizer, _, loader = private(
+            engine=FlashPrivacyEngine(accountant="pld")
+        )
+        loader.batch_sampler.stream = SecretStream(key=bytes(32))
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = cross_entropy(module(x), y)
+            loss.backward()
+            return loss
+
+        take = PlayedByHand(step, module) if graphed else step
+        found = []
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            take(x, y)
+            found += [p.grad.clone() for p in model.parameters()]
+            found += [module.get_norm_sample().clone(), module.get_clipping_coef().clone()]
+            optimizer.step()
+        return found, take
+
+    found, take = train(True)
+    assert take.replays == 5
+    for a, b in zip(found, train(False)[0], strict=True):
+        assert torch.equal(a, b)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_forward_of_another_batch_is_refused() -> None:
+    _, _, module, optimizer, criterion, loader = private()
+    x = data(SIZE).tensors[0].double()
+    with pytest.raises(FlashClippingError, match="no batch of the loader"):
+        module(x[:ROWS])
+    for x, _, _ in loader:
+        with pytest.raises(FlashClippingError, match="batch of 3 rows; expected the 9"):
+            module(x[:3])
+        break
+    batches = iter(loader)
+    ahead = next(batches)
+    next(batches)  # as Accelerate and Lightning do
+    module(ahead[0])  # its own padding is known
+
+
+def test_two_batches_in_one_backward_are_refused() -> None:
+    _, _, module, optimizer, criterion, loader = private()
+    batches = iter(loader)
+    x, *_ = next(batches)
+    first = module(x).sum()
+    x, *_ = next(batches)
+    with pytest.raises(FlashClippingError, match="several padded batches"):
+        (first + module(x).sum()).backward()
+
+
+def test_batches_are_not_split() -> None:
+    _, _, module, optimizer, criterion, loader = private()
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+        ) as small,
+        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
+    ):
+        next(iter(small))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "prv"}, "accountant='prv'"),
+        ({"clipping": "adaptive"}, "adaptive"),
+        ({"units": torch.arange(SIZE) // 2}, "units"),
+        ({"sample_of": "index"}, "units or sample_of"),
+        ({"poisson_sampling": False}, "poisson_sampling=False"),
+        ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
+        ({"max_batch_size": SIZE + 1}, "1 to the 64"),
+    ],
+)
+def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: str) -> None:
+    if "engine" in options:
+        options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
+    with pytest.raises(ValueError, match=message):
+        private(**options)
+
+
+def test_a_step_on_two_batches_is_refused() -> None:
+    """Which a step of the accountant's would have covered."""
+    engine, _, module, optimizer, criterion, loader = private(noise_multiplier=1.0)
+    for x, y, _ in loader:
+        with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+            optimizer.signal_skip_step(True)
+        optimizer.signal_skip_step(False)
+        criterion(module(x), y).backward()
+        optimizer.step()
+        break
+    assert len(engine.accountant) == 1
+
+
+def test_which_are_left_comes_from_other_words_than_who_is_drawn() -> None:
+    key = bytes(32)
+    sampler = FixedShapeSampler(
+        max_batch_size=5, num_samples=60, sample_rate=0.4, steps=3, stream=SecretStream(key=key)
+    )
+    for number, found in enumerate(sampler):
+        draw = Draw(key, Purpose.SAMPLING, number)
+        drawn = coin_tosses(draw, 60, 0.4).nonzero().flatten()
+        assert found == drawn[subset(draw, len(drawn), 5, tensor=1)].tolist()
+        assert sampler.drawn == number + 1

@@ -1,0 +1,252 @@
+"""The noise of a step: its words are used once, nobody can guess them, and a seed is a choice."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from torch import Tensor, nn
+
+from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
+from flash_clipping.ops.noise import grid_of, noisy_means
+from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
+from tests.support.private import Private, data
+
+seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+
+
+def optimizer_of(params: list[nn.Parameter], **options: Any) -> FlashDPOptimizer:
+    return FlashDPOptimizer(
+        torch.optim.SGD(params, lr=0.0),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 2.0, "expected_batch_size": 4} | options,
+    )
+
+
+def released(optimizer: FlashDPOptimizer, size: int = 40) -> Tensor:
+    """Noise of one step."""
+    (param,) = optimizer.params
+    optimizer.zero_grad()
+    param.grad = torch.zeros(size)
+    optimizer.step()
+    return param.grad.clone()
+
+
+def parameter(size: int = 40) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size))]
+
+
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_torchs_seed_says_nothing_of_noise(secure_mode: bool) -> None:
+    """Neither in one run, where the same noise twice can be subtracted, nor in two; and drawing
+    noise leaves the generator as it was."""
+    found = []
+    for _ in range(2):
+        optimizer = optimizer_of(parameter(), secure_mode=secure_mode)
+        for _ in range(2):
+            torch.manual_seed(7)
+            state = torch.get_rng_state()
+            found.append(released(optimizer))
+            assert torch.equal(torch.get_rng_state(), state)
+    values = torch.cat(found)
+    assert len(values.unique()) == len(values)
+
+
+def test_every_step_has_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flash_clipping.engine.optimizer as module
+
+    draws: list[Draw] = []
+
+    def noted(*args: Any, draw: Draw, **kwargs: Any) -> Any:
+        draws.append(draw)
+        return noisy_means(*args, draw=draw, **kwargs)
+
+    monkeypatch.setattr(module, "noisy_means", noted)
+    private = Private(
+        clipping="adaptive", min_clipbound=1e-3, max_clipbound=10.0, clipbound_learning_rate=0.1,
+        target_unclipped_quantile=0.5, batch_size=64,
+    )  # fmt: skip
+    for _ in range(3):
+        private.step(samples=64)
+    assert [draw.purpose for draw in draws] == [Purpose.NOISE, Purpose.COUNT] * 3
+    assert len({draw.number for draw in draws}) == 6 and len({draw.key for draw in draws}) == 1
+
+
+@seeded
+def test_equal_generators_are_equal_seeds() -> None:
+    def noise(generator: torch.Generator) -> Tensor:
+        optimizer = optimizer_of(parameter(), generator=generator)
+        torch.rand(3)  # nobody's business
+        return torch.cat([released(optimizer), released(optimizer)])
+
+    first = noise(torch.Generator().manual_seed(3))
+    assert torch.equal(first, noise(torch.Generator().manual_seed(3)))
+    assert not torch.equal(first, noise(torch.Generator().manual_seed(4)))
+    assert not torch.equal(first[:40], first[40:])
+    with pytest.raises(ValueError, match="a stream and a generator"):
+        optimizer_of(parameter(), stream=SecretStream(), generator=torch.Generator())
+
+
+def test_a_seed_is_said_once() -> None:
+    with pytest.warns(SeededNoiseWarning, match="no epsilon holds") as said:
+        private = Private(engine=FlashPrivacyEngine(accountant="rdp", seed=5))
+        private.step()
+    assert len([w for w in said if w.category is SeededNoiseWarning]) == 1
+    with pytest.warns(SeededNoiseWarning, match="can subtract the noise"):
+        Private(noise_generator=torch.Generator().manual_seed(1))
+
+
+@seeded
+def test_a_seed_in_secure_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed=5 with secure_mode=True"):
+        FlashPrivacyEngine(secure_mode=True, seed=5)
+    with pytest.raises(ValueError, match="prohibited in secure mode"):
+        Private(engine=FlashPrivacyEngine(secure_mode=True), noise_generator=torch.Generator())
+    for options in ({"generator": torch.Generator()}, {"stream": SecretStream(seed=1)}):
+        with pytest.raises(ValueError, match="secure_mode=True: found a seed"):
+            optimizer_of(parameter(), secure_mode=True, **options)
+
+
+def test_secure_mode_needs_no_other_package_and_nothing_is_said() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*[Ss]ecure")
+        for secure_mode in (False, True):
+            engine = FlashPrivacyEngine(secure_mode=secure_mode)
+            private = Private(engine=engine, poisson_sampling=True)
+            private.step()
+            assert private.optimizer.stream is private.engine.stream
+            assert not private.engine.stream.is_seeded
+
+
+def test_modes_of_opacus_behave_as_there() -> None:
+    plain: dict[str, Any] = {"grad_sample_mode": "hooks"}
+    with pytest.raises(ImportError, match="torchcsprng"):
+        Private(engine=FlashPrivacyEngine(secure_mode=True), **plain)
+    with pytest.warns(UserWarning, match="Secure RNG turned off"):
+        engine = FlashPrivacyEngine()
+        module = nn.Linear(6, 3)
+        engine.make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(data(), batch_size=8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            **plain,
+        )
+    with pytest.raises(ValueError, match="noise_grid: found with another"):
+        Private(noise_grid=True, **plain)
+
+
+@seeded
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_later_optimizer_of_the_model_draws_nothing_again(seed: int | None) -> None:
+    """Also of another engine with the same seed: its noise goes on behind."""
+    drawn: list[Draw] = []
+    private = Private(engine=FlashPrivacyEngine(accountant="rdp", seed=seed))
+    for engine in (private.engine, FlashPrivacyEngine(accountant="rdp", seed=seed)):
+        private.step()
+        drawn.append(private.optimizer.stream.draw(Purpose.NOISE))
+        private.engine = engine
+        private.wrapper, private.optimizer, _, _ = engine.make_private(
+            module=private.wrapper,
+            optimizer=private.optimizer,
+            data_loader=private.loader,
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            poisson_sampling=False,
+        )
+    drawn.append(private.optimizer.stream.draw(Purpose.NOISE))
+    assert len({*drawn}) == 3
+    for one, two in zip(drawn, drawn[1:], strict=False):
+        assert one.key != two.key or one.number < two.number
+
+
+@seeded
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_resumed_run_draws_nothing_again(tmp_path: Path, seed: int | None) -> None:
+    def start() -> Private:
+        return Private(engine=FlashPrivacyEngine(accountant="rdp", seed=seed))
+
+    first, found = start(), []
+    stream = first.optimizer.stream
+    first.step()
+    found.append(stream.draw(Purpose.NOISE))
+    kept = {"mine": 1}
+    path = tmp_path / "checkpoint.pt"
+    first.engine.save_checkpoint(
+        path=path, module=first.wrapper, optimizer=first.optimizer, checkpoint_dict=kept
+    )
+    assert kept == {"mine": 1}
+    text = path.read_bytes()
+    assert found[0].key not in text and found[0].key.hex().encode() not in text
+    again = []
+    for _ in range(2):
+        other = start()
+        loaded = other.engine.load_checkpoint(
+            path=path, module=other.wrapper, optimizer=other.optimizer
+        )
+        assert loaded["mine"] == 1 and loaded["noise_stream_state_dict"]["seed"] == seed
+        other.step()
+        again.append(other.optimizer.stream.draw(Purpose.NOISE))
+    assert (again[0] == again[1]) == (seed is not None)  # with a seed runs repeat each other
+    for draw in again:
+        assert draw.key != found[0].key or draw.number > found[0].number
+    # To go back within a run does not bring the words back.
+    before = stream.draw(Purpose.NOISE).number
+    first.engine.load_checkpoint(path=path, module=first.wrapper, optimizer=first.optimizer)
+    assert stream.draw(Purpose.NOISE).number == before + 1
+
+
+def test_checkpoints_of_opacus_are_read(tmp_path: Path) -> None:
+    """One without the stream's state, and into a buffer."""
+    private = Private()
+    buffer = io.BytesIO()
+    PrivacyEngine.save_checkpoint(
+        private.engine, path=buffer, module=private.wrapper, optimizer=private.optimizer
+    )
+    buffer.seek(0)
+    private.engine.load_checkpoint(path=buffer, module=private.wrapper, optimizer=private.optimizer)
+    private.step()
+
+
+def test_noisy_sums_on_a_grid() -> None:
+    """What is released is a multiple of a number that depends on the noise's deviation alone."""
+    private = Private(noise_grid=True, max_grad_norm=0.3, lr=0.0)
+    grid = grid_of(0.3, torch.float32)
+    for samples in (1, 7):
+        private.step(samples)
+        for p in private.plain.parameters():
+            cells = p.grad * 16 / grid
+            assert torch.equal(cells, cells.round()) and p.grad.unique().numel() > 1
+    private = Private(lr=0.0)
+    private.step()
+    cells = torch.cat([p.grad.flatten() for p in private.plain.parameters()]) * 16 / grid
+    assert not torch.equal(cells, cells.round())
+    with pytest.raises(NotImplementedError, match="sums of other workers"):
+        DistributedFlashDPOptimizer(None, noise_grid=True)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_nothing() -> None:
+    param = nn.Parameter(torch.zeros(1000, device="cuda"))
+    optimizer = optimizer_of([param])
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        param.grad = torch.zeros_like(param)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return param.grad.clone()
+
+    torch.manual_seed(3)
+    first = step()
+    torch.manual_seed(3)
+    assert not torch.equal(first, step())

@@ -1,0 +1,173 @@
+"""Refusals end in a line that can be pasted: with it the model trains."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.proxies import UnsupportedUse
+from flash_clipping.errors import to_freeze
+from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
+from tests.support.uses import Scaling
+
+D = 6
+
+
+class Around(nn.Module):
+    """What is refused, between a layer and a head that are not."""
+
+    def __init__(self, middle: nn.Module, ids: bool = False):
+        super().__init__()
+        self.ids = ids
+        self.first, self.middle, self.head = nn.Linear(D, D), middle, nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(x.long()) if self.ids else self.middle(self.first(x))
+        if isinstance(h, tuple):
+            h = h[0]
+        if h.is_complex():
+            h = h.real
+        return self.head(h.flatten(1)[:, :D])
+
+
+class Rounds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (16 * x).round() / 16
+
+
+class Scales(nn.Module):
+    """A parameter of its own, used in a way that ``use`` says."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype | None = None):
+        super().__init__()
+        self.use, self.gain = use, nn.Parameter(torch.ones(D, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.gain)
+
+
+class Chosen(nn.Module):
+    """Experts that get the rows of any samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.self_attn = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.self_attn(x)
+        first = (999 * x.flatten(0, 1)[:, 0]).sin() > 0
+        out = torch.zeros_like(x).flatten(0, 1)
+        out[first] = self.experts[0](x.flatten(0, 1)[first])
+        out[~first] = self.experts[1](x.flatten(0, 1)[~first])
+        return out.view_as(x)
+
+
+class Keeps(nn.Module):
+    """A buffer that holds something of the samples, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return x
+
+
+def rounded_mixture() -> nn.Module:
+    mixture = RoutedExperts(TopKRouter(D, 4, 2), MixtureOfExperts(D, 5, 4))
+    nn.utils.parametrize.register_parametrization(mixture.experts, "down", Rounds())
+    return mixture
+
+
+def by_frequencies(x: Tensor, gain: Tensor) -> Tensor:
+    ids = torch.zeros(x.shape[:2], dtype=torch.long)
+    return x + F.embedding(ids, gain[None], scale_grad_by_freq=True)
+
+
+class Reaches(nn.Module):
+    """Uses a layer's parameter past the layer and all functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaling.apply(x, self.linear.bias)
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "scale_grad_by_freq": lambda: Around(nn.Embedding(9, D, scale_grad_by_freq=True), ids=True),
+    "bag": lambda: Around(nn.EmbeddingBag(9, D, mode="max"), ids=True),
+    "max_norm": lambda: Around(nn.Embedding(9, D, max_norm=1.0), ids=True),
+    "instance norm": lambda: Around(nn.InstanceNorm1d(5, affine=True, track_running_stats=True)),
+    "batch norm": lambda: Around(nn.BatchNorm1d(5)),
+    "spectral norm": lambda: Around(nn.utils.spectral_norm(nn.Linear(D, D))),
+    "complex": lambda: Around(Scales(torch.mul, torch.complex64)),
+    "lazy": lambda: Around(nn.LazyLinear(D)),
+    "recurrent": lambda: Around(nn.LSTM(D, D, batch_first=True)),
+    "frequencies": lambda: Around(Scales(by_frequencies)),
+    "elsewhere": lambda: Around(Reaches()),
+    "experts": lambda: Around(Chosen()),
+    "buffer": lambda: Around(Keeps()),
+    "computed base": lambda: Around(rounded_mixture()),
+}
+
+
+def step(model: nn.Module, x: Tensor) -> Any:
+    flash = GradSampleModuleFlashClipping(model)
+    flash(x).square().sum(1).mean().backward()
+    return flash.get_norm_sample()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_with_the_line_it_says_the_model_trains(name: str) -> None:
+    torch.manual_seed(0)
+    model = REFUSED[name]()
+    x = torch.rand(4, 5, D)
+    if "ids" in vars(model) and model.ids:
+        x = torch.randint(0, 9, (4, 5)).float()
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)) as error:
+        step(model, x)
+    *said, line = str(error.value).splitlines()
+    assert line.startswith("    ") and said, str(error.value)
+    ast.parse(line.strip())
+    if name == "experts":
+        assert "folded_modules" not in str(error.value)
+        assert 'LoraConfig(target_modules=["self_attn"])' in line
+    if hasattr(model, "autograd_grad_sample_hooks"):
+        model = REFUSED[name]()
+    names: dict[str, Any] = {"model": model, "torch": torch, "x": x}
+    exec(line.strip(), names)
+    norms = step(names["model"], x)
+    assert norms.shape == (4,) and norms.isfinite().all()
+
+
+def test_an_unsupported_use_freezes_the_module() -> None:
+    model = Around(Scales(torch.mul))
+    tap: Any = SimpleNamespace(path="middle (Scales)")
+    exec(str(UnsupportedUse(tap, "by hand")).splitlines()[-1].strip(), {"model": model})
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["middle.gain"]
+
+
+def test_of_the_model_itself_its_own_parameters_are_frozen() -> None:
+    model = Around(nn.Identity())
+    model.gain = nn.Parameter(torch.ones(()))
+    for path in ("", "the model (Around)"):
+        model.requires_grad_(True)
+        exec(to_freeze(path).strip(), {"model": model})
+        assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["gain"]
+    exec(to_freeze("first (Linear)", "head (Linear)").strip(), {"model": model})
+    assert not any(param.requires_grad for param in model.parameters())

@@ -1,0 +1,503 @@
+"""What the engine's loader draws, what it announces, and the loaders that it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
+from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
+from flash_clipping.randomness import SeededNoiseWarning
+
+N, BATCH = 60, 6
+
+
+def data(count: int = N) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator),
+        torch.randint(0, 3, (count,), generator=generator),
+    )
+
+
+def private(loader: Any, engine: PrivacyEngine | None = None, **options: Any) -> Any:
+    model = nn.Linear(4, 3)
+    return (engine or FlashPrivacyEngine(accountant="rdp")).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options,
+    )
+
+
+def step(module: Any, optimizer: Any, criterion: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    criterion(module(x), y).backward()
+    optimizer.step()
+
+
+# -- refused loaders -------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
+
+    def __len__(self) -> int:
+        return N
+
+
+class ByLength(SequentialSampler):
+    """A sampler of somebody's, of which nothing is known."""
+
+
+def loaders() -> dict[str, tuple[Any, str]]:
+    dataset = data()
+
+    def with_sampler(sampler: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+
+    batches = BatchSampler(SequentialSampler(dataset), BATCH, drop_last=False)
+    return {
+        "weighted": (
+            with_sampler(WeightedRandomSampler([1.0] * N, N)),
+            "WeightedRandomSampler.*weights in the loss",
+        ),
+        "subset": (
+            with_sampler(SubsetRandomSampler(range(12))),
+            "SubsetRandomSampler.*12 of 60.*torch.utils.data.Subset",
+        ),
+        "replacement": (
+            with_sampler(RandomSampler(dataset, replacement=True)),
+            r"RandomSampler\(replacement=True.*shuffle=True",
+        ),
+        "more_samples": (
+            with_sampler(RandomSampler(dataset, num_samples=2 * N)),
+            "num_samples=120.*over 60",
+        ),
+        "part": (with_sampler(SequentialSampler(range(12))), "12 of 60 samples.*Subset"),
+        "own": (with_sampler(ByLength(dataset)), "ByLength.*shuffle=True"),
+        "own_batches": (
+            DataLoader(dataset, batch_sampler=type("Bucketed", (BatchSampler,), {})(
+                SequentialSampler(dataset), BATCH, False
+            )),
+            "batch_sampler=Bucketed.*shuffle=True",
+        ),
+        "list_of_batches": (DataLoader(dataset, batch_sampler=list(batches)), "batch_sampler=list"),
+        "stream": (DataLoader(Stream(), batch_size=BATCH), "Stream, an IterableDataset.*__getit"),
+        "no_batch_size": (DataLoader(dataset, batch_size=None), "batch_size=None"),
+        "no_batch": (DataLoader(dataset, batch_size=2 * N, drop_last=True), "60 samples and drop"),
+        "other_processes": (
+            with_sampler(DistributedSampler(dataset, 2, 0)),
+            "DistributedSampler for 2 processes.*DataParallel",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_a_loader_whose_sampling_would_be_replaced_silently_is_refused(name: str) -> None:
+    loader, message = loaders()[name]
+    with pytest.raises(ValueError, match=f"(?s)data_loader: found.*{message}"):
+        private(loader)
+
+
+@pytest.mark.parametrize("name", ["weighted", "subset", "replacement", "more_samples", "no_batch"])
+def test_without_poisson_sampling_what_no_rate_describes_is_refused_too(name: str) -> None:
+    loader, message = loaders()[name]
+    with pytest.raises(ValueError, match=f"(?s)data_loader: found.*{message}"):
+        private(loader, poisson_sampling=False)
+
+
+def test_a_weighted_loader_had_a_rate_that_was_not_its_own() -> None:
+    """Opacus accounts 1/20 for it; a sample of weight 100 is drawn with certainty, nearly."""
+    weights = [100.0] + [1.0] * (N - 1)
+    loader = DataLoader(data(), batch_size=BATCH, sampler=WeightedRandomSampler(weights, 2 * N))
+    *_, opacus_loader = private(loader, PrivacyEngine())
+    assert opacus_loader.sample_rate == 1 / 20
+    with pytest.raises(ValueError, match="WeightedRandomSampler"):
+        private(loader)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ordinary_loaders_are_accepted(shuffle: bool) -> None:
+    *_, loader = private(DataLoader(data(), batch_size=BATCH, shuffle=shuffle))
+    assert isinstance(loader.batch_sampler, PoissonSampler)
+    assert len(loader) == N // BATCH and loader.sample_rate == BATCH / N
+    *_, again = private(loader)  # private already
+    assert len(again) == len(loader) and len(next(iter(again))) == 2
+    private(DataLoader(data(), batch_sampler=again.batch_sampler))
+
+
+def test_a_made_up_sample_in_empty_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="rand_on_empty.*2 C"):
+        private(DataLoader(data(), batch_size=BATCH), rand_on_empty=True)
+
+
+def test_other_modes_of_the_engine_are_opacus() -> None:
+    loader = loaders()["subset"][0]
+    *_, found = private(loader, grad_sample_mode="hooks")
+    assert not isinstance(found.batch_sampler, PoissonSampler)
+
+
+# -- rate ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [93, 99, 186])
+def test_an_epoch_has_as_many_steps_as_the_loader_had(batches: int) -> None:
+    """int(1 / (1 / 93)) is 92: another rate would be accounted than is drawn with."""
+    engine = FlashPrivacyEngine(accountant="rdp")
+    module, optimizer, criterion, loader = private(DataLoader(data(batches), batch_size=1), engine)
+    assert len(loader) == batches and len(list(loader)) == batches
+    assert optimizer.expected_batch_size == 1
+    step(module, optimizer, criterion, *next(iter(loader)))
+    assert engine.accountant.history[0][1] == loader.batch_sampler.sample_rate == 1 / batches
+
+
+# -- where draws come from -------------------------------------------------------------------------
+
+
+def batches(loader: Any, epochs: int = 1) -> list[list[Any]]:
+    """The rows of every batch."""
+    return [rows.tolist() for _ in range(epochs) for (rows,) in loader]
+
+
+def numbered(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(N)), batch_size=BATCH, **options)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_nobody_who_knows_the_generators_knows_the_batches() -> None:
+    """Neither the loader's own generator, which people set for shuffling, nor PyTorch's."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        plain = numbered(shuffle=True, generator=seeded(0))
+        *_, loader = private(plain)
+        assert loader.generator is plain.generator  # seeds workers, as before
+        found.append(batches(loader, 3))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
+def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
+    options = {} if units is None else {"units": units, "max_rows_per_unit": 2}
+    *_, loader = private(numbered(), **options)
+    sampler = loader.batch_sampler
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert any(sampler)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
+
+
+def test_a_generator_that_was_given_to_the_private_loader_is_a_seed() -> None:
+    found = []
+    for _ in range(2):
+        with pytest.warns(SeededNoiseWarning):
+            loader = PoissonLoader.from_data_loader(numbered(), generator=seeded(3))
+        found.append(batches(loader, 2))
+    assert found[0] == found[1] and found[0][:10] != found[0][10:]
+
+
+@pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
+def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
+    found = []
+    for _ in range(2):
+        with pytest.warns(SeededNoiseWarning):
+            engine = FlashPrivacyEngine(seed=5)
+        *_, loader = private(numbered(), engine, units=units)
+        found.append([*loader.batch_sampler])
+    assert found[0] == found[1]
+
+
+def test_batches_are_drawn_in_the_main_process() -> None:
+    """Workers are told what to fetch: with workers that stay, every epoch is new."""
+    loader = PoissonLoader.from_data_loader(numbered(num_workers=2, persistent_workers=True))
+    epochs = [batches(loader) for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert loader.batch_sampler.stream.state_dict()["draws"] == 30
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_loader_draw_other_batches(copied: Any) -> None:
+    loader = PoissonLoader.from_data_loader(numbered())
+    assert batches(copied(loader), 2) != batches(loader, 2)
+
+
+def test_secure_mode_needs_no_package_for_batches() -> None:
+    engine = FlashPrivacyEngine()
+    engine.secure_mode = True  # its generator may be any, or none
+    found = engine._prepare_data_loader.__func__
+    engine._module_options = {}
+    loader = found(engine, numbered(), poisson_sampling=True, distributed=False)
+    assert len(batches(loader)) == 10
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def shards(
+    world: int, steps: int, rate: float = 0.5, total: int = 41, seed: int | None = None
+) -> Tensor:
+    """Which samples every process drew in every step: [ranks, steps, total]."""
+    drawn = torch.zeros(world, steps, total, dtype=torch.bool)
+    for rank in range(world):
+        sampler = ShardedPoissonSampler(
+            total_size=total,
+            sample_rate=rate,
+            steps=steps,
+            rank=rank,
+            world_size=world,
+            generator=None if seed is None else seeded(seed),
+        )
+        assert len(sampler) == steps
+        for i, indices in enumerate(sampler):
+            drawn[rank, i, indices] = True
+    return drawn
+
+
+def test_every_sample_is_one_process_s() -> None:
+    owners = shards(3, steps=50).any(1).sum(0)
+    assert (owners == 1).all()
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_processes_draw_independently_seeded_alike_or_not(seed: int | None) -> None:
+    steps = 2000
+    drawn = shards(2, steps, total=8, seed=seed).float()
+    table = torch.cat([drawn[0, :, 0::2], drawn[1, :, 1::2]], 1)  # [steps, 8]
+    correlation = torch.corrcoef(table.T) - torch.eye(8)
+    assert correlation.abs().max() < 5 / steps**0.5
+    assert (table.mean(0) - 0.5).abs().max() < 5 * 0.5 / steps**0.5
+
+
+def test_a_seed_repeats_and_its_absence_does_not() -> None:
+    assert torch.equal(*[shards(1, 20, seed=0) for _ in range(2)])
+    free = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        free.append(shards(1, 20))
+    assert not torch.equal(*free)
+
+
+def test_empty_local_batches_are_batches() -> None:
+    drawn = shards(2, steps=200, rate=0.02, total=20)
+    sizes = drawn.sum(2)
+    assert (sizes == 0).any() and (sizes > 0).any()
+
+
+# -- announcements ---------------------------------------------------------------------------------
+
+
+def told(module: Any) -> list[int]:
+    """Rows of the batches that the loader gave and no forward has used."""
+    return [draw.rows for draw in module._session.draws.waiting if not draw.used]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["here", "workers"])
+def test_every_batch_is_announced(options: dict[str, Any]) -> None:
+    module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=3, **options))
+    numbers = []
+    for _ in range(2):
+        for x, y in loader:
+            assert told(module) == [len(x)]
+            numbers.append(module._session.draws.waiting[-1].number)
+            step(module, optimizer, criterion, x, y)
+            assert told(module) == []
+    assert numbers == [*range(2 * len(loader))]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["here", "workers"])
+def test_another_batch_after_a_loop_that_was_left(options: dict[str, Any]) -> None:
+    """It is the last one of that loop, or it may be from anywhere."""
+    module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=3, **options))
+    for x, y in loader:
+        step(module, optimizer, criterion, x, y)
+        break
+    x, y = next(iter(loader))
+    step(module, optimizer, criterion, x, y)
+    more, labels = data().tensors
+    module(more)
+    assert told(module) == []
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_physical_batches_are_announced(wrap_model: bool) -> None:
+    module, optimizer, criterion, loader = private(
+        DataLoader(data(), batch_size=BATCH), wrap_model=wrap_model
+    )
+    model = module if wrap_model else module._module
+    numbers = []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as batches:
+        for x, y in batches:
+            assert told(module) == [len(x)] and len(x) <= 2
+            numbers.append(module._session.draws.waiting[-1].number)
+            step(model, optimizer, criterion, x, y)
+    assert sorted(set(numbers)) == [*range(len(loader))] and len(numbers) > len(loader)
+
+
+def test_physical_batches_of_workers_are_not_announced() -> None:
+    module, optimizer, criterion, loader = private(
+        DataLoader(data(), batch_size=BATCH, num_workers=1)
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as batches:
+        for x, y in itertools.islice(batches, 3):
+            assert told(module) == []
+            step(module, optimizer, criterion, x, y)
+
+
+# -- not Poisson -----------------------------------------------------------------------------------
+
+
+def caught(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in found if issubclass(w.category, NotPoissonWarning)]
+
+
+def test_one_warning_without_poisson_sampling() -> None:
+    engine = FlashPrivacyEngine()
+
+    def twice() -> None:
+        for _ in range(2):
+            private(DataLoader(data(), batch_size=BATCH), engine, poisson_sampling=False)
+
+    messages = caught(twice)
+    assert len(messages) == 1 and "poisson_sampling=False" in messages[0]
+
+
+def test_no_warning_where_the_accountant_is_right() -> None:
+    def right() -> None:
+        private(DataLoader(data(), batch_size=N), poisson_sampling=False)  # all samples, always
+        poisson = PoissonSampler(num_samples=N, sample_rate=0.1, steps=10)
+        private(DataLoader(data(), batch_sampler=poisson), poisson_sampling=False)
+        module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=BATCH))
+        for x, y in loader:
+            step(module, optimizer, criterion, x, y)
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as batches:
+            for x, y in batches:
+                step(module, optimizer, criterion, x, y)
+
+    assert caught(right) == []
+
+
+def test_one_warning_for_batches_of_another_loader() -> None:
+    """A trainer's own."""
+    theirs = DataLoader(data(), batch_size=BATCH)
+
+    def train() -> None:
+        module, optimizer, criterion, _ = private(DataLoader(data(), batch_size=BATCH))
+        for x, y in theirs:
+            step(module, optimizer, criterion, x, y)
+
+    messages = caught(train)
+    assert len(messages) == 1 and "did not give" in messages[0]
+
+
+class NoIterableItems(Dataset):  # type: ignore[type-arg]
+    """Opacus' loader looks into the first item."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index))
+
+
+def test_items_may_be_anything_that_collates() -> None:
+    *_, loader = private(DataLoader(NoIterableItems(), batch_size=1))
+    torch.manual_seed(0)
+    assert 0 in {len(batch) for batch in loader}
+
+
+def test_epsilon_says_what_it_is_for() -> None:
+    text = FlashPrivacyEngine.get_epsilon.__doc__ or ""
+    assert "added or removed" in text and "expected batch size" in text
+    engine = FlashPrivacyEngine(accountant="rdp")
+    module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=BATCH), engine)
+    step(module, optimizer, criterion, *next(iter(loader)))
+    assert engine.get_epsilon(1e-5) == engine.accountant.get_epsilon(1e-5)
+
+
+class FetchesBatches(torch.utils.data.TensorDataset):
+    """Fetches a batch at once, as two tensors and not as a list of samples."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+def test_a_dataset_that_fetches_batches_is_not_miscounted() -> None:
+    data = FetchesBatches(torch.randn(60, 3), torch.randn(60, 1))
+    model = torch.nn.Linear(3, 1)
+    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=torch.nn.MSELoss(),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=20, collate_fn=tuple),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+
+
+def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:
+    """Each would be clipped by itself, and what was accounted for be too little."""
+
+    class Views(FetchesBatches):
+        def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+            x, y = super().__getitems__(indices)
+            return torch.cat([x, -x]), torch.cat([y, y])
+
+    model = torch.nn.Linear(3, 1)
+    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=torch.nn.MSELoss(),
+        data_loader=torch.utils.data.DataLoader(
+            Views(torch.randn(60, 3), torch.randn(60, 1)), batch_size=20, collate_fn=tuple
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for _ in range(2):  # epochs
+        for x, y in loader:
+            with pytest.raises(FlashClippingError, match="samples"):
+                criterion(module(x), y).backward()
