@@ -10,23 +10,10 @@ _MOVED = {
     "sampling": "sampling.loaders",
     "unit_sampling": "sampling.units",
 }
-_KEPT = [
-    "accounting",
-    "adaptive",
-    "correlated_noise",
-    "criterion",
-    "fixed_shapes",
-    "ghost_norms",
-    "grad_sample_module",
-    "optimizer",
-    "pipeline_optimizer",
-    "pipeline_schedule",
-    "privacy_engine",
-    "private_optimizer",
-    "private_state",
-    "sharded_optimizer",
-    "token_losses",
-]
+_KEPT = """accounting adaptive correlated_noise criterion fixed_shapes ghost_norms
+grad_sample_module optimizer pipeline_optimizer pipeline_schedule privacy_engine private_optimizer
+private_state sharded_optimizer token_losses"""
 
-for _name, _path in {**dict(zip(_KEPT, _KEPT, strict=True)), **_MOVED}.items():
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"flash_clipping.engine.{_path}")
+for _name in (*_MOVED, *_KEPT.split()):
+    _path = f"flash_clipping.engine.{_MOVED.get(_name, _name)}"
+    sys.modules[f"{__name__}.{_name}"] = import_module(_path)
