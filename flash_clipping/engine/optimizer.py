@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.noise_stream import stream_of
-from flash_clipping.engine.sampling.units import refuse_split_units
+from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
     StepRecord,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from flash_clipping.distributed import has_shards
-from flash_clipping.distributed.pipeline.noise import shared_by_stages
+from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 
 

@@ -11,12 +11,13 @@ from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, processes_of
-from flash_clipping.distributed.pipeline.noise import shared_by_stages
+from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.accounting import (
     PldAccountant,
     Process,
@@ -24,16 +25,16 @@ from flash_clipping.engine.accounting import (
     relation_of,
     without_hints,
 )
-from flash_clipping.engine.asked_process import asked_process, planned_noise
+from flash_clipping.engine.correlated_noise import CorrelatedFlashDPOptimizer
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.engine.keywords import ADAPTIVE, check_keywords
 from flash_clipping.engine.noise_stream import SecretNoiseEngine
-from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
+    ADAPTIVE,
     Backend,
     EpsilonOptions,
     Mode,
@@ -41,20 +42,23 @@ from flash_clipping.engine.options import (
     Reduction,
     Sampling,
     SumDtype,
+    check_keywords,
+    planned_noise,
+    requested_process,
 )
 from flash_clipping.engine.parallel import refuse_alone
-from flash_clipping.engine.pipeline_optimizer import pipeline_group
-from flash_clipping.engine.private_optimizer import private_optimizer
-from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
-from flash_clipping.engine.sampling.units import (
+from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
+from flash_clipping.engine.sampling.loaders import (
+    PoissonLoader,
     UnitLoader,
     UnitsOfRows,
     plain_dataset,
+    refuse_loader,
     refuse_units,
+    watch_sampling,
 )
-from flash_clipping.engine.sampling.watch import watch_sampling
 from flash_clipping.engine.unsupported import validate
-from flash_clipping.randomness.mechanisms import NoiseMechanism
+from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
@@ -289,7 +293,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             noise_generator=noise_generator,
             rand_on_empty=rand_on_empty,
         )
-        process = asked_process(
+        process = requested_process(
             self.accountant,
             sampling=sampling,
             noise=noise,
@@ -579,15 +583,34 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             # Opacus counted rows.
             kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
-        return private_optimizer(
-            self,
-            optimizer,
+        kwargs.update(
             stream=self.stream if generator is None else None,
             generator=generator,
             secure_mode=self.secure_mode,
-            distributed=kwargs.pop("distributed", False),
-            **kwargs,
         )
+        return self._private_optimizer(optimizer, kwargs.pop("distributed", False), **kwargs)
+
+    def _private_optimizer(
+        self, optimizer: Any, distributed: bool, **kwargs: Any
+    ) -> FlashDPOptimizer:
+        """Of the class for how noise is made, and how the model is spread over processes."""
+        if not isinstance(self._process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            kwargs.update(mechanism=self._process.noise, before_noise=self._sampler.check_step)
+            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
+            self.accountant.before_run = correlated.begin_run
+            return correlated
+        kwargs["noise_grid"] = self._noise_grid
+        if self._is_sharded:
+            from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+
+            if distributed:
+                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+            return ShardedFlashDPOptimizer(optimizer, **kwargs)
+        if self._pipeline is not None:
+            return PipelineFlashDPOptimizer(optimizer, group=self._pipeline, **kwargs)
+        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        return cls(optimizer, **kwargs)
 
     def _prepare_criterion(
         self,

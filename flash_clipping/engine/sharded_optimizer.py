@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import assert_async, functions_of_optimizer
-from flash_clipping.distributed.process_groups import device_of
+from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.distributed.reducer import as_sharded
-from flash_clipping.distributed.shard_noise import shard_of
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.sampling.samplers import ShardedPoissonSampler
@@ -35,8 +34,9 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` for shards: ``DTensor`` parameters.
 
     Every process adds noise to its own shards
-    (:mod:`flash_clipping.distributed.shard_noise`): together that is one draw for every element, as in one process. No process holds noise of a whole
-    parameter, and replicas stay bitwise equal.
+    (:func:`~flash_clipping.distributed.process_groups.shard_number`): together that is one draw for
+    every element, as in one process. No process holds noise of a whole parameter, and replicas stay
+    bitwise equal.
 
     Args:
         optimizer: made of the model's parameters after ``fully_shard``.

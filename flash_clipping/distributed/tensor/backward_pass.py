@@ -15,8 +15,8 @@ from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import LocalSums, Reducer
+from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
-from flash_clipping.distributed.tensor.shares import Share
 from flash_clipping.factors import Dense, Factor
 from flash_clipping.finish.clipping import Doubts
 

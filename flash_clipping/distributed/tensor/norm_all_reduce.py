@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from flash_clipping._compat import assert_async
-from flash_clipping.distributed.tensor.shares import Share, Shares
+from flash_clipping.distributed.tensor.layouts import Share, Shares
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.ops.runtime.upload import to_device
