@@ -30,8 +30,7 @@ from flash_clipping.factors import (
 )
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
-from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.runtime import backend as backends, cost
 
 
 @dataclass

@@ -12,8 +12,8 @@ the module runs it is the whole, unsharded parameter: that is what layers comput
 * ``backward_pass.py``: one backward pass; norms need no other process, sums go to the shards;
 * ``reducer.py``: clipped sums in an order that all processes share, into the shards;
 * ``synchronized_probe.py``: rehearsals that all processes run at the same time;
-* ``model.py``: puts these in the place of what an ordinary model has; a process whose local batch is
-  empty takes part in all that the others do;
+* ``model.py``: puts these in the place of what an ordinary model has; a process whose local batch
+  is empty takes part in all that the others do;
 * ``tensor/``: layers that are cut over processes which share their samples.
 
 But for ``tensor/`` a process has its own samples, so their norms and coefficients are its own.

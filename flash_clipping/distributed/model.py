@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_samples import made_up
@@ -23,7 +22,6 @@ from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.synchronized_probe import SynchronizedProbe
 from flash_clipping.distributed.tensor.layers import TensorParallelLayers
-from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.distributed.tensor.transformers_plan import lay_out_by_hooks
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
@@ -70,45 +68,17 @@ class EmptyBatches:
         return map_tensors(self._without_rows, output, packed=True)
 
     def _without_rows(self, x: Tensor) -> Tensor:
+        """Zeros without rows, whose backward goes on with gradients of 0."""
         axis = self.session.batch_axis
         if x.dim() <= axis:
-            axis = -1
-        elif x.shape[axis] % _COUNT:
+            return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
+        if x.shape[axis] % _COUNT:
             raise FlashClippingError(
                 f"the model: called with an empty batch, it was run on {_COUNT} samples, and "
                 f"returned a tensor of shape {tuple(x.shape)}. Expected samples along axis "
                 f"{axis} of all that it returns."
             )
-        return _WithoutRows.apply(x, axis) if x.requires_grad else _zeros(x, axis)
-
-
-class _WithoutRows(torch.autograd.Function):
-    """Zeros without rows, whose backward goes on with gradients of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
-        ctx.like = x.detach()
-        return _zeros(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return _zeros(ctx.like), None
-
-
-def _zeros(like: Any, axis: int = -1) -> Tensor:
-    """Zeros that lie as ``like`` over processes, without rows along ``axis`` unless that is -1."""
-
-    def cut(sizes: Sequence[int]) -> list[int]:
-        return [0 if i == axis else size for i, size in enumerate(sizes)]
-
-    zeros: Tensor = local_of(like).new_zeros(cut(local_of(like).shape))
-    if not isinstance(like, DTensor):
-        return zeros
-    shape = torch.Size(cut(like.shape))
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides
-    )
+        return x.narrow(axis, 0, 0)
 
 
 class ShardedModel:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.randomness import Purpose, SecretStream

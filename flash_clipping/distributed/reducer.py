@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.distributed.process_groups import device_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.pipeline.stage import shared_by_stages

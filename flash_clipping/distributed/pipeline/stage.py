@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping._compat import assert_async
 from flash_clipping.capture.session import ClippingSession

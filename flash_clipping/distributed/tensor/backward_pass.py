@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass

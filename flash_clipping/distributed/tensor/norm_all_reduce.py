@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import assert_async
 from flash_clipping.distributed.tensor.layouts import Share, Shares

@@ -15,8 +15,7 @@ from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -163,6 +162,8 @@ class PoissonLoader(DPDataLoader):
         self.distributed = distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
+        options: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
+        options |= {"generator": generator, "stream": stream}
         sampler: PoissonSampler
         process = Process() if process is None else process
         if distributed and not process.is_plain:
@@ -174,26 +175,11 @@ class PoissonLoader(DPDataLoader):
         if distributed:
             _refuse_different(size, steps)
             sampler = ShardedPoissonSampler(
-                total_size=size,
-                sample_rate=sample_rate,
-                steps=steps,
-                rank=dist.get_rank(),
-                world_size=dist.get_world_size(),
-                generator=generator,
-                stream=stream,
+                total_size=size, rank=dist.get_rank(), world_size=dist.get_world_size(), **options
             )
         else:
-            sampler = _sampler(
-                process,
-                num_samples=size,
-                sample_rate=sample_rate,
-                steps=steps,
-                generator=generator,
-                stream=stream,
-            )
-        collate = collate_fn or default_collate
-        while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
-            collate = collate.wrapped_collator_fn
+            sampler = _sampler(process, num_samples=size, **options)
+        collate = plain_collate(collate_fn)
         if isinstance(sampler, FixedShapeSampler):
             collate = OrderedCollate(collate, "max_batch_size")
         DataLoader.__init__(
@@ -224,16 +210,10 @@ class PoissonLoader(DPDataLoader):
         loader = cls(
             data_loader.dataset,
             sample_rate=1 / len(data_loader),
-            num_workers=data_loader.num_workers,
             collate_fn=data_loader.collate_fn,
-            pin_memory=data_loader.pin_memory,
             drop_last=data_loader.drop_last,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
             generator=generator,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
+            **settings_of(data_loader),
             **kwargs,
         )
         if generator is None:
@@ -246,6 +226,20 @@ class PoissonLoader(DPDataLoader):
         if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
         return AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader loads; not what: dataset, sampling and collate function."""
+    names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
+    names += " prefetch_factor persistent_workers"
+    return {name: getattr(loader, name) for name in names.split()}
+
+
+def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
+    """The user's collate function, also of a loader that is private already."""
+    while hasattr(collate, "wrapped_collator_fn"):
+        collate = collate.wrapped_collator_fn
+    return collate or default_collate
 
 
 def _sampler(process: Process, **options: Any) -> PoissonSampler:
@@ -302,15 +296,13 @@ class AnnouncedBatches:
         batches: Any,
         sampler: Any,
         ahead: bool,
-        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] = lambda batch, draw: (
-            batch,
-            draw,
-        ),
+        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] | None = None,
     ):
         self._batches = batches
         # With workers, those of this epoch: its first batches are drawn by now. Without, a
         # batch is given as soon as it is drawn, also where other iterators are in between.
         pending = sampler.pending if ahead else None
+        # A function, which knows nothing of this object: a loop that is left ends it at once.
         self._announced = _announced(batches, sampler.announce, pending, taken_apart)
 
     def __iter__(self) -> AnnouncedBatches:
@@ -327,9 +319,10 @@ def _announced(
     batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None, taken_apart: Any
 ) -> Iterator[Any]:
     try:
-        for collated in batches:
-            drawn = announce.last if pending is None else pending.popleft()
-            batch, draw = taken_apart(collated, drawn)
+        for batch in batches:
+            draw = announce.last if pending is None else pending.popleft()
+            if taken_apart is not None:
+                batch, draw = taken_apart(batch, draw)
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))
             announce(draw)
@@ -505,25 +498,11 @@ class UnitSampler(PoissonSampler):
 
     Args:
         units: which unit each row of the dataset belongs to.
-        steps: batches in an epoch.
-        generator, stream: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
+        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
     """
 
-    def __init__(
-        self,
-        *,
-        units: UnitsOfRows,
-        steps: int,
-        generator: Any = None,
-        stream: SecretStream | None = None,
-    ):
-        super().__init__(
-            num_samples=units.count,
-            sample_rate=units.sample_rate,
-            steps=steps,
-            generator=generator,
-            stream=stream,
-        )
+    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
+        super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
         self.units = units
         self.announce = BatchSizeNotifier(strict=True)
 
@@ -606,9 +585,7 @@ class UnitLoader(DataLoader[Any]):
                 "is. Leave it out: batches without rows are served."
             )
         dataset = plain_dataset(loader)
-        collate = loader.collate_fn or default_collate
-        while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
-            collate = collate.wrapped_collator_fn
+        collate = plain_collate(loader.collate_fn)
         self.sample_rate = units.sample_rate
         sampler = UnitSampler(units=units, steps=len(loader), generator=generator, stream=stream)
         super().__init__(
@@ -616,13 +593,7 @@ class UnitLoader(DataLoader[Any]):
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=_UnitCollate(collate, dataset),  # type: ignore[arg-type]
             generator=loader.generator,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **settings_of(loader),
         )
 
     def __iter__(self) -> Any:

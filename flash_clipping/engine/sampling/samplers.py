@@ -172,35 +172,16 @@ class ShardedPoissonSampler(PoissonSampler):
 
     Args:
         total_size: samples in the dataset, the same for all processes.
-        sample_rate: the probability.
-        steps: batches in an epoch, the same for all processes.
-        rank: this process.
-        world_size: how many there are.
-        generator, stream: as in :class:`PoissonSampler`.
+        rank, world_size: this process, and how many there are.
+        **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
 
     Attributes:
         gives_parts: whether it gives parts, all of them in one step of all processes.
         is_last_part: whether the batch ends with the part that was given last.
     """
 
-    def __init__(
-        self,
-        *,
-        total_size: int,
-        sample_rate: float,
-        steps: int,
-        rank: int,
-        world_size: int,
-        generator: Any = None,
-        stream: SecretStream | None = None,
-    ):
-        super().__init__(
-            num_samples=len(range(rank, total_size, world_size)),
-            sample_rate=sample_rate,
-            steps=steps,
-            generator=generator,
-            stream=stream,
-        )
+    def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
+        super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
         self.total_size = total_size
         self.rank, self.world_size = rank, world_size
         self.shard = rank
