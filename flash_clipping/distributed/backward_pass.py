@@ -18,12 +18,7 @@ from flash_clipping.finish.session import Readers
 
 
 class ShardedBackwardPass(BackwardPass):
-    """Factors belong to unsharded parameters; sums go to the shards that take their places.
-
-    Args:
-        session: of the model.
-        slots: of the model.
-    """
+    """Factors belong to unsharded parameters; sums go to the shards that take their places."""
 
     def __init__(self, session: ClippingSession, slots: ParameterSlots):
         super().__init__(session)

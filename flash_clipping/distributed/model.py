@@ -33,10 +33,6 @@ _COUNT = 2
 class EmptyBatches:
     """Hooks of a sharded model's root, around all others.
 
-    Args:
-        root: the model.
-        session: what its taps share.
-
     Attributes:
         running: whether the call of the model that runs is one without samples.
     """
@@ -83,10 +79,6 @@ class EmptyBatches:
 
 class ShardedModel:
     """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session.
-
-    Args:
-        root: the model.
-        session: what its taps share; told where parameters, sums and norms go.
 
     Attributes:
         processes: those that run the model, and which of them have other samples.

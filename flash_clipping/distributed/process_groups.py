@@ -49,11 +49,6 @@ def shard_number(placements: Sequence[Any], sizes: Sequence[int], place: Sequenc
 
     Along dimensions of the mesh that replicate the parameter, coordinates do not count: what is the
     same tensor gets the same noise.
-
-    Args:
-        placements: of the parameter, one for each dimension of the mesh.
-        sizes: of the mesh.
-        place: the process's coordinates in it.
     """
     number = 0
     for placement, size, coordinate in zip(placements, sizes, place, strict=True):
@@ -80,10 +75,6 @@ def device_of(mesh: Any) -> torch.device:
 
 class ProcessGroups:
     """The processes of a sharded model, as its parameters lie on them.
-
-    Args:
-        params: the model's parameters, of a form that was not refused.
-        fully_sharded: ``fully_shard`` was applied to the model.
 
     Attributes:
         mesh: all of them. Keys of noise, and rehearsals, are theirs together.

@@ -29,11 +29,6 @@ class OrderedSums:
 
     Parameters that share an input come together, and small ones all at once; the sum of any other
     is computed when it is asked for. Parameters go by their ``id``.
-
-    Args:
-        groups: factors, which are let go of on the way.
-        plan: how they are handled.
-        coef: of every parameter.
     """
 
     def __init__(self, groups: GroupedFactors, plan: Plan, coef: Coefficients):
@@ -105,9 +100,6 @@ class _Flight:
 class Reducer:
     """Adds clipped sums up over processes, and adds each shard into its ``p.grad``.
 
-    Args:
-        bucket: bytes of one bucket.
-
     Attributes:
         launched: buckets so far.
         peak: the most bytes of unsharded sums that it has held at once.
@@ -126,13 +118,7 @@ class Reducer:
         self._flying: deque[_Flight] = deque()
 
     def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any.
-
-        Args:
-            destination: the shard, a ``DTensor`` parameter.
-            total: of as many elements as the parameter has while its module runs.
-            dtype: what sums of it are added up in.
-        """
+        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any."""
         mesh, placements = destination.device_mesh, tuple(destination.placements)
         shape = _gathered_shape(destination)
         if total is None:

@@ -28,14 +28,7 @@ _SETTLED, _UNSETTLED, _RUNS, _FAILED = range(4)
 
 
 class SynchronizedProbe:
-    """Agrees on rehearsals with the other processes.
-
-    Args:
-        root: the model.
-        session: what its taps share.
-        slots: its slots.
-        processes: all that run the model.
-    """
+    """Agrees on rehearsals with the other processes."""
 
     def __init__(
         self, root: Any, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups

@@ -23,10 +23,6 @@ from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, On
 class CorrelatedNoise:
     """Rows of ``inv(C) Z``, one after the other.
 
-    Args:
-        mechanism: says what ``C`` is.
-        stream: where ``Z`` comes from.
-
     Raises:
         FlashClippingError: in :meth:`next`, sums of other shapes than in the steps before.
     """

@@ -139,13 +139,6 @@ def requested_process(
 ) -> Process:
     """The process that was asked for, for which the accountant is told to account.
 
-    Args:
-        accountant: the engine's.
-        sampling, noise, max_batch_size: as ``make_private`` was given them.
-        flash: whether the mode is ``"flash"``.
-        with_units: whether privacy units are not samples of the dataset.
-        arguments: others of ``make_private``.
-
     Raises:
         ValueError: they do not go together, or the accountant does not know the process.
     """
@@ -211,10 +204,6 @@ def requested_process(
 
 def planned_noise(accountant: PldAccountant, arguments: dict[str, Any]) -> float:
     """The noise multiplier for the target that ``make_private_with_epsilon`` was given.
-
-    Args:
-        accountant: the engine's.
-        arguments: of the call; what only it takes is taken out.
 
     Warns:
         UserWarning: some of the budget is spent already.

@@ -44,10 +44,6 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
 def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
     """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
 
-    Args:
-        pipeline: ``True`` for all processes, or a process group.
-        settings: the other arguments of ``make_private``, .
-
     Raises:
         ValueError: ``torch.distributed`` does not run.
         NotImplementedError: what is not built for pipelines.

@@ -37,13 +37,7 @@ class LogicalBatch:
 
 
 class CollateParts:
-    """Collates a logical batch in parts.
-
-    Args:
-        collate: makes a part of a list of samples.
-        dataset: where samples are looked at to learn what an empty part is like.
-        part_size: the most samples of a part.
-    """
+    """Collates a logical batch in parts."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, part_size: int):
         self._collate = CollateWithEmpty(collate, dataset)

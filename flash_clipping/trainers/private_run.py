@@ -22,9 +22,6 @@ class PrivateRun:
 
     In this order: make it, draw batches with :attr:`sampling_stream`, :meth:`attach`, train.
 
-    Args:
-        arguments: of the user.
-
     Attributes:
         engine: accounts for the steps.
         hooks: the hooks on the model, after :meth:`attach`.

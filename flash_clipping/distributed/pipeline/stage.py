@@ -25,12 +25,7 @@ from flash_clipping.randomness import SecretStream
 
 
 def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
-    """A stream whose key all processes of the group have in common; each of them calls this.
-
-    Args:
-        group: the processes of the pipeline.
-        own: where this process's part of the key comes from.
-    """
+    """A stream whose key all processes of the group have in common; each of them calls this."""
     # Imported when first needed: it loads half of torch.distributed.
     from flash_clipping.distributed.process_groups import shared_stream
 
@@ -43,10 +38,6 @@ def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
 
 class StageBackwardPass(BackwardPass):
     """The backward pass of one micro-batch.
-
-    Args:
-        session: of the stage's module.
-        hold: takes it when it has its norms, until coefficients are known.
 
     Attributes:
         norms_PB: of every sample's own gradient, over this stage's parameters.
@@ -84,11 +75,7 @@ class StageBackwardPass(BackwardPass):
         return norms_PB.new_ones(norms_PB.shape[1])
 
     def complete(self, coef_B: Tensor) -> None:
-        """Add the clipped sums into ``p.grad``.
-
-        Args:
-            coef_B: coefficients by norms over all stages; exactly 0 for samples that are made up.
-        """
+        """Add the clipped sums into ``p.grad``."""
         assert self.plan is not None
         with torch.no_grad():
             try:

@@ -21,13 +21,7 @@ from flash_clipping.finish.clipping import Doubts
 
 
 class TensorParallelBackwardPass(ShardedBackwardPass):
-    """Factors are of this process's shares of the gradients; norms are of whole gradients.
-
-    Args:
-        session, slots, processes: of the model.
-        messages: to the processes that have the other shares.
-        marks: what tells this pass's samples apart.
-    """
+    """Factors are of this process's shares of the gradients; norms are of whole gradients."""
 
     def __init__(
         self,

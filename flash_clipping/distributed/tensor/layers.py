@@ -28,15 +28,7 @@ from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
 
 
 class LocalBoundary(Rule):
-    """A rule around a layer's own.
-
-    Args:
-        inner: the layer's own rule, one of
-            :data:`~flash_clipping.distributed.tensor.layouts.SERVED`.
-        path: of the layer, for messages.
-        session: what taps share.
-        shares: told what this process has of the gradients.
-    """
+    """A rule around a layer's own."""
 
     def __init__(self, inner: Rule, path: str, session: ClippingSession, shares: Shares):
         self.inner, self.path, self.session, self.shares = inner, path, session, shares
@@ -135,11 +127,7 @@ def _own_words(weight: Any) -> tuple[int, int]:
 
 
 class TensorParallelLayers:
-    """Layers that ``parallelize_module`` was applied to.
-
-    Args:
-        session, slots, processes: of the model.
-    """
+    """Layers that ``parallelize_module`` was applied to."""
 
     def __init__(self, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups):
         self.session, self.processes = session, processes

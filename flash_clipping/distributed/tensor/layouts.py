@@ -98,12 +98,6 @@ class Layout:
 def layout_of(rule: Rule, weight: Any, x: Any, axis: int) -> Layout:
     """How a call lies.
 
-    Args:
-        rule: the layer's own.
-        weight: a ``DTensor`` over a mesh of one dimension.
-        x: the layer's input, a ``DTensor`` over the same mesh.
-        axis: of samples.
-
     Raises:
         UnsupportedLayer: a process would have a part of the samples, or the weight is cut in a way
             that the layer's kind does not know.

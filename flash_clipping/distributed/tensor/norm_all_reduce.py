@@ -36,12 +36,7 @@ _OTHER_GRADIENTS = (
 
 
 class NormAllReduce:
-    """Adds up what processes know of the samples.
-
-    Args:
-        mesh: the tensor mesh.
-        shares: what this process has of each gradient.
-    """
+    """Adds up what processes know of the samples."""
 
     def __init__(self, mesh: torch.distributed.DeviceMesh, shares: Shares):
         self.mesh, self.shares = mesh, shares

@@ -55,10 +55,6 @@ class OrderedCollate:
     Samples in reverse order must give rows in reverse order. That is looked at in the first
     batches, in every process that collates, until one had rows that differ.
 
-    Args:
-        collate: what is called.
-        what: the argument of ``make_private`` that needs it.
-
     Raises:
         FlashClippingError: in a call, where rows come back in another order, or with other values:
             nothing tells then which sample a row is of.
@@ -199,11 +195,6 @@ class PoissonLoader(DPDataLoader):
 
         That one's own generator, which shuffled its batches, goes on seeding workers. It does not
         tell what is drawn: people set it to a number that everybody knows.
-
-        Args:
-            data_loader: what to take all but the sampling from.
-            generator: seeds the draws, for tests and debugging.
-            **kwargs: ``stream``, ``distributed``, ``batch_first``, ``rand_on_empty``.
         """
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
@@ -283,12 +274,6 @@ class _AnnouncingCollate(CollateWithEmpty):
 class AnnouncedBatches:
     """An iterator over batches that workers have collated ahead, whose samples cannot be counted
     when they are collated, or whose rows are compared with what the model is called with.
-
-    Args:
-        batches: a loader's own iterator.
-        sampler: what draws for it.
-        ahead: whether workers draw ahead.
-        taken_apart: makes of what is collated the batch, and what is known of it.
     """
 
     def __init__(
@@ -495,10 +480,6 @@ class UnitSampler(PoissonSampler):
     """Every step draws every unit independently, with the same probability.
 
     A batch is a list of pairs: a row's index in the dataset, and its unit's place in the batch.
-
-    Args:
-        units: which unit each row of the dataset belongs to.
-        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
     """
 
     def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
@@ -644,10 +625,6 @@ def refuse_units(
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     """Refuse steps on other batches than were drawn: parts of one, or several.
 
-    Args:
-        module: the wrapped model, or its hooks.
-        by_hand: whether the loop itself skips steps, not ``BatchMemoryManager``.
-
     Raises:
         FlashClippingError: parts of one unit would be clipped one by one; or who is drawn in two
             batches of one step would add twice the bound.
@@ -681,14 +658,7 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
 
 
 def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
-    """Announce batches to the model; warn when steps were not sampled as they are accounted.
-
-    Args:
-        engine: whose accountant counts the steps; it warns once.
-        module: the wrapped model, or its hooks.
-        optimizer: with the accountant's step hook.
-        loader: what ``make_private`` returns.
-    """
+    """Announce batches to the model; warn when steps were not sampled as they are accounted."""
     sampler, session = loader.batch_sampler, module._session
     units = session.units_of_calls
     units.from_loader = isinstance(sampler, UnitSampler)
