@@ -34,10 +34,7 @@ from flash_clipping._compat.compiler import (
     never_compiled as never_compiled,
     tracing_context as tracing_context,
 )
-from flash_clipping._compat.lookup import (
-    KNOWN as KNOWN,
-    MissingInterface as MissingInterface,
-)
+from flash_clipping._compat.lookup import KNOWN as KNOWN, MissingInterface as MissingInterface
 from flash_clipping._compat.modules import (
     BATCH_NORMS as BATCH_NORMS,
     DROPOUTS as DROPOUTS,

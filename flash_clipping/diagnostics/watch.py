@@ -19,15 +19,7 @@ from flash_clipping.diagnostics.batch import Samples, Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.factors import (
-    Convolution,
-    Dense,
-    Factor,
-    Lookup,
-    Outer,
-    RowSum,
-    TiedEmbedding,
-)
+from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer, RowSum, TiedEmbedding
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
 from flash_clipping.ops.runtime import backend as backends, cost

@@ -154,11 +154,7 @@ class ShardedModel:
         return self._empty.running
 
     def rehearse(
-        self,
-        wanted: bool,
-        watched: int,
-        rehearse: Callable[[], None],
-        forward: Callable[[], Any],
+        self, wanted: bool, watched: int, rehearse: Callable[[], None], forward: Callable[[], Any]
     ) -> bool:
         """As :meth:`SynchronizedProbe.rehearse`; samples that were made up show nothing."""
         return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)

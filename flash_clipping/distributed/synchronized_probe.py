@@ -40,11 +40,7 @@ class SynchronizedProbe:
         self._failure: BaseException | None = None
 
     def rehearse(
-        self,
-        wanted: bool,
-        watched: int,
-        run: Callable[[], None],
-        forward: Callable[[], Any],
+        self, wanted: bool, watched: int, run: Callable[[], None], forward: Callable[[], Any]
     ) -> bool:
         """Rehearse with the others, if anyone wants to.
 

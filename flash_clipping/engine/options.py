@@ -227,8 +227,5 @@ def planned_noise(accountant: PldAccountant, arguments: dict[str, Any]) -> float
         )
     batches = len(arguments["data_loader"])
     return accountant.noise_multiplier(
-        **target,
-        sample_rate=1 / batches,
-        steps=int(epochs * batches),
-        epsilon_tolerance=tolerance,
+        **target, sample_rate=1 / batches, steps=int(epochs * batches), epsilon_tolerance=tolerance
     )

@@ -147,10 +147,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "training_step takes steps itself. Leave it out, or use automatic optimization."
             )
         return LogicalLoader.of(
-            plain,
-            steps=len(plain),
-            part_size=self.max_physical_batch_size,
-            stream=stream,
+            plain, steps=len(plain), part_size=self.max_physical_batch_size, stream=stream
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -55,9 +55,7 @@ class PrivateRun:
     def __init__(self, arguments: PrivacyArguments):
         self.arguments = arguments
         self.engine = FlashPrivacyEngine(
-            accountant=arguments.accountant,
-            secure_mode=arguments.secure_mode,
-            seed=arguments.seed,
+            accountant=arguments.accountant, secure_mode=arguments.secure_mode, seed=arguments.seed
         )
         self._epsilon: tuple[int, float] | None = None
         #: Steps that were accounted for before the trainer began to count its own.

@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import (
-    has_lasting_node,
-    memory_id,
-    pytree,
-    references_to,
-)
+from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.engine import norms
@@ -354,10 +349,7 @@ class GraphedStep:
                 torch.cuda.device(device),
                 # Tables for kernels are put into pinned memory, and that may have to be asked for.
                 torch.cuda.graph(
-                    recorded,
-                    pool=graph.pool,
-                    stream=self._stream,
-                    capture_error_mode="relaxed",
+                    recorded, pool=graph.pool, stream=self._stream, capture_error_mode="relaxed"
                 ),
             ):
                 output = work()
