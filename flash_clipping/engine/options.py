@@ -81,8 +81,11 @@ class PrivateOptions(ModelOptions, total=False):
 
 
 class EpsilonOptions(PrivateOptions, total=False):
-    """Of ``make_private_with_epsilon``: what the accountants read besides."""
+    """Of ``make_private_with_epsilon``: the target, and what the accountants read besides."""
 
+    target_epsilon: Required[float]
+    target_delta: Required[float]
+    epochs: Required[int]
     epsilon_tolerance: float
     eps_error: float
     delta_error: float

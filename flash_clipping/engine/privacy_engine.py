@@ -166,7 +166,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
         grad_sample_mode: str,
-        wrap_model: bool = True,
         **options: Any,
     ) -> Any: ...
 
@@ -375,9 +374,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
         grad_sample_mode: Literal["flash"] = "flash",
         wrap_model: Literal[True] = True,
         **options: Unpack[EpsilonOptions],
@@ -387,9 +383,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
         grad_sample_mode: Literal["flash"] = "flash",
         wrap_model: Literal[False],
         **options: Unpack[EpsilonOptions],
@@ -403,7 +396,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         target_delta: float,
         epochs: int,
         grad_sample_mode: str,
-        wrap_model: bool = True,
         **options: Any,
     ) -> Any: ...
 
