@@ -126,16 +126,13 @@ class Flash:
         # One that is frozen by now is refused when norms are taken.
         factors = {key: factor for key, factor in factors.items() if key in params}
         for key, factor in factors.items():
-            if isinstance(factor, Outer):
+            if isinstance(factor, Outer | TiedEmbedding):
                 seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = [], []
-                shared = readers[factor.shares_input_with()]
+                shared = 1
+                if isinstance(factor, Outer):
+                    shared = readers[factor.shares_input_with()]
                 self._note(seen, _algorithm(factor, shared=shared), factor)
-        for key, factor in factors.items():
-            if isinstance(factor, TiedEmbedding):
-                seen = self.seen[self.names[params[key]]]
-                seen.algorithms, seen.backends = [], []
-                self._note(seen, _algorithm(factor), factor)
 
     def _note(self, seen: _Seen, algorithm: str, factor: Factor) -> None:
         backend = _backend(algorithm, factor, self.module.backend)

@@ -100,20 +100,13 @@ class _Flight:
 class Reducer:
     """Adds clipped sums up over processes, and adds each shard into its ``p.grad``.
 
-    Attributes:
-        launched: buckets so far.
-        peak: the most bytes of unsharded sums that it has held at once.
-
     Guarantees:
         Sums are added up in their own dtype, whatever the mixed-precision policy says of gradients.
     """
 
-    def __init__(self, bucket: int | None = None):
-        self.bytes_of_bucket = BUCKET if bucket is None else bucket
-        self.launched = self.peak = 0
+    def __init__(self) -> None:
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
         self._bytes = 0
-        self._held = 0
         self._kind: Any = None
         self._flying: deque[_Flight] = deque()
 
@@ -125,14 +118,12 @@ class Reducer:
             total = torch.zeros(shape, dtype=dtype, device=device_of(mesh))
         total = total.to(dtype).reshape(shape)
         kind = mesh, placements, dtype, total.device
-        full = self._bytes + total.nbytes > self.bytes_of_bucket
+        full = self._bytes + total.nbytes > BUCKET
         if self._waiting and (kind != self._kind or full):
             self._launch()
         self._kind = kind
         self._waiting.append((destination, total))
         self._bytes += total.nbytes
-        self._held += total.nbytes
-        self.peak = max(self.peak, self._held)
 
     def finish(self) -> None:
         """Wait (on a GPU: let its stream wait) until all sums are in ``p.grad``."""
@@ -160,7 +151,6 @@ class Reducer:
         arrives = sent.new_empty(sent.numel() // ranks)
         work = _reduce_scatter(arrives, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
         self._flying.append(_Flight(work, sent, arrives, destinations, shapes))
-        self.launched += 1
         while len(self._flying) > IN_FLIGHT:
             self._land()
 
@@ -177,7 +167,6 @@ class Reducer:
             flight.destinations, flight.shapes, pieces, strict=True
         ):
             _add_shard(destination, piece.view(shape).movedim(0, dim))
-        self._held -= flight.sent.nbytes
 
 
 class LocalSums:

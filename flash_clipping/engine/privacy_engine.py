@@ -287,19 +287,11 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
         if criterion is not None:
             kwargs["criterion"] = criterion
-        kwargs.update(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            wrap_model=wrap_model,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            noise_generator=noise_generator,
-            rand_on_empty=rand_on_empty,
-        )
+        kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
+        kwargs.update(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
+        kwargs.update(wrap_model=wrap_model, batch_first=batch_first, loss_reduction=loss_reduction)
+        kwargs.update(poisson_sampling=poisson_sampling, noise_generator=noise_generator)
+        kwargs.update(rand_on_empty=rand_on_empty)
         process = requested_process(
             self.accountant,
             sampling=sampling,
@@ -310,10 +302,9 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
         )
         if grad_sample_mode != "flash":
-            if sample_of is not None:
-                raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
-            if noise_grid:
-                raise ValueError("noise_grid: found with another grad_sample_mode than 'flash'.")
+            for name, given in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
+                if given:
+                    raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._use_opacus_randomness()
             self._explain(grad_sample_mode)
             return super().make_private(
@@ -466,11 +457,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         validate(module)
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
-            expected = {
-                key: value
-                for key, value in kwargs.items()
-                if key in ("batch_first", "loss_reduction")
-            }
+            expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
             defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
             defaults |= {"folded_modules": (), "sample_of": None}
             for key, default in defaults.items():  # asked for by name
@@ -617,24 +604,11 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
         return cls(optimizer, **kwargs)
 
-    def _prepare_criterion(
-        self,
-        *,
-        module: Any,
-        optimizer: Any,
-        criterion: Any,
-        loss_reduction: str = "mean",
-        **kwargs: Any,
-    ) -> Any:
-        if isinstance(module, GradSampleHooksFlashClipping):
-            if self._adaptive:
-                settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
-                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
-            return FlashLoss(module, optimizer, criterion, loss_reduction)
-        return super()._prepare_criterion(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            **kwargs,
-        )
+    def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, GradSampleHooksFlashClipping):
+            return super()._prepare_criterion(module=module, **kwargs)
+        parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
+        if self._adaptive:
+            settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
+            return FlashAdaptiveLoss(*parts, **settings)
+        return FlashLoss(*parts)
