@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def _as_if_captured() -> Iterator[None]:
     that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
     before, state = torch.cuda.is_current_stream_capturing, torch.cuda.get_rng_state
     torch.cuda.is_current_stream_capturing = lambda: True
-    torch.cuda.get_rng_state = _no_state
+    torch.cuda.get_rng_state = cast("Any", _no_state)
     try:
         yield
     finally:
