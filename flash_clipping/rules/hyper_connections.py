@@ -12,7 +12,10 @@ from torch import Tensor
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, accumulation_dtype
 from flash_clipping.layers import HyperConnections
-from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
+from flash_clipping.layers.ops.hyper_connections import (
+    hyper_connections,
+    hyper_connections_backward,
+)
 from flash_clipping.rules.registry import Needs, Rule, register_rule
 
 

@@ -40,11 +40,11 @@ from flash_clipping.ops.convolution import Geometry, triton as convolution_trito
 from flash_clipping.ops.embedding import triton as embedding_triton
 from flash_clipping.ops.finite_rows import triton as finite_rows_triton
 from flash_clipping.ops.gram import triton as gram_triton
-from flash_clipping.ops.hyper_connections import triton as hyper_connections_triton
+from flash_clipping.layers.ops.hyper_connections import triton as hyper_connections_triton
 from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
-from flash_clipping.ops.product_key import triton as product_key_triton
+from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
@@ -52,7 +52,7 @@ from flash_clipping.ops.segments import Segments, operands as segment_operands
 from flash_clipping.ops.segments import products as segment_products, sums as segment_sums
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
-from flash_clipping.ops.stream_mix import triton as stream_mix_triton
+from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
 from flash_clipping.randomness import Draw, Purpose
 
 segment_products.grouped_mm = lambda *_: None

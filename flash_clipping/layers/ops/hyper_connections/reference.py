@@ -24,7 +24,7 @@ def hyper_connections(
 ) -> tuple[Tensor, ...]:
     """``h, post, comb, inv, mix``.
 
-    See :func:`flash_clipping.ops.hyper_connections.hyper_connections`.
+    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
     """
     wide = accumulator(x_BSnD)
     x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
@@ -55,7 +55,7 @@ def hyper_connections_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
     """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``.
 
-    See :func:`flash_clipping.ops.hyper_connections.hyper_connections_backward`.
+    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections_backward`.
     """
     wide = accumulator(x_BSnD)
     x, dh, alpha = x_BSnD.to(wide), dh_BSD.to(wide), alpha_3.to(wide)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.product_key.reference import staircase_size
+from flash_clipping.layers.ops.product_key.reference import staircase_size
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.ops.runtime.launches import launch
@@ -232,7 +232,7 @@ def _logits_grad_kernel(
 
 
 def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_scores`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_scores`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     N, side = logits_x.shape
     w = min(k, side)
@@ -266,7 +266,7 @@ def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tens
 def product_key_backward(
     grad_scores: Tensor, indices: Tensor, logits_x: Tensor, logits_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_backward`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_backward`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     (N, side), k = logits_x.shape, indices.shape[1]
     dx_Ns, dy_Ns = logits_x.new_empty((N, side)), logits_y.new_empty((N, side))

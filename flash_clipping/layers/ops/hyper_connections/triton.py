@@ -5,8 +5,8 @@ and ``COLUMNS`` features at a time; ``LOGITS`` and ``STREAMS`` are m and n with 
 of 2.
 
 Forward reads ``x`` twice: for the product with ``w = phi·gamma`` together with the mean square, and
-for ``h``. What stands between (:mod:`flash_clipping.ops.hyper_connections.gates`) reads m numbers
-of a position, and is a launch of its own. Backward reads ``x`` twice as well, since the gradient of
+for ``h``. What stands between (:mod:`.gates`) reads m numbers of a position, and is a launch of its
+own. Backward reads ``x`` twice as well, since the gradient of
 ``pre`` is a sum over features, on which all of ``dx`` depends. In its second pass a program keeps
 its columns: ``w`` is read once, and sums over positions stay in registers.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.hyper_connections.gates import gates, gates_backward
+from flash_clipping.layers.ops.hyper_connections.gates import gates, gates_backward
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 
@@ -228,7 +228,7 @@ def hyper_connections(
     hc_eps: float,
     iterations: int,
 ) -> tuple[Tensor, ...]:
-    """See :func:`flash_clipping.ops.hyper_connections.reference.hyper_connections`."""
+    """See :func:`.reference.hyper_connections`."""
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, phi_mK.shape[0]
     x = x_BSnD.contiguous()
@@ -296,7 +296,7 @@ def hyper_connections_backward(
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.hyper_connections.reference.hyper_connections_backward`."""
+    """See :func:`.reference.hyper_connections_backward`."""
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, phi_mK.shape[0]
     x, dh = x_BSnD.contiguous(), dh_BSD.contiguous()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.product_key import reference
+from flash_clipping.layers.ops.product_key import reference
 from flash_clipping.ops.runtime import backend as backends
+
+__all__ = ["product_key_backward", "product_key_scores"]
 
 MOST_CHOICES = 128
 WIDEST = 4096

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_clipping.layers.ops.stream_mix import reference
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.stream_mix import reference
 
 MOST_STREAMS = 8
 
@@ -31,8 +31,7 @@ def stream_mix(
     Args:
         x_BSnD: the streams.
         y_BSD: what the layer wrote, in any floating dtype.
-        post_BSn, comb_BSnn: as :func:`~flash_clipping.ops.hyper_connections.hyper_connections`
-            returns them.
+        post_BSn, comb_BSnn: as forward of the hyper-connections returns them.
         transposed: which index of ``comb`` is summed over.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
