@@ -267,9 +267,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_former_paths() -> None:
-    from flash_clipping import ops
     from flash_clipping.ops.hyper_connections import Settings, hyper_connections
     from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
+
+    from flash_clipping import ops
 
     assert ops.product_key_scores is product_key_scores
     assert ops.product_key_backward is product_key_backward

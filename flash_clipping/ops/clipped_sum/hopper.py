@@ -173,15 +173,10 @@ def _multiply(table_ptr, coef_ptr, grid, ring, BLOCK_T: gl.constexpr, WHICH: gl.
 
 @gluon.jit(do_not_specialize=["layers", "count", "B", "T"])
 def _clipped_sums_ring_kernel(
-    table_ptr,
-    coef_ptr,
-    layers,
-    count,
-    B,
-    T,
-    DTYPE: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-):
+    table_ptr, coef_ptr,
+    layers, count, B, T,
+    DTYPE: gl.constexpr, BLOCK_T: gl.constexpr,
+):  # fmt: skip
     """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in rows on 16
     bytes; ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T

@@ -21,45 +21,16 @@ from flash_clipping.ops.runtime.launches import launch
 
 @triton.jit
 def _depthwise_kernel(
-    x_ptr,
-    G_ptr,
-    out_ptr,
-    T,
-    O,  # noqa: E741
-    K,
-    of_each,
-    x_stride_b,
-    x_stride_c,
-    x_stride_d,
-    x_stride_h,
-    x_stride_w,
-    G_stride_b,
-    G_stride_o,
-    G_stride_t,
-    depth,
-    height,
-    width,
-    out_height,
-    out_width,
-    kernel_height,
-    kernel_width,
-    stride_d,
-    stride_h,
-    stride_w,
-    padding_d,
-    padding_h,
-    padding_w,
-    dilation_d,
-    dilation_h,
-    dilation_w,
-    blocks_o,
-    blocks_k,
-    CHANNELS_LAST: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_ptr, G_ptr, out_ptr,
+    T, O, K, of_each,  # noqa: E741
+    x_stride_b, x_stride_c, x_stride_d, x_stride_h, x_stride_w, G_stride_b, G_stride_o, G_stride_t,
+    depth, height, width, out_height, out_width, kernel_height, kernel_width,
+    stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
+    dilation_d, dilation_h, dilation_w,
+    blocks_o, blocks_k,
+    CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):
+):  # fmt: skip
     """Axes of a tile: offsets, then channels and positions, those that lie together last."""
     block = tl.program_id(0) % (blocks_o * blocks_k)
     b = (tl.program_id(0) // (blocks_o * blocks_k)).to(tl.int64)
@@ -117,30 +88,13 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     blocks_o, blocks_k = tiles.cdiv(O, block_o), tiles.cdiv(K, block_k)
     grads = torch.empty((B, O, 1, *geometry.kernel), dtype=torch.float32, device=x.device)
     launch(
-        _depthwise_kernel,
-        B * blocks_o * blocks_k,
-        x,
-        G,
-        grads,
-        T,
-        O,
-        K,
-        O // geometry.groups,
-        *three.x_strides,
-        *G.stride(),
-        *three.x_sizes,
-        *three.out_sizes[1:],
-        *three.kernel[1:],
-        *three.stride,
-        *three.padding,
-        *three.dilation,
-        blocks_o,
-        blocks_k,
-        CHANNELS_LAST=channels_last,
-        WIDE=three.is_wide,
-        BLOCK_O=block_o,
-        BLOCK_K=block_k,
+        _depthwise_kernel, B * blocks_o * blocks_k,
+        x, G, grads, T, O, K, O // geometry.groups,
+        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
+        *three.stride, *three.padding, *three.dilation,
+        blocks_o, blocks_k,
+        CHANNELS_LAST=channels_last, WIDE=three.is_wide, BLOCK_O=block_o, BLOCK_K=block_k,
         BLOCK_T=block_t,
         num_warps=4,
-    )
+    )  # fmt: skip
     return grads

@@ -18,17 +18,10 @@ from flash_clipping.ops.runtime.launches import launch
 
 @triton.jit
 def _channels_last_kernel(
-    x_ptr,
-    out_ptr,
-    C,
-    S,
-    stride_b,
-    stride_c,
-    blocks_c,
-    blocks_s,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    x_ptr, out_ptr,
+    C, S, stride_b, stride_c, blocks_c, blocks_s,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0) % (blocks_c * blocks_s)
     b = (tl.program_id(0) // (blocks_c * blocks_s)).to(tl.int64)
     c = (block % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
@@ -52,17 +45,9 @@ def channels_last(x: Tensor) -> Tensor:
     block_s = min(64, max(16, tiles.next_power_of_2(S)))
     blocks_c, blocks_s = tiles.cdiv(C, block_c), tiles.cdiv(S, block_s)
     launch(
-        _channels_last_kernel,
-        B * blocks_c * blocks_s,
-        x,
-        out,
-        C,
-        S,
-        *x.stride()[:2],
-        blocks_c,
-        blocks_s,
-        BLOCK_C=block_c,
-        BLOCK_S=block_s,
+        _channels_last_kernel, B * blocks_c * blocks_s,
+        x, out, C, S, *x.stride()[:2], blocks_c, blocks_s,
+        BLOCK_C=block_c, BLOCK_S=block_s,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out.movedim(-1, 1)

@@ -227,16 +227,10 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
 # diagonal, Triton 3.6 fails.
 @gluon.jit(do_not_specialize=["groups", "B", "T", "rows"])
 def _gram_ring_kernel(
-    inputs_ptr,
-    layers_ptr,
-    weight_ptr,
-    spread_ptr,
-    groups,
-    B,
-    T,
-    rows,
+    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
+    groups, B, T, rows,
     DTYPE: gl.constexpr,
-):
+):  # fmt: skip
     """What ``triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that have features,
     in rows on 16 bytes; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)

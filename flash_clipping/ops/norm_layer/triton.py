@@ -29,27 +29,11 @@ STAGES = 3
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    G_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    vectors_ptr,
-    T,
-    d,
-    x_stride_b,
-    x_stride_t,
-    G_stride_b,
-    G_stride_t,
-    rows_per_chunk,
-    chunks,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
+    x_ptr, G_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, vectors_ptr,
+    T, d, x_stride_b, x_stride_t, G_stride_b, G_stride_t, rows_per_chunk, chunks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """One chunk of rows of one sample; sums over rows stay in registers until its end.
 
     What the layer does not have or nobody wants is None, which a kernel sees when it is compiled.
@@ -136,28 +120,13 @@ def norm_backward(
     )
     dx_BTd = torch.empty_like(x_BTd, memory_format=torch.contiguous_format) if input_grad else None
     launch(
-        _norm_kernel,
-        B * chunks,
-        x_BTd,
-        G_BTd,
-        None if mean is None else mean.contiguous(),
-        rstd.contiguous(),
-        None if weight_d is None else weight_d.contiguous(),
-        dx_BTd,
-        vectors_PBnd,
-        T,
-        d,
-        *x_BTd.stride()[:2],
-        *G_BTd.stride()[:2],
-        rows_per_chunk,
-        chunks,
-        ROWS=rows,
-        WIDTH=width,
-        WEIGHT_GRAD=weight_grad,
-        BIAS_GRAD=bias_grad,
-        STAGES=STAGES,
+        _norm_kernel, B * chunks,
+        x_BTd, G_BTd, None if mean is None else mean.contiguous(), rstd.contiguous(),
+        None if weight_d is None else weight_d.contiguous(), dx_BTd, vectors_PBnd, T, d,
+        *x_BTd.stride()[:2], *G_BTd.stride()[:2], rows_per_chunk, chunks,
+        ROWS=rows, WIDTH=width, WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, STAGES=STAGES,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return dx_BTd, vectors_PBnd
 
 
@@ -175,25 +144,11 @@ def _split(B: int, T: int, d: int, device: torch.device) -> tuple[int, int, int,
 
 @triton.jit
 def _group_norm_kernel(
-    x_ptr,
-    G_ptr,
-    mean_ptr,
-    rstd_ptr,
-    w_ptr,
-    b_ptr,
-    C,
-    S,
-    x_stride_b,
-    x_stride_c,
-    x_stride_s,
-    G_stride_b,
-    G_stride_c,
-    G_stride_s,
-    groups,
+    x_ptr, G_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr,
+    C, S, x_stride_b, x_stride_c, x_stride_s, G_stride_b, G_stride_c, G_stride_s, groups,
     channel_blocks,
-    CHANNELS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
+    CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     b = (pid // channel_blocks).to(tl.int64)
     c = (pid % channel_blocks) * CHANNELS + tl.arange(0, CHANNELS)
@@ -236,22 +191,10 @@ def group_norm_grads(
     w_BC = torch.empty((B, C), dtype=torch.float32, device=x_BCS.device)
     b_BC = torch.empty_like(w_BC)
     launch(
-        _group_norm_kernel,
-        B * channel_blocks,
-        x_BCS,
-        G_BCS,
-        mean_Bg.contiguous(),
-        rstd_Bg.contiguous(),
-        w_BC,
-        b_BC,
-        C,
-        S,
-        *x_BCS.stride(),
-        *G_BCS.stride(),
-        mean_Bg.shape[1],
-        channel_blocks,
-        CHANNELS=channels,
-        POSITIONS=positions,
+        _group_norm_kernel, B * channel_blocks,
+        x_BCS, G_BCS, mean_Bg.contiguous(), rstd_Bg.contiguous(), w_BC, b_BC, C, S, *x_BCS.stride(),
+        *G_BCS.stride(), mean_Bg.shape[1], channel_blocks,
+        CHANNELS=channels, POSITIONS=positions,
         num_warps=4,
-    )
+    )  # fmt: skip
     return w_BC, b_BC

@@ -154,18 +154,9 @@ def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
 
 @triton.jit
 def load_tile(
-    source,
-    b,
-    t,
-    f,
-    T,
-    F,
-    stride_b,
-    stride_t,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    source, b, t, f, T, F, stride_b, stride_t,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Rows ``t..`` and columns ``f..`` of sample ``b``; zero outside ``[T, F]``."""
     if TMA:
         return source.load([b, t, f]).reshape(ROWS, COLUMNS)

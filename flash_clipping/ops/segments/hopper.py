@@ -166,23 +166,10 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["items", "B", "M"])
 def grouped_sums_ring_kernel(
-    A_ptr,
-    G_ptr,
-    rest_ptr,
-    coef_ptr,
-    out_ptr,
-    firsts_ptr,
-    group_ptr,
-    items,
-    B,
-    M,
-    d,
-    p,
-    A_width,
-    G_width,
-    DTYPE: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
+    A_ptr, G_ptr, rest_ptr, coef_ptr, out_ptr, firsts_ptr, group_ptr,
+    items, B, M, d, p, A_width, G_width,
+    DTYPE: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
     """What ``sums.grouped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in blocks; with
     ``SPLIT`` of rows that are multiplied by their coefficients, for which B is 1. Launched with
     ``num_warps=4``."""

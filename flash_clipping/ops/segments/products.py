@@ -69,25 +69,12 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
         config = Config(step=32, num_stages=3)
         blocks = lists.blocks(config.block)
         launch(
-            grouped_linear_kernel,
-            len(blocks.of_M) * tiles.cdiv(p, config.block),
-            X_Nd,
-            W_Epd,
-            blocks.begin_M,
-            blocks.end_M,
-            blocks.of_M,
-            out,
-            E,
-            d,
-            p,
-            stride(X_Nd),
+            grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, config.block),
+            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, stride(X_Nd),
             *W_Epd.stride(),
-            BLOCK=config.block,
-            BLOCK_D=config.step,
-            PRECISION=tiles.dot_precision(X_Nd.dtype),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            BLOCK=config.block, BLOCK_D=config.step, PRECISION=tiles.dot_precision(X_Nd.dtype),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     programs = min(N, 2 * tiles.sm_count(X_Nd.device))
     arguments = (out, lists.starts[-1:], N, p, out.stride(0))
     launch(clear_kernel, programs, *arguments, BLOCK=1024, num_warps=4)
@@ -102,42 +89,20 @@ def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor
     out = torch.empty((tokens, F), dtype=sum_dtype(X_Nf, weight_Mk), device=X_Nf.device)
     block = min(1024, tiles.next_power_of_2(F))
     launch(
-        tokens_kernel,
-        tokens * tiles.cdiv(F, block),
-        X_Nf,
-        rows_Mk,
-        end,
-        weights,
-        out,
-        k,
-        F,
-        stride(X_Nf),
-        WEIGHTED=weight_Mk is not None,
-        BLOCK=block,
+        tokens_kernel, tokens * tiles.cdiv(F, block),
+        X_Nf, rows_Mk, end, weights, out, k, F, stride(X_Nf),
+        WEIGHTED=weight_Mk is not None, BLOCK=block,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def grouped_linear_kernel(
-    X_ptr,
-    W_ptr,
-    begin_ptr,
-    end_ptr,
-    of_ptr,
-    out_ptr,
-    groups,
-    d,
-    p,
-    X_stride,
-    W_stride_e,
-    W_stride_p,
-    W_stride_d,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    X_ptr, W_ptr, begin_ptr, end_ptr, of_ptr, out_ptr,
+    groups, d, p, X_stride, W_stride_e, W_stride_p, W_stride_d,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of a group's rows times some columns of its transposed matrix."""
     tiles_p = tl.cdiv(p, BLOCK)
     block = tl.program_id(0) // tiles_p
@@ -172,17 +137,10 @@ def clear_kernel(out_ptr, end_ptr, N, F, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def tokens_kernel(
-    X_ptr,
-    rows_ptr,
-    end_ptr,
-    weight_ptr,
-    out_ptr,
-    k,
-    F,
-    stride,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    X_ptr, rows_ptr, end_ptr, weight_ptr, out_ptr,
+    k, F, stride,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rows of one token, times their weights, added up in order; some columns."""
     parts = tl.cdiv(F, BLOCK)
     token = (tl.program_id(0) // parts).to(tl.int64)

@@ -84,29 +84,14 @@ def launch_sums(
     place_M -= blocks.firsts[blocks.of_M.clamp(max=E * B - 1)]
     each = PROMOTED // config.step
     launch(
-        grouped_sums_kernel,
-        E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
-        *operands.tensors(),
-        longest_groups_first(lists, B),
-        blocks.firsts,
-        blocks.begin_M,
-        blocks.end_M,
-        coef_B[blocks.of_M % B],
-        blocks.last_M | (place_M % each == each - 1),
-        out,
-        B,
-        turned,
-        E // turned,
-        *operands.sizes(),
-        **operands.options(),
-        BLOCK_P=config.block,
-        BLOCK_D=config.block_d,
-        BLOCK_T=config.step,
-        GROUP=8,
-        PRECISION=tiles.dot_precision(operands.dtype),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
+        *operands.tensors(), longest_groups_first(lists, B), blocks.firsts, blocks.begin_M,
+        blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (place_M % each == each - 1), out, B,
+        turned, E // turned, *operands.sizes(),
+        **operands.options(), BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step,
+        GROUP=8, PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 def longest_groups_first(lists: Lists, samples: int) -> Tensor:
@@ -126,27 +111,12 @@ def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, spl
     G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
     items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
     launch(
-        _hopper_kernel(),
-        min(items, tiles.sm_count(out.device)),
-        A_Mf,
-        G_Mf,
-        rest_Mf,
-        coef_B,
-        out,
-        blocks.firsts,
-        longest_groups_first(lists, B),
-        items,
-        1 if split else B,
-        len(blocks.of_M),
-        d,
-        p,
-        A_Mf.shape[1],
-        G_Mf.shape[1],
-        DTYPE=tiles.TL_DTYPE[A.dtype],
-        SPLIT=split,
-        workspace=True,
-        num_warps=4,
-    )
+        _hopper_kernel(), min(items, tiles.sm_count(out.device)),
+        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, longest_groups_first(lists, B), items,
+        1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
+        DTYPE=tiles.TL_DTYPE[A.dtype], SPLIT=split,
+        workspace=True, num_warps=4,
+    )  # fmt: skip
 
 
 def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
@@ -176,24 +146,11 @@ def in_blocks(
     rest = torch.empty_like(out) if split else out
     block = 256
     launch(
-        blocks_kernel,
-        M * tiles.cdiv(F, block),
-        X,
-        places,
-        blocks.begin_M,
-        blocks.end_M,
-        coef_N,
-        out,
-        rest,
-        F,
-        stride(X),
-        width,
-        GATHERED=gathered,
-        SPLIT=split,
-        ROWS=RING_ROWS,
-        BLOCK=block,
+        blocks_kernel, M * tiles.cdiv(F, block),
+        X, places, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, stride(X), width,
+        GATHERED=gathered, SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out, rest
 
 
@@ -207,32 +164,12 @@ def _hopper_kernel() -> Any:
 
 @triton.jit
 def grouped_sums_kernel(
-    A_ptr,
-    G_ptr,
-    A_rows_ptr,
-    G_rows_ptr,
-    group_ptr,
-    firsts_ptr,
-    begin_ptr,
-    end_ptr,
-    coef_ptr,
-    ends_product_ptr,
-    out_ptr,
-    samples,
-    turned,
-    apart,
-    d,
-    p,
-    A_stride,
-    G_stride,
-    A_GATHERED: tl.constexpr,
-    G_GATHERED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, group_ptr, firsts_ptr, begin_ptr, end_ptr, coef_ptr,
+    ends_product_ptr, out_ptr,
+    samples, turned, apart, d, p, A_stride, G_stride,
+    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
     cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
     fp32. A block whose coefficient is 0 is not read."""
@@ -272,21 +209,10 @@ def grouped_sums_kernel(
 
 @triton.jit
 def blocks_kernel(
-    X_ptr,
-    rows_ptr,
-    begin_ptr,
-    end_ptr,
-    coef_ptr,
-    out_ptr,
-    rest_ptr,
-    F,
-    stride,
-    width,
-    GATHERED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    X_ptr, rows_ptr, begin_ptr, end_ptr, coef_ptr, out_ptr, rest_ptr,
+    F, stride, width,
+    GATHERED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rows of a block, and zeros up to ``ROWS``; for rows whose coefficient is 0 as well. Rows come
     to lie ``width`` apart. ``SPLIT``: times the coefficient, rounded, and what rounding took."""
     parts = tl.cdiv(F, BLOCK)

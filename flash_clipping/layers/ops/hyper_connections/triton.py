@@ -46,20 +46,11 @@ def _high_and_low(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _mix_kernel(
-    x_ptr,
-    w_ptr,
-    mix_ptr,
-    inv_ptr,
-    N,
-    K,
-    m,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x_ptr, w_ptr, mix_ptr, inv_ptr,
+    N, K, m,
+    EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``mix = x wᵀ`` and ``inv = rsqrt(mean(x²) + eps)``, both from one pass over ``x``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     logit = tl.arange(0, LOGITS)
@@ -137,28 +128,11 @@ def _pre_grad_kernel(x_ptr, dh_ptr, dpre_ptr, D, n, STREAMS: tl.constexpr, COLUM
 
 @triton.jit
 def _input_grad_kernel(
-    x_ptr,
-    dh_ptr,
-    w_ptr,
-    pre_ptr,
-    dmix_ptr,
-    of_square_ptr,
-    dx_ptr,
-    product_ptr,
-    S,
-    D,
-    n,
-    m,
-    chunks,
-    blocks,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, dh_ptr, w_ptr, pre_ptr, dmix_ptr, of_square_ptr, dx_ptr, product_ptr,
+    S, D, n, m, chunks, blocks,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Some columns of one stream, for a chunk of one sample's positions: ``dx``, and this chunk's
     part of ``dmixᵀ x``. What nobody wants is None, which a kernel sees when it is compiled."""
     pid = tl.program_id(0)
@@ -239,24 +213,12 @@ def hyper_connections(
     rows = max(16, min(MIX_ROWS if _room(m) <= 32 else MIX_ROWS // 2, rows))
     splits = _splits(x.dtype)
     launch(
-        _mix_kernel,
-        tiles.cdiv(N, rows),
-        x,
-        _scaled(phi_mK, gamma_nD),
-        mix_BSm,
-        inv_BS,
-        N,
-        K,
-        m,
-        EPS=norm_eps,
-        ROWS=rows,
-        COLUMNS=MIX_COLUMNS,
-        LOGITS=_room(m),
-        SPLIT=splits,
+        _mix_kernel, tiles.cdiv(N, rows),
+        x, _scaled(phi_mK, gamma_nD), mix_BSm, inv_BS, N, K, m,
+        EPS=norm_eps, ROWS=rows, COLUMNS=MIX_COLUMNS, LOGITS=_room(m), SPLIT=splits,
         PRECISION=tiles.dot_precision(torch.float32),
-        num_warps=8 if rows == MIX_ROWS else 4,
-        num_stages=STAGES[splits],
-    )
+        num_warps=8 if rows == MIX_ROWS else 4, num_stages=STAGES[splits],
+    )  # fmt: skip
     pre_BSn, post_BSn, comb_BSnn, _ = gates(
         mix_BSm, inv_BS, alpha_3, bias_m, n, hc_eps, iterations, keep=False
     )
@@ -264,18 +226,11 @@ def hyper_connections(
     columns = _streamed(D)
     blocks = tiles.cdiv(D, columns)
     launch(
-        _gather_kernel,
-        N * blocks,
-        x,
-        pre_BSn,
-        h_BSD,
-        D,
-        n,
-        blocks,
-        STREAMS=tiles.next_power_of_2(n),
-        COLUMNS=columns,
+        _gather_kernel, N * blocks,
+        x, pre_BSn, h_BSD, D, n, blocks,
+        STREAMS=tiles.next_power_of_2(n), COLUMNS=columns,
         num_warps=4,
-    )
+    )  # fmt: skip
     return h_BSD, post_BSn, comb_BSnn, inv_BS, mix_BSm
 
 
@@ -303,17 +258,11 @@ def hyper_connections_backward(
     inv_BS, mix_BSm = inv_BS.contiguous(), mix_BSm.contiguous()
     dpre_BSn = torch.empty((B, S, n), dtype=torch.float32, device=x.device)
     launch(
-        _pre_grad_kernel,
-        N,
-        x,
-        dh,
-        dpre_BSn,
-        D,
-        n,
-        STREAMS=tiles.next_power_of_2(n),
-        COLUMNS=_streamed(D),
+        _pre_grad_kernel, N,
+        x, dh, dpre_BSn, D, n,
+        STREAMS=tiles.next_power_of_2(n), COLUMNS=_streamed(D),
         num_warps=4,
-    )
+    )  # fmt: skip
     pre_BSn, _, comb_BSnn, divisors = gates(
         mix_BSm, inv_BS, alpha_3, bias_m, n, hc_eps, iterations, keep=True
     )
@@ -342,31 +291,13 @@ def hyper_connections_backward(
             shape = (B, chunks, m, K)
             parts_BCmK = torch.empty(shape, dtype=torch.float32, device=x.device)
         launch(
-            _input_grad_kernel,
-            B * chunks * blocks * n,
-            x,
-            dh,
-            _scaled(phi_mK, gamma_nD),
-            pre_BSn,
-            dmix_BSm,
-            of_square_BS,
-            dx,
-            parts_BCmK,
-            S,
-            D,
-            n,
-            m,
-            chunks,
-            blocks,
-            CHUNK=CHUNK,
-            ROWS=GRAD_ROWS,
-            COLUMNS=columns,
-            LOGITS=logits,
-            SPLIT=splits,
-            PRECISION=tiles.dot_precision(torch.float32),
-            STAGES=STAGES[splits],
+            _input_grad_kernel, B * chunks * blocks * n,
+            x, dh, _scaled(phi_mK, gamma_nD), pre_BSn, dmix_BSm, of_square_BS, dx, parts_BCmK, S, D,
+            n, m, chunks, blocks,
+            CHUNK=CHUNK, ROWS=GRAD_ROWS, COLUMNS=columns, LOGITS=logits, SPLIT=splits,
+            PRECISION=tiles.dot_precision(torch.float32), STAGES=STAGES[splits],
             num_warps=4,
-        )
+        )  # fmt: skip
         if parts_BCmK is not None:
             product_BmK = parts_BCmK.squeeze(1) if chunks == 1 else parts_BCmK.sum(1)
     return dx, product_BmK, dalpha_BS3, dlogits_BSm, dmix_BSm

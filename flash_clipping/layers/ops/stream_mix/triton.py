@@ -19,19 +19,10 @@ COLUMNS = 1024
 
 @triton.jit
 def _stream_mix_kernel(
-    x_ptr,
-    y_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    D,
-    blocks,
-    from_stride,
-    to_stride,
-    N_STREAMS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr,
+    D, blocks, from_stride, to_stride,
+    N_STREAMS: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A block of one position's columns, of all streams."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
@@ -57,22 +48,10 @@ def _stream_mix_kernel(
 
 @triton.jit
 def _stream_mix_grad_kernel(
-    x_ptr,
-    y_ptr,
-    post_ptr,
-    comb_ptr,
-    grad_ptr,
-    dx_ptr,
-    dy_ptr,
-    dpost_ptr,
-    dcomb_ptr,
-    D,
-    from_stride,
-    to_stride,
-    N_STREAMS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_ptr, y_ptr, post_ptr, comb_ptr, grad_ptr, dx_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
+    D, from_stride, to_stride,
+    N_STREAMS: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One position."""
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS)
@@ -122,21 +101,12 @@ def stream_mix(
     columns = _columns(D)
     blocks = tiles.cdiv(D, columns)
     launch(
-        _stream_mix_kernel,
-        B * S * blocks,
-        x,
-        y_BSD.contiguous(),
-        post_BSn.contiguous(),
-        comb_BSnn.contiguous(),
-        out,
-        D,
-        blocks,
+        _stream_mix_kernel, B * S * blocks,
+        x, y_BSD.contiguous(), post_BSn.contiguous(), comb_BSnn.contiguous(), out, D, blocks,
         *_strides(n, transposed),
-        N_STREAMS=n,
-        STREAMS=tiles.next_power_of_2(n),
-        COLUMNS=columns,
+        N_STREAMS=n, STREAMS=tiles.next_power_of_2(n), COLUMNS=columns,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
