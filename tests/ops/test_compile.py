@@ -49,13 +49,12 @@ from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.segments import Segments, operands as segment_operands
-from flash_clipping.ops.segments import products as segment_products, sums as segment_sums
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
 from flash_clipping.randomness import Draw, Purpose
 
-segment_products.grouped_mm = lambda *_: None
+segments_triton.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
 tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
@@ -133,14 +132,14 @@ for dtype in (torch.bfloat16, torch.float32):
     segments_triton.segment_sums(X, lists)
     segments_triton.grouped_linear(X, Y[:384].view(3, 64, 256), segments.of_groups)
     segments_triton.sums_of_tokens(X, order.view(-1, 2), lists.starts[-1], coef.expand(2048, 2))
-    for segment_sums.SPLIT_BELOW in (0, 1 << 30):
+    for segments_triton.SPLIT_BELOW in (0, 1 << 30):
         segments_triton.grouped_sums(X, order, Y, None, lists, coef)
     for operand in (Y, Y[:, :16]):
         operands = segment_operands.operands_of(X, order, operand, None)
         for rows_each in (64.0, 512.0):
-            config = segment_sums.sums_config(operands, rows_each)
+            config = segments_triton.sums_config(operands, rows_each)
             out = torch.empty(3, operands.p, 256)
-            segment_sums.launch_sums(operands, lists, coef, out, config)
+            segments_triton.launch_sums(operands, lists, coef, out, config)
     segments_triton.segment_grads(X, order, Y[:, :16], None, lists, 2)
     for n, D, S in ((4, 2560, 512), (3, 96, 8)):
         m = n * n + 2 * n

@@ -120,16 +120,8 @@ def tied_cross_term(
             f"Ahead has {Ahead_BSd.shape[-1]} features and Gemb {Gemb_BTd.shape[-1]}; a tied "
             "weight has one width."
         )
-    return backends.run(
-        reference.tied_cross_term,
-        backend,
-        Gemb_BTd,
-        ids_BT,
-        Gemb_BTd,
-        Ahead_BSd,
-        Ghead_BSV,
-        padding_idx,
-    )
+    operands = ids_BT, Gemb_BTd, Ahead_BSd, Ghead_BSV
+    return backends.run(reference.tied_cross_term, backend, Gemb_BTd, *operands, padding_idx)
 
 
 def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 M blocks of 32 rows, E groups, B samples, d input features, p output features.
 
 As :mod:`flash_clipping.ops.clipped_sum.hopper`, which has the same parts and says why they are so.
-What differs: rows come in blocks, of a segment or of a group (``sums.blocks_kernel`` fills the last
-one with zeros), and how many of these there are is read on the device.
+What differs: rows come in blocks, of a segment or of a group (``triton.blocks_kernel`` fills the
+last one with zeros), and how many of these there are is read on the device.
 
 Where segments are short, applying a coefficient to each one's product takes longer than the product
 itself. There rows come multiplied by their coefficients, as two bf16 numbers that add up to
@@ -170,9 +170,9 @@ def grouped_sums_ring_kernel(
     items, B, M, d, p, A_width, G_width,
     DTYPE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """What ``sums.grouped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in blocks; with
-    ``SPLIT`` of rows that are multiplied by their coefficients, for which B is 1. Launched with
-    ``num_warps=4``."""
+    """What ``triton.grouped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in blocks;
+    with ``SPLIT`` of rows that are multiplied by their coefficients, for which B is 1. Launched
+    with ``num_warps=4``."""
     STAGES: gl.constexpr = _stages(SPLIT)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, BLOCK], layout)

@@ -18,8 +18,13 @@ from flash_clipping.ops.gram.tiles import triangle
 from flash_clipping.ops.runtime import cost, tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import tile_in_groups
-from flash_clipping.ops.segments.operands import Config, Operands, operands_of, places
-from flash_clipping.ops.segments.row_sums import of_segments
+from flash_clipping.ops.segments.operands import (
+    Config,
+    Operands,
+    of_segments,
+    operands_of,
+    places,
+)
 from flash_clipping.ops.segments.work import Lists
 
 PROMOTED = 1024

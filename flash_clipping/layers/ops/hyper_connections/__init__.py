@@ -165,20 +165,10 @@ def hyper_connections_backward(
     _check_shape("dh", dh_BSD, (B, S, D), x_BSnD)
     _check_shape("dpost", dpost_BSn, (B, S, n), x_BSnD)
     _check_shape("dcomb", dcomb_BSnn, (B, S, n, n), x_BSnD)
+    run, saved, grads = reference.hyper_connections_backward, (inv_BS, mix_BSm), (dh_BSD, dpost_BSn)
+    wanted = input_grad, matrix_grad
     dx, product_BmK, alpha_BS3, bias_BSm, dmix_BSm = backends.run(
-        reference.hyper_connections_backward,
-        backend,
-        x_BSnD,
-        x_BSnD,
-        *params,
-        *settings,
-        inv_BS,
-        mix_BSm,
-        dh_BSD,
-        dpost_BSn,
-        dcomb_BSnn,
-        input_grad,
-        matrix_grad,
+        run, backend, x_BSnD, x_BSnD, *params, *settings, *saved, *grads, dcomb_BSnn, *wanted
     )
     if product_BmK is None:
         return Gradients(dx, None, None, alpha_BS3, bias_BSm, dmix_BSm)

@@ -267,18 +267,9 @@ def hyper_connections_backward(
         mix_BSm, inv_BS, alpha_3, bias_m, n, hc_eps, iterations, keep=True
     )
     assert divisors is not None
+    grads = dpre_BSn, dpost_BSn.contiguous(), dcomb_BSnn.contiguous()
     dalpha_BS3, dlogits_BSm, dmix_BSm, of_square_BS = gates_backward(
-        mix_BSm,
-        inv_BS,
-        alpha_3,
-        bias_m,
-        K,
-        iterations,
-        comb_BSnn,
-        divisors,
-        dpre_BSn,
-        dpost_BSn.contiguous(),
-        dcomb_BSnn.contiguous(),
+        mix_BSm, inv_BS, alpha_3, bias_m, K, iterations, comb_BSnn, divisors, *grads
     )
     dx = torch.empty_like(x) if input_grad else None
     product_BmK = parts_BCmK = None

@@ -108,15 +108,8 @@ def product_key_backward(
             f"product_key_backward: found gradients on {grad_scores.device}, indices on "
             f"{indices.device} and logits on {logits_x.device}; move all to one device."
         )
-    return backends.run(
-        reference.product_key_backward,
-        _served_by(backend, side),
-        logits_x,
-        grad_scores,
-        indices,
-        logits_x,
-        logits_y,
-    )
+    run, backend = reference.product_key_backward, _served_by(backend, side)
+    return backends.run(run, backend, logits_x, grad_scores, indices, logits_x, logits_y)
 
 
 def _served_by(backend: str, side: int) -> str:
