@@ -48,7 +48,7 @@ from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.segments import Segments, operands as segment_operands
+from flash_clipping.ops.segments import Rows, Segments, operands as segment_operands
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
@@ -128,19 +128,19 @@ for dtype in (torch.bfloat16, torch.float32):
     X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
     segments = Segments(rows % 2, 2, expert, 3)
     lists, order = segments.lists, segments.order_N
-    segments_triton.segment_sqnorms(X, None, Y, order, lists)
+    segments_triton.segment_sqnorms(Rows(X), Rows(Y, order), lists)
     segments_triton.segment_sums(X, lists)
     segments_triton.grouped_linear(X, Y[:384].view(3, 64, 256), segments.of_groups)
     segments_triton.sums_of_tokens(X, order.view(-1, 2), lists.starts[-1], coef.expand(2048, 2))
     for segments_triton.SPLIT_BELOW in (0, 1 << 30):
-        segments_triton.grouped_sums(X, order, Y, None, lists, coef)
+        segments_triton.grouped_sums(Rows(X, order), Rows(Y), lists, coef)
     for operand in (Y, Y[:, :16]):
-        operands = segment_operands.operands_of(X, order, operand, None)
+        operands = segment_operands.operands_of(Rows(X, order), Rows(operand))
         for rows_each in (64.0, 512.0):
             config = segments_triton.sums_config(operands, rows_each)
             out = torch.empty(3, operands.p, 256)
             segments_triton.launch_sums(operands, lists, coef, out, config)
-    segments_triton.segment_grads(X, order, Y[:, :16], None, lists, 2)
+    segments_triton.segment_grads(Rows(X, order), Rows(Y[:, :16]), lists, 2)
     for n, D, S in ((4, 2560, 512), (3, 96, 8)):
         m = n * n + 2 * n
         x, vector = torch.empty(2, S, n, D, dtype=dtype), torch.empty(2, S, n)

@@ -175,14 +175,9 @@ def _in_order_of_weight(columns, K, C):
 
 
 @triton.jit
-def _weighted_sum_kernel(
-    grads_ptr, coef_ptr, out_ptr,
-    B, N, stride_b, K, C,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < N
-    total = tl.zeros((BLOCK,), tl.float32)
+def _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL: tl.constexpr):
+    """Some columns of ``Σ_b coef_b · grads_b``."""
+    total = tl.zeros_like(columns).to(tl.float32)
     for first in range(0, B, UNROLL):
         for step in tl.static_range(UNROLL):
             b = first + step
@@ -191,7 +186,18 @@ def _weighted_sum_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(start + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=inside)
+    return total
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    grads_ptr, coef_ptr, out_ptr,
+    B, N, stride_b, K, C,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL)
+    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
 
 
 def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
@@ -236,14 +242,7 @@ def _weighted_sums_kernel(
     N = tl.multiple_of(tl.load(row + 2), 8)
     K, C = tl.load(row + 3), tl.load(row + 4)
     columns = (block - tl.load(row + 5)) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, B, UNROLL):
-        for step in tl.static_range(UNROLL):
-            b = first + step
-            coef = tl.load(coef_ptr + b, mask=b < B, other=0.0).to(tl.float32)
-            kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
-            grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
-            total += coef * grads.to(tl.float32)
+    total = _weighted_block(grads_ptr, coef_ptr, N, columns, B, N, UNROLL)
     tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
 
 

@@ -170,6 +170,21 @@ def load_tile(
 
 
 @triton.jit
+def load_rows(X_ptr, row, stride, column, in_rows, in_columns):
+    """``[rows, columns]`` of a matrix whose rows are ``stride`` apart; zero outside."""
+    at = X_ptr + row[:, None] * stride + column[None, :]
+    return tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
+    """The same the other way round, in the matrix's own dtype."""
+    at = X_ptr + row[:, None] * stride + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    tl.store(at, x.to(X_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
     """``x.to(DTYPE)`` of an fp32 tile.
 

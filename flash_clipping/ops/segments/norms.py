@@ -25,7 +25,7 @@ from flash_clipping.ops.segments.operands import (
     operands_of,
     places,
 )
-from flash_clipping.ops.segments.work import Lists
+from flash_clipping.ops.segments.work import Lists, Rows
 
 PROMOTED = 1024
 """Rows, or features, after which a product is added to a sum in fp32: tensor cores truncate."""
@@ -35,11 +35,9 @@ SPREAD_ROWS = 64
 ROW_FLOOR = tl.constexpr(FLOOR)
 
 
-def segment_sqnorms(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
-) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
-    operands, S = operands_of(A, A_rows, G, G_rows), len(lists)
+    operands, S = operands_of(A, G), len(lists)
     if operands.rows > GATHERED_ONCE * S:  # products read a row more often than Gram matrices
         operands = operands.in_order()
     longest = cost.longest_for_gram(operands.d, operands.p, operands.dtype.itemsize)

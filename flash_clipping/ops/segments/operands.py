@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.segments.work import Rows
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ class Operands(NamedTuple):
         """Put in order, for kernels that read a row many times."""
         A = self.A[self.A_places] if self.A_gathered else self.A
         G = self.G[self.G_places] if self.G_gathered else self.G
-        return operands_of(A, None, G, None)
+        return operands_of(Rows(A), Rows(G))
 
 
-def operands_of(A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None) -> Operands:
-    dtype = torch.promote_types(A.dtype, G.dtype)
-    A, G = (tiles.with_unit_stride(X.to(dtype)) for X in (A, G))
-    rows = len(A if A_rows is None else A_rows)
-    A_places = A if A_rows is None else A_rows
-    G_places = G if G_rows is None else G_rows
-    return Operands(A, G, A_places, G_places, A_rows is not None, G_rows is not None, rows)
+def operands_of(A_Nd: Rows, G_Np: Rows) -> Operands:
+    dtype = torch.promote_types(A_Nd.X.dtype, G_Np.X.dtype)
+    A, G = (tiles.with_unit_stride(rows.X.to(dtype)) for rows in (A_Nd, G_Np))
+    A_gathered, G_gathered = (rows.places_N is not None for rows in (A_Nd, G_Np))
+    A_places = A if A_Nd.places_N is None else A_Nd.places_N
+    G_places = G if G_Np.places_N is None else G_Np.places_N
+    return Operands(A, G, A_places, G_places, A_gathered, G_gathered, A_Nd.size)
 
 
 def stride(X: Tensor) -> int:

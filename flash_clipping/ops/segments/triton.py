@@ -33,7 +33,7 @@ from flash_clipping.ops.segments.operands import (
     stride,
 )
 from flash_clipping.ops.segments.reference import sum_dtype
-from flash_clipping.ops.segments.work import Blocks, Lists
+from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 
 SUMMED = 256
 """Rows that one program adds up."""
@@ -45,19 +45,12 @@ SPLIT_BELOW = 96
 """Rows of a segment, on average, below which these are multiplied by their coefficients."""
 
 
-def grouped_sums(
-    A: Tensor,
-    A_rows: Tensor | None,
-    G: Tensor,
-    G_rows: Tensor | None,
-    lists: Lists,
-    coef_B: Tensor,
-) -> Tensor:
+def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`."""
-    operands, S = operands_of(A, A_rows, G, G_rows), len(lists)
+    operands, S = operands_of(A, G), len(lists)
     coef_B = coef_B.float().contiguous()
     size = S // len(coef_B), operands.p, operands.d
-    out = torch.empty(size, dtype=torch.float32, device=A.device)
+    out = torch.empty(size, dtype=torch.float32, device=A.X.device)
     is_wide = min(operands.d, operands.p) > NARROW
     if is_wide and has_ring(operands):
         split = operands.dtype == torch.bfloat16 and operands.rows < SPLIT_BELOW * S
@@ -256,37 +249,28 @@ def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
     return of_segments(row_sums(X_Nf, blocks.begin_M, blocks.end_M), blocks.firsts)
 
 
-def products(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
-) -> Tensor:
+def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype: by a library
     where it can."""
-    A = A if A_rows is None else A[A_rows]
-    G = G if G_rows is None else G[G_rows]
-    library = grouped_mm(G.mT, A, len(lists))
+    A_Nd, G_Np = A.sorted(), G.sorted()
+    library = grouped_mm(G_Np.mT, A_Nd, len(lists))
     if library is not None:
-        return library(G.mT, A, offs=lists.ends)
-    one = A.new_ones(1, dtype=torch.float32)
-    return grouped_sums(A, None, G, None, lists, one).to(torch.promote_types(A.dtype, G.dtype))
+        return library(G_Np.mT, A_Nd, offs=lists.ends)
+    one = A_Nd.new_ones(1, dtype=torch.float32)
+    sums = grouped_sums(Rows(A_Nd), Rows(G_Np), lists, one)
+    return sums.to(torch.promote_types(A_Nd.dtype, G_Np.dtype))
 
 
-def segment_grads(
-    A: Tensor,
-    A_rows: Tensor | None,
-    G: Tensor,
-    G_rows: Tensor | None,
-    lists: Lists,
-    samples: int,
-) -> Tensor:
+def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_grads`; of low ranks by one kernel, which
     writes each gradient where it belongs."""
-    operands = operands_of(A, A_rows, G, G_rows)
+    operands = operands_of(A, G)
     if min(operands.d, operands.p) > NARROW:
-        grads = products(A, A_rows, G, G_rows, lists)
+        grads = products(A, G, lists)
         return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
     size = samples, len(lists) // samples, operands.p, operands.d
-    out = torch.empty(size, dtype=operands.dtype, device=A.device)
-    ones = torch.ones(1, device=A.device)
+    out = torch.empty(size, dtype=operands.dtype, device=A.X.device)
+    ones = torch.ones(1, device=A.X.device)
     config = sums_config(operands, operands.rows / len(lists))
     launch_sums(operands, lists, ones, out.flatten(0, 1), config, turned=samples)
     return out

@@ -21,6 +21,7 @@ from torch import Tensor
 from flash_clipping.layers.ops.hyper_connections.gates import gates, gates_backward
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import load_rows, store_rows
 
 MIX_ROWS = 128
 """Positions of one product with ``w``, which every program reads whole."""
@@ -60,11 +61,7 @@ def _mix_kernel(
     for first in range(0, K, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         in_width = column < K
-        x = tl.load(
-            x_ptr + row[:, None] * K + column[None, :],
-            mask=in_rows[:, None] & in_width[None, :],
-            other=0.0,
-        )
+        x = load_rows(x_ptr, row, K, column, in_rows, in_width)
         w = tl.load(
             w_ptr + logit[None, :] * K + column[:, None],
             mask=in_logits[None, :] & in_width[:, None],
@@ -80,11 +77,7 @@ def _mix_kernel(
             mix = tl.dot(wide, w, mix, input_precision=PRECISION)
     inv = tl.rsqrt(tl.sum(squares, 1) / K + EPS)
     tl.store(inv_ptr + row, inv, mask=in_rows)
-    tl.store(
-        mix_ptr + row[:, None] * m + logit[None, :],
-        mix,
-        mask=in_rows[:, None] & in_logits[None, :],
-    )
+    store_rows(mix_ptr, row, m, logit, mix, in_rows, in_logits)
 
 
 @triton.jit
@@ -97,11 +90,7 @@ def _gather_kernel(
     stream = tl.arange(0, STREAMS)
     in_streams, in_width = stream < n, column < D
     pre = tl.load(pre_ptr + row * n + stream, mask=in_streams, other=0.0)
-    x = tl.load(
-        x_ptr + (row * n + stream)[:, None] * D + column[None, :],
-        mask=in_streams[:, None] & in_width[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    x = load_rows(x_ptr, row * n + stream, D, column, in_streams, in_width).to(tl.float32)
     h = tl.sum(x * pre[:, None], 0)
     tl.store(h_ptr + row * D + column, h.to(h_ptr.dtype.element_ty), mask=in_width)
 
@@ -117,11 +106,7 @@ def _pre_grad_kernel(x_ptr, dh_ptr, dpre_ptr, D, n, STREAMS: tl.constexpr, COLUM
         column = first + tl.arange(0, COLUMNS)
         in_width = column < D
         dh = tl.load(dh_ptr + row * D + column, mask=in_width, other=0.0).to(tl.float32)
-        x = tl.load(
-            x_ptr + (row * n + stream)[:, None] * D + column[None, :],
-            mask=in_streams[:, None] & in_width[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        x = load_rows(x_ptr, row * n + stream, D, column, in_streams, in_width).to(tl.float32)
         products += x * dh[None, :]
     tl.store(dpre_ptr + row * n + stream, tl.sum(products, 1), mask=in_streams)
 
@@ -147,20 +132,14 @@ def _input_grad_kernel(
     column = stream * D + feature
     logit = tl.arange(0, LOGITS)
     in_width, in_logits = feature < D, logit < m
-    in_product = in_logits[:, None] & in_width[None, :]
-    w = tl.load(w_ptr + logit[:, None] * K + column[None, :], mask=in_product, other=0.0)
+    w = load_rows(w_ptr, logit, K, column, in_logits, in_width)
     product = tl.zeros((LOGITS, COLUMNS), tl.float32)
     for begin in tl.range(first, last, ROWS, num_stages=STAGES):
         position = begin + tl.arange(0, ROWS)
         in_rows = position < last
         row = b * S + position
-        inside = in_rows[:, None] & in_width[None, :]
-        x = tl.load(x_ptr + row[:, None] * K + column[None, :], mask=inside, other=0.0)
-        dmix = tl.load(
-            dmix_ptr + row[:, None] * m + logit[None, :],
-            mask=in_rows[:, None] & in_logits[None, :],
-            other=0.0,
-        )
+        x = load_rows(x_ptr, row, K, column, in_rows, in_width)
+        dmix = load_rows(dmix_ptr, row, m, logit, in_rows, in_logits)
         if product_ptr is not None:
             if SPLIT:
                 high, low = _high_and_low(dmix, x.dtype)
@@ -171,7 +150,7 @@ def _input_grad_kernel(
                     tl.trans(dmix), x.to(tl.float32), product, input_precision=PRECISION
                 )
         if dx_ptr is not None:
-            dh = tl.load(dh_ptr + row[:, None] * D + feature[None, :], mask=inside, other=0.0)
+            dh = load_rows(dh_ptr, row, D, feature, in_rows, in_width)
             pre = tl.load(pre_ptr + row * n + stream, mask=in_rows, other=0.0)
             of_square = tl.load(of_square_ptr + row, mask=in_rows, other=0.0)
             if SPLIT:  # dx is rounded to as few bits
@@ -179,17 +158,9 @@ def _input_grad_kernel(
             else:
                 dx = tl.dot(dmix, w, input_precision=PRECISION)
             dx += pre[:, None] * dh.to(tl.float32) + of_square[:, None] * x.to(tl.float32)
-            tl.store(
-                dx_ptr + row[:, None] * K + column[None, :],
-                dx.to(dx_ptr.dtype.element_ty),
-                mask=inside,
-            )
+            store_rows(dx_ptr, row, K, column, dx, in_rows, in_width)
     if product_ptr is not None:
-        tl.store(
-            product_ptr + (part * m + logit)[:, None] * K + column[None, :],
-            product,
-            mask=in_product,
-        )
+        store_rows(product_ptr, part * m + logit, K, column, product, in_logits, in_width)
 
 
 def hyper_connections(
