@@ -7,11 +7,7 @@ a kernel of its own. ``runtime`` holds what they share.
 """
 
 from flash_clipping.ops.clipped_sum import clipped_sums
-from flash_clipping.ops.embedding import (
-    embedding_clipped_sum,
-    embedding_sqnorms,
-    tied_cross_term,
-)
+from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from flash_clipping.ops.gram import gram_sqnorms
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward

@@ -51,13 +51,7 @@ def embedding_sqnorms(
         )
     ids_BT, G_BTd = _as_positions(ids, G)
     parts_Bn = backends.run(
-        reference.embedding_sqnorms,
-        backend,
-        G_BTd,
-        ids_BT,
-        G_BTd,
-        padding_idx,
-        num_embeddings,
+        reference.embedding_sqnorms, backend, G_BTd, ids_BT, G_BTd, padding_idx, num_embeddings
     )
     return parts_Bn if in_parts else parts_Bn.sum(1)
 

@@ -291,11 +291,7 @@ def _tied_kernel(
 
 
 def tied_cross_term(
-    ids_BT: Tensor,
-    Gemb_BTd: Tensor,
-    Ahead_BSd: Tensor,
-    Ghead_BSV: Tensor,
-    padding_idx: int | None,
+    ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
 ) -> Tensor:
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)

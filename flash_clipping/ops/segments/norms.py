@@ -18,13 +18,7 @@ from flash_clipping.ops.gram.tiles import triangle
 from flash_clipping.ops.runtime import cost, tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import tile_in_groups
-from flash_clipping.ops.segments.operands import (
-    Config,
-    Operands,
-    of_segments,
-    operands_of,
-    places,
-)
+from flash_clipping.ops.segments.operands import Config, Operands, of_segments, operands_of, places
 from flash_clipping.ops.segments.work import Lists, Rows
 
 PROMOTED = 1024

@@ -77,12 +77,7 @@ def sums_config(operands: Operands, rows_each: float) -> Config:
 
 
 def launch_sums(
-    operands: Operands,
-    lists: Lists,
-    coef_B: Tensor,
-    out: Tensor,
-    config: Config,
-    turned: int = 1,
+    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
 ) -> None:
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
@@ -132,12 +127,7 @@ def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
 
 
 def in_blocks(
-    X: Tensor,
-    places: Tensor,
-    gathered: bool,
-    blocks: Blocks,
-    coef_N: Tensor,
-    split: bool = False,
+    X: Tensor, places: Tensor, gathered: bool, blocks: Blocks, coef_N: Tensor, split: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
     blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
