@@ -136,7 +136,7 @@ class HyperConnections(nn.Module):
         params = (self.phi, self.alpha, self.bias, self.gamma)
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
-                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, *params, *self.settings)
+                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, params, self.settings)
         else:
             h, post, comb = _Connect.apply(x_BSnD, *params, self.settings, self.backend)
         return self.like(x, h), self.like(x, post), self.like(x, comb)

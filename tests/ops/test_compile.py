@@ -40,6 +40,7 @@ from flash_clipping.ops.convolution import Geometry, triton as convolution_trito
 from flash_clipping.ops.embedding import triton as embedding_triton
 from flash_clipping.ops.finite_rows import triton as finite_rows_triton
 from flash_clipping.ops.gram import triton as gram_triton
+from flash_clipping.layers.ops.hyper_connections import Settings
 from flash_clipping.layers.ops.hyper_connections import triton as hyper_connections_triton
 from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
@@ -145,11 +146,12 @@ for dtype in (torch.bfloat16, torch.float32):
         m = n * n + 2 * n
         x, vector = torch.empty(2, S, n, D, dtype=dtype), torch.empty(2, S, n)
         params = torch.empty(m, n * D), torch.empty(3), torch.empty(m), torch.empty(n, D)
-        connect = (x, *params, 1e-6, 1e-6, 20)
+        connect = x, params, Settings()
         hyper_connections_triton.hyper_connections(*connect)
         comb = torch.empty(2, S, n, n)
-        grads = torch.empty(2, S), torch.empty(2, S, m), x[:, :, 0], vector, comb
-        hyper_connections_triton.hyper_connections_backward(*connect, *grads, True, True)
+        saved = torch.empty(2, S), torch.empty(2, S, m)
+        grads = x[:, :, 0], vector, comb
+        hyper_connections_triton.hyper_connections_backward(*connect, saved, grads, True, True)
         for transposed in (True, False):
             mixed = stream_mix_triton.stream_mix(x, x[:, :, 0], vector, comb, transposed)
             stream_mix_triton.stream_mix_backward(x, x[:, :, 0], vector, comb, mixed, transposed)

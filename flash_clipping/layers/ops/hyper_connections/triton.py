@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.layers.ops.hyper_connections.gates import gates, gates_backward
+from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import load_rows, store_rows
@@ -163,17 +164,10 @@ def _input_grad_kernel(
         store_rows(product_ptr, part * m + logit, K, column, product, in_logits, in_width)
 
 
-def hyper_connections(
-    x_BSnD: Tensor,
-    phi_mK: Tensor,
-    alpha_3: Tensor,
-    bias_m: Tensor,
-    gamma_nD: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> tuple[Tensor, ...]:
+def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
     """See :func:`.reference.hyper_connections`."""
+    phi_mK, alpha_3, bias_m, gamma_nD = params
+    norm_eps, hc_eps, iterations = settings
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, phi_mK.shape[0]
     x = x_BSnD.contiguous()
@@ -207,26 +201,21 @@ def hyper_connections(
 
 def hyper_connections_backward(
     x_BSnD: Tensor,
-    phi_mK: Tensor,
-    alpha_3: Tensor,
-    bias_m: Tensor,
-    gamma_nD: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    inv_BS: Tensor,
-    mix_BSm: Tensor,
-    dh_BSD: Tensor,
-    dpost_BSn: Tensor,
-    dcomb_BSnn: Tensor,
+    params: Parameters,
+    settings: Settings,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
     """See :func:`.reference.hyper_connections_backward`."""
+    phi_mK, alpha_3, bias_m, gamma_nD = params
+    _, hc_eps, iterations = settings
+    dh_BSD, dpost_BSn, dcomb_BSnn = grads
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, phi_mK.shape[0]
     x, dh = x_BSnD.contiguous(), dh_BSD.contiguous()
-    inv_BS, mix_BSm = inv_BS.contiguous(), mix_BSm.contiguous()
+    inv_BS, mix_BSm = (tensor.contiguous() for tensor in saved)
     dpre_BSn = torch.empty((B, S, n), dtype=torch.float32, device=x.device)
     launch(
         _pre_grad_kernel, N,
@@ -238,9 +227,9 @@ def hyper_connections_backward(
         mix_BSm, inv_BS, alpha_3, bias_m, n, hc_eps, iterations, keep=True
     )
     assert divisors is not None
-    grads = dpre_BSn, dpost_BSn.contiguous(), dcomb_BSnn.contiguous()
+    upstream = dpre_BSn, dpost_BSn.contiguous(), dcomb_BSnn.contiguous()
     dalpha_BS3, dlogits_BSm, dmix_BSm, of_square_BS = gates_backward(
-        mix_BSm, inv_BS, alpha_3, bias_m, K, iterations, comb_BSnn, divisors, *grads
+        mix_BSm, inv_BS, alpha_3, bias_m, K, iterations, comb_BSnn, divisors, *upstream
     )
     dx = torch.empty_like(x) if input_grad else None
     product_BmK = parts_BCmK = None
