@@ -24,8 +24,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 

@@ -26,14 +26,6 @@ def rehearse(
 ) -> Any:
     """Run a step as it is, before it is captured.
 
-    Args:
-        run: the step on its arguments.
-        module: what holds the parameters.
-        models: the wrapped models that it runs.
-
-    Returns:
-        What the step returns.
-
     Raises:
         FlashClippingError: a replay would be something else.
     """
