@@ -38,14 +38,17 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     UnsupportedUse,
     is_plain,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_mixed
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
 #: Functions that move rows of a table about as they are.
-_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
+_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__", "view", "reshape"}
+_MOVES_ROWS |= {"permute", "transpose", "movedim", "swapaxes"}
+#: Functions that keep them where they are.
+_KEEPS_ROWS = {"to", "contiguous", "clone"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
@@ -107,6 +110,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 return result
         if reason is not None:
             raise ComparesSamples(reason)
+        if layout is None and _adds_to_samples(name, bares, leaves, others, axis):
+            expanded = of_samples(bares[0], len(others[0]), others[0].dim())
+            return func(*(expanded if leaf is bares[0] else leaf for leaf in leaves))
         return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
@@ -146,6 +152,23 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 ParameterProxy.run = staticmethod(_run)
+
+
+def _adds_to_samples(
+    name: str, bares: list[ParameterProxy], leaves: list[Any], others: list[Tensor], axis: int
+) -> bool:
+    """Whether an operation adds the same tensor, computed from parameters, to every sample."""
+    if name not in ADDITION or len(leaves) != 2 or len(others) != 1 or axis:
+        return False
+    bare, x = bares[0], others[0]
+    return (
+        x.dim() > 1
+        and bare.shape in (x.shape[1:], (1, *x.shape[1:]))
+        and bare.row is None
+        and bare.value.requires_grad
+        and bare.kept_origin is None
+        and torch.is_grad_enabled()
+    )
 
 
 def _out_of_checkpoints() -> AbstractContextManager[Any]:
@@ -225,18 +248,31 @@ def _table_rows(
     if len(bares) != 1 or (before := bares[0].lookup) is None:
         return None
     value = bares[0].value
-    if name == "to":
+    if name in _KEEPS_ROWS:
         return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
-    if name not in _MOVES_ROWS:
+    d = value.shape[before.feature]
+    if name not in _MOVES_ROWS or d == 1:
         return None
-    # The same for the number of the row in every place of it: no memory, if rows stay whole.
-    numbers = before.ids.unsqueeze(-1).expand(value.shape)
-    moved = [numbers if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    args, kwargs = unflattened(moved, spec)
-    ids = func(*args, **kwargs)
-    if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
+    # The same for the number of the row in every place of it, and for the number of the feature: no
+    # memory, if rows stay whole.
+    numbers = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
+    along = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
+    moved = []
+    for tensor in (numbers, along.expand(value.shape)):
+        given = [tensor if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+        args, kwargs = unflattened(given, spec)
+        moved.append(func(*args, **kwargs))
+    ids, along = moved
+    features = [
+        axis for axis in range(result.dim()) if along.stride(axis) and along.shape[axis] > 1
+    ]
+    if ids.shape != result.shape or len(features) != 1:
         return None
-    return TableRows(ids[..., 0], before.table, before.padding_idx)
+    (axis,) = features
+    if ids.stride(axis) or ids.shape[axis] != d:
+        return None
+    feature = axis - result.dim()
+    return TableRows(ids.select(axis, 0), before.table, before.padding_idx, feature)
 
 
 def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
@@ -329,14 +365,11 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
             "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
             "keep the batch the first axis of what meets parameters."
         )
-    row = ParameterProxy.wrap(x.row, x.leaves, x.tap)
-    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
-    leaves, spec = flattened((like, row), {})
     with plain_functions():
-        return _mixed_rows(leaves, spec)
+        return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
 
 
-def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> Tensor:
+def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout) -> Tensor:
     like, row = leaves
     operation = ProxyOp(
         func=torch.add,
@@ -349,6 +382,6 @@ def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> T
         origins=[None],
         before=layout,
         after=layout,
-        count=0 if layout is None else like.shape[layout.axis],
+        count=like.shape[layout.axis],
     )
     return run_mixed(operation, [like])

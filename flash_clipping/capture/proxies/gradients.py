@@ -48,12 +48,14 @@ def table_factor(
 ) -> tuple[nn.Parameter, Factor] | None:
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
-    bare, rows = operation.bares[0], operation.bares[0].lookup
+    bare, rows = operation.bares[0], operation.rows
     if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
         return None
-    if len(operation.bares) > 1 or len(plain) != 1 or bare.shape[-1:] != G.shape[-1:]:
+    if len(operation.bares) > 1 or len(plain) != 1 or (operation.axis and rows.feature != -1):
         return None
-    return bare.leaves[rows.table], rows.factor(rows.ids, G, operation.axis)
+    if -rows.feature >= G.dim() or bare.shape[rows.feature] != G.shape[rows.feature]:
+        return None
+    return bare.leaves[rows.table], rows.factor(G, operation.axis)
 
 
 def per_sample_grads(
@@ -82,20 +84,27 @@ def per_sample_grads(
         if has_own:
             yield from _through_rows(bare, grads_B)
             continue
-        for leaf, param in bare.leaves.items():
-            if origin is leaf:
-                yield param, grads_B
-                continue
-            (found,) = torch.autograd.grad(
-                origin,
-                leaf,
-                grads_B.to(origin.dtype),
-                is_grads_batched=True,
-                retain_graph=True,
-                allow_unused=True,
-            )
-            if found is not None:
-                yield param, found
+        yield from through(origin, bare.leaves, grads_B)
+
+
+def through(
+    value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
+    for leaf, param in leaves.items():
+        if value is leaf:
+            yield param, grads_B
+            continue
+        (found,) = torch.autograd.grad(
+            value,
+            leaf,
+            grads_B.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if found is not None:
+            yield param, found
 
 
 def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

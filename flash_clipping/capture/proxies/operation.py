@@ -47,6 +47,8 @@ class ProxyOp:
     recomputed: bool
     #: What each of ``bares`` is of a parameter, where it is little more than that.
     origins: list[AffineView | None]
+    #: Which rows of a table the first of ``bares`` is, if it is.
+    rows: TableRows | None = None
     #: Axis of what carries samples, and of the output, that holds them.
     axis: int = 0
     #: Where samples lie in what carries them, and in the output, if not along the first axis; and

@@ -20,7 +20,8 @@ from flash_clipping._compat import (
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proxies.affine_view import AffineView
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Lookup
+from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype
+from flash_clipping.ops.runtime.backend import full_precision
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
 _STANDS_IN = "_flash_clipping_stands_in"
@@ -41,21 +42,43 @@ class UnsupportedUse(FlashClippingError):
         )
 
 
+#: Elements of the matrix that tells which positions read which row of a small table.
+_SELECTED = 1 << 26
+
+
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter."""
+    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter.
+
+    ``feature``: the axis of the value, counted from the last, along which a row lies. Biases of
+    attention by relative position have it among the first.
+    """
 
     ids: Tensor
     table: Tensor  # the stand-in
     padding_idx: int | None
+    feature: int = -1
 
-    def factor(self, ids: Tensor, G: Tensor, axis: int) -> Lookup:
-        """The per-sample gradients of a sum of these rows and something that has samples."""
-        ids, G = ids.expand(G.shape[:-1]).transpose(0, axis), G.transpose(0, axis)
-        B, d = G.shape[0], G.shape[-1]
-        ids_BT = ids.reshape(B, ids.shape[1:].numel())
-        G_BTd = G.reshape(B, ids_BT.shape[1], d)
-        return Lookup(ids_BT, G_BTd, self.table.shape[0], self.padding_idx)
+    def factor(self, G: Tensor, axis: int) -> Factor:
+        """The per-sample gradients of a sum of these rows and something that has samples along
+        this axis; ``G`` is the gradient of the sum."""
+        G = G.movedim(self.feature, -1)
+        V, T, d = len(self.table), G.shape[:-1].numel() // max(1, G.shape[axis]), G.shape[-1]
+        place = axis + self.ids.dim() - (G.dim() - 1)
+        alike = place < 0 or self.ids.shape[place] == 1
+        ids = self.ids.expand(G.shape[:-1]).transpose(0, axis)
+        G = G.transpose(0, axis)
+        if alike and 2 * V <= T and V * T <= _SELECTED and len(G):
+            # Every sample reads the same rows, and each many times: sums are one matrix product.
+            dtype = accumulation_dtype(G.dtype)
+            ids_T = ids[0].reshape(T, 1)
+            reads_TV = ids_T == torch.arange(V, device=ids.device)
+            if self.padding_idx is not None:
+                reads_TV &= ids_T != self.padding_idx
+            with full_precision(G.device):
+                grads_BdV = G.reshape(-1, T, d).mT.to(dtype) @ reads_TV.to(dtype)
+            return Dense(grads_BdV.mT.contiguous())
+        return Lookup(ids.reshape(-1, T), G.reshape(-1, T, d), V, self.padding_idx)
 
 
 class ParameterProxy(torch.Tensor):
@@ -69,6 +92,7 @@ class ParameterProxy(torch.Tensor):
         origin: what ``value`` is of one parameter, if it is little more than that; see
             :attr:`kept_origin`.
         version: of ``value`` as it was made.
+        expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -82,6 +106,7 @@ class ParameterProxy(torch.Tensor):
     lookup: TableRows | None
     origin: AffineView | None
     version: int
+    expanded: tuple[Any, Tensor] | None
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -99,6 +124,7 @@ class ParameterProxy(torch.Tensor):
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
+        bare.expanded = None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))
@@ -124,10 +150,20 @@ class ParameterProxy(torch.Tensor):
         return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, None, AffineView(leaf))
 
     @property
-    def kept_origin(self) -> AffineView | None:
-        """The origin, unless ``value`` was changed in place since, by this name or another."""
+    def is_kept(self) -> bool:
+        """Whether ``value`` was not changed in place since, by this name or another."""
         with plain_functions():
-            return self.origin if self.value._version == self.version else None
+            return self.value._version == self.version
+
+    @property
+    def kept_origin(self) -> AffineView | None:
+        """The origin, unless ``value`` was changed since."""
+        return self.origin if self.is_kept else None
+
+    @property
+    def kept_lookup(self) -> TableRows | None:
+        """Which rows of a table it is, unless ``value`` was changed since."""
+        return self.lookup if self.lookup is not None and self.is_kept else None
 
     @classmethod
     def __torch_function__(
