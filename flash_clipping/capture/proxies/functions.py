@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
     UnsupportedUse,
+    circumstances,
     is_plain,
 )
 from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_mixed
@@ -57,8 +59,79 @@ _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim"
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
+#: In the place of a result that there is none of.
+_NONE = object()
+#: What the short way takes besides tensors.
+_PLAIN_ARGUMENTS = {int, float, bool, str, NoneType}
+
+
+def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The short way of a function that the same call of the model has run before, with the same
+    stand-in and tensors of the same shapes, as layers do that share a table of biases.
+
+    Returns :data:`_NONE` where that is not so.
+    """
+    bare: Any = None
+    shapes: tuple[torch.Size, ...] = ()
+    of_samples_only = True
+    for x in (*args, *kwargs.values()):
+        kind = x.__class__
+        if kind is ParameterProxy and bare is None:
+            bare = x
+        elif kind is Tensor:
+            shapes += (x.shape,)
+            of_samples_only = of_samples_only and x.requires_grad
+        elif kind not in _PLAIN_ARGUMENTS:
+            return _NONE
+    if bare is None:
+        return _NONE
+    root = bare if bare.parent is None else bare.parent
+    if root.again is None:
+        return _NONE
+    session = root.tap.session
+    call, where, uses = root.again
+    rank = uses.get((func, shapes, bare.shape, bare is root, of_samples_only))
+    if (
+        rank is None
+        or call is not session.current_forward
+        or call.witness is not None
+        or not bare.is_kept
+        or circumstances() != where
+        or transforms_are_active()
+        or in_backward()
+        or not session.knows_reads(call, bare.tap.path, [of_samples_only] * len(shapes))
+    ):
+        return _NONE
+    value = of_samples(bare, shapes[0][0], rank) if rank else bare.value
+    named = {name: value if x is bare else x for name, x in kwargs.items()}
+    result = func(*[value if x is bare else x for x in args], **named)
+    if rank:
+        return result
+    return ParameterProxy.wrap(result, bare.leaves, bare.tap, parent=bare)
+
+
+def _note_use(
+    func: Callable[..., Any], bares: list[ParameterProxy], others: list[Tensor], rank: int
+) -> None:
+    """What :func:`_run_again` goes by. ``rank``: of the samples that the stand-in was expanded for;
+    0 where it met constants."""
+    bare = bares[0]
+    call, where = bare.tap.session.current_forward, circumstances()
+    of_samples_only = all(_need_grad(others))
+    root = bare if bare.parent is None else bare.parent
+    plain = all(type(x) is Tensor for x in others)
+    if len(bares) > 1 or not plain or of_samples_only != bool(rank) or where[0] is False:
+        return
+    if root.again is None or root.again[:2] != (call, where):
+        root.again = call, where, {}
+    shapes = tuple(x.shape for x in others)
+    root.again[2][func, shapes, bare.shape, bare is root, of_samples_only] = rank
+
+
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
+    if (result := _run_again(func, args, kwargs)) is not _NONE:
+        return result
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -112,8 +185,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             raise ComparesSamples(reason)
         if layout is None and _adds_to_samples(name, bares, leaves, others, axis):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            return func(*(expanded if leaf is bares[0] else leaf for leaf in leaves))
-        return mixed(func, leaves, spec, batched, axis, layout, count, use)
+            result = func(*(expanded if leaf is bares[0] else leaf for leaf in leaves))
+        else:
+            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
+        if bares[0].expanded is not None and all(batched):
+            _note_use(func, bares, others, others[0].dim())
+        return result
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -135,12 +212,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
             source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
 
+    parent = None
+    if lookup is source is rows is None and len(bares) == 1 and not in_place:
+        bare = bares[0]
+        if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
+            parent = bare
+            _note_use(func, bares, others, 0)
+
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return ParameterProxy.wrap(value, origin, tap, row, lookup, source)
+        return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent)
 
     if rows is None and isinstance(result, Tensor):
         return derived(result, None)

@@ -92,7 +92,9 @@ class ParameterProxy(torch.Tensor):
         origin: what ``value`` is of one parameter, if it is little more than that; see
             :attr:`kept_origin`.
         version: of ``value`` as it was made.
+        parent: rows of a table that it was computed from, by a function without a name here.
         expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
+        again: the functions of a call of the model that it was used in.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -107,6 +109,8 @@ class ParameterProxy(torch.Tensor):
     origin: AffineView | None
     version: int
     expanded: tuple[Any, Tensor] | None
+    parent: ParameterProxy | None
+    again: Any
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -119,12 +123,13 @@ class ParameterProxy(torch.Tensor):
         row: Tensor | None = None,
         lookup: TableRows | None = None,
         origin: AffineView | None = None,
+        parent: ParameterProxy | None = None,
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.expanded = None
+        bare.parent, bare.expanded, bare.again = parent, None, None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))

@@ -110,12 +110,15 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
     if may_share and bare.expanded is not None and bare.expanded[0] == key:
         return bare.expanded[1]
-    params = list(dict.fromkeys(bare.leaves.values()))
-    session.count_use(params)
-    _note_recomputation(bare.tap, recomputed)
+    if bare.parent is not None and may_share and bare.parent.is_kept:
+        parents: list[Any] = [of_samples(bare.parent, count, rank)]
+    else:
+        parents = list(dict.fromkeys(bare.leaves.values()))
+        session.count_use(parents)
+        _note_recomputation(bare.tap, recomputed)
     samples = None if call is None else call.batch_size
     given = (bare,), bare.kept_lookup, count, rank, samples, recomputed
-    output: Tensor = _apply_expansion(*given, *params)
+    output: Tensor = _apply_expansion(*given, *parents)
     if may_share:
         bare.expanded = key, output
     return output
@@ -133,11 +136,11 @@ class _Expansion(torch.autograd.Function):
         rank: int,
         samples: int | None,
         recomputed: bool,
-        *params: Tensor,
+        *parents: Tensor,
     ) -> Tensor:
         (bare,) = given
         ctx.bare, ctx.rows, ctx.samples, ctx.recomputed = bare, rows, samples, recomputed
-        ctx.params = params
+        ctx.parents = parents
         value = bare.value.detach()
         shape = value.shape[1:] if value.dim() == rank else value.shape
         return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
@@ -146,6 +149,11 @@ class _Expansion(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         bare, rows = ctx.bare, ctx.rows
         _refuse_second(bare.tap)
+        if not isinstance(ctx.parents[0], nn.Parameter):
+            grads_B = G.reshape(len(G), *bare.shape)
+            parent: Any = bare.parent.value
+            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
+            return *(None,) * 6, found_B.reshape(G.shape)
         factors: Iterable[tuple[nn.Parameter, Factor]]
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
@@ -153,7 +161,7 @@ class _Expansion(torch.autograd.Function):
             found = through(bare.value, bare.leaves, G.reshape(len(G), *bare.shape))
             factors = ((param, Dense(grads_B)) for param, grads_B in found)
         given = ctx.recomputed, None, ctx.samples
-        return *(None,) * 6, *_recorded(bare.tap, ctx.params, factors, *given)
+        return *(None,) * 6, *_recorded(bare.tap, ctx.parents, factors, *given)
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
