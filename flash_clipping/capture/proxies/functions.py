@@ -55,6 +55,8 @@ _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
 _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
+#: Functions of a tensor, others and numbers, element by element.
+_BY_ELEMENT = {"where", "masked_fill"}
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
@@ -183,12 +185,15 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 return result
         if reason is not None:
             raise ComparesSamples(reason)
-        if layout is None and _adds_to_samples(name, bares, leaves, others, axis):
+        by_sample = all(batched) and not axis and layout is None
+        if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            result = func(*(expanded if leaf is bares[0] else leaf for leaf in leaves))
+            values = [expanded if leaf is bares[0] else leaf for leaf in leaves]
+            plain_args, plain_kwargs = unflattened(values, spec)
+            result = func(*plain_args, **plain_kwargs)
         else:
             result = mixed(func, leaves, spec, batched, axis, layout, count, use)
-        if bares[0].expanded is not None and all(batched):
+        if by_sample and bares[0].expanded is not None:
             _note_use(func, bares, others, others[0].dim())
         return result
     if in_place and not isinstance(leaves[0], ParameterProxy):
@@ -238,16 +243,21 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ParameterProxy.run = staticmethod(_run)
 
 
-def _adds_to_samples(
-    name: str, bares: list[ParameterProxy], leaves: list[Any], others: list[Tensor], axis: int
+def _stays_whole(
+    name: str, bares: list[ParameterProxy], leaves: list[Any], others: list[Tensor]
 ) -> bool:
-    """Whether an operation adds the same tensor, computed from parameters, to every sample."""
-    if name not in ADDITION or len(leaves) != 2 or len(others) != 1 or axis:
+    """Whether an operation puts together, element by element, samples and one tensor that was
+    computed from parameters, of which nothing is repeated but for the samples."""
+    if not (name in ADDITION and len(leaves) == 2) and name not in _BY_ELEMENT:
         return False
-    bare, x = bares[0], others[0]
+    bare, rank = bares[0], others[0].dim()
+    shape = bare.shape[1:] if bare.dim() == rank else bare.shape
     return (
-        x.dim() > 1
-        and bare.shape in (x.shape[1:], (1, *x.shape[1:]))
+        len(bares) == 1
+        and rank > 1
+        and all(x.dim() == rank and len(x) == len(others[0]) for x in others)
+        and (bare.dim() < rank or len(bare) == 1)
+        and torch.broadcast_shapes(shape, *[x.shape[1:] for x in others]) == shape
         and bare.row is None
         and bare.value.requires_grad
         and bare.kept_origin is None
