@@ -29,7 +29,7 @@ class ConvolutionRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         assert weight is not None
-        if x.dim() != weight.dim():
+        if x.ndim != weight.ndim:
             raise UnsupportedLayer(
                 f"a {type(layer).__name__} without a batch axis has no samples: expected an input "
                 f"of {weight.dim()} dimensions, found shape {tuple(x.shape)}. "

@@ -41,17 +41,6 @@ def _normalization_input(x: Tensor) -> Tensor:
     return x
 
 
-def _vectors(
-    weight_BD: Tensor | None, bias_BD: Tensor | None, shape: tuple[int, ...]
-) -> dict[str, Factor]:
-    named = {"weight": weight_BD, "bias": bias_BD}
-    return {
-        name: Dense(grads if len(shape) == 1 else grads.view(grads.shape[0], *shape))
-        for name, grads in named.items()
-        if grads is not None
-    }
-
-
 def _normalized_backward(
     shape: tuple[int, ...],
     x: Tensor,
@@ -175,20 +164,12 @@ class RMSNormRule(Rule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
 
     def works_by_position(self, layer: Any) -> bool:
-        return len(self.shape(layer)) == 1
+        return len(self.arguments(layer)[0]) == 1
 
-    def shape(self, layer: Any) -> tuple[int, ...]:
-        return tuple(layer.normalized_shape)
-
-    def eps(self, layer: Any) -> float | None:
-        """Added to the mean square; ``None``: as PyTorch does by default."""
-        eps: float | None = layer.eps
-        return eps
-
-    def scale(self, layer: Any) -> Tensor | None:
-        """The scale of the normalized input: the weight, or the weight and a constant."""
-        weight: Tensor | None = layer._parameters["weight"]
-        return weight
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        """The axes that are normalized; the scale, which is the weight, or the weight and a
+        constant; and what is added to the mean square, ``None`` for PyTorch's default."""
+        return layer.normalized_shape, layer._parameters["weight"], layer.eps
 
     def input(self, x: Tensor) -> Tensor:
         """The layer's input as it is computed with."""
@@ -196,7 +177,7 @@ class RMSNormRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.input(x)
-        shape, scale, eps = self.shape(layer), self.scale(layer), self.eps(layer)
+        shape, scale, eps = self.arguments(layer)
         # One fused kernel where PyTorch has one; it also returns what backward needs.
         output, rstd = rms_norm(x, shape, scale, eps)
         wide = accumulation_dtype(x.dtype)
@@ -210,7 +191,8 @@ class RMSNormRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, rstd, scale = saved
-        return _normalized_backward(self.shape(layer), x, grad_output, None, rstd, scale, needs)
+        shape = layer.normalized_shape if scale is None else scale.shape
+        return _normalized_backward(shape, x, grad_output, None, rstd, scale, needs)
 
 
 def _eps_of(layer: nn.Module) -> Any:
@@ -289,12 +271,9 @@ class FoundRMSNormRule(RMSNormRule):
     """RMS norms of other libraries (``LlamaRMSNorm``, ``T5LayerNorm``), known by what they compute:
     as one operation, whose output in 16 bits is rounded once, not after each of several."""
 
-    def shape(self, layer: Any) -> tuple[int, ...]:
-        return tuple(layer._parameters["weight"].shape)
-
-    def eps(self, layer: Any) -> float | None:
-        eps: float = _eps_of(layer)
-        return eps
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        weight = layer._parameters["weight"]
+        return weight.shape, weight, _eps_of(layer)
 
     def input(self, x: Tensor) -> Tensor:
         return x  # autocast knows PyTorch's own layers only
@@ -309,9 +288,9 @@ class FoundRMSNormRule(RMSNormRule):
 class ShiftedRMSNormRule(FoundRMSNormRule):
     """The same with a weight that is added to 1 (``Gemma2RMSNorm``)."""
 
-    def scale(self, layer: Any) -> Tensor | None:
-        weight: Tensor = layer._parameters["weight"]
-        return weight + 1.0
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        weight = layer._parameters["weight"]
+        return weight.shape, weight + 1.0, _eps_of(layer)
 
 
 @register_rule(nn.GroupNorm)
@@ -323,11 +302,12 @@ class GroupNormRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = _normalization_input(x).contiguous()
+        weight, bias = weight_and_bias(layer)
         B, C = x.shape[:2]
         output, mean, rstd = torch.native_group_norm(
-            x, layer.weight, layer.bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
+            x, weight, bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
         )
-        return output, (x, mean, rstd, layer.weight)
+        return output, (x, mean, rstd, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
@@ -343,8 +323,8 @@ class GroupNormRule(Rule):
             bool(needs.params)
             and x.device.type == "cpu"
             and B > 0
-            and x.dtype == accumulation_dtype(x.dtype)
             and x.dtype == grad_output.dtype == mean.dtype == weight.dtype
+            and x.dtype in (torch.float32, torch.float64)
         )
         rows, fold = (1, B) if folded else (B, 1)
         grads: tuple[Any, ...] = (None, None, None)  # of input, scale and shift
@@ -361,15 +341,17 @@ class GroupNormRule(Rule):
                 fold * groups,
                 [needs.input, folded, folded],
             )
-        factors: dict[str, Factor] = {}
-        if folded:
-            factors = _vectors(grads[1].view(B, C), grads[2].view(B, C), (C,))
-        elif needs.params:
+        grad_input, weight_BC, bias_BC = grads
+        if needs.params and not folded:
             weight_BC, bias_BC = group_norm_grads(
                 x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
             )
-            factors = _vectors(weight_BC, bias_BC, (C,))
-        return grads[0], {name: factors[name] for name in needs.params}
+        factors: dict[str, Factor] = {}
+        if "weight" in needs.params:
+            factors["weight"] = Dense(weight_BC.view(B, C))
+        if "bias" in needs.params:
+            factors["bias"] = Dense(bias_BC.view(B, C))
+        return grad_input, factors
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

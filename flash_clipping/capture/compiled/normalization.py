@@ -149,20 +149,19 @@ class FoundRMSNormWiring(RMSNormWiring):
         self.rule = rule
 
     def shape(self, layer: Any) -> tuple[int, ...]:
-        return self.rule.shape(layer)
+        return tuple(self.rule.arguments(layer)[0])
 
     def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
         meta = (seen.x_shape[0], *self.shape(layer)), accumulation_dtype(seen.x_dtype)
         return meta, meta
 
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
-        scale = self.rule.scale(layer)
+        shape, scale, eps = self.rule.arguments(layer)
         assert scale is not None
         wide = x.to(torch.promote_types(x.dtype, scale.dtype))
         output: Tensor = _RowNormFunction.apply(
-            normalization_input(wide), scale.detach(), None, self.shape(layer),
-            self.rule.eps(layer), False, *wires,
-        )  # fmt: skip
+            normalization_input(wide), scale.detach(), None, tuple(shape), eps, False, *wires
+        )
         return output.to(x.dtype) if isinstance(self.rule, ShiftedRMSNormRule) else output
 
 

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -40,9 +41,10 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     circumstances,
     is_plain,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.ops.runtime.backend import is_autocasting
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -112,6 +114,47 @@ def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return ParameterProxy.wrap(result, bare.leaves, bare.tap, parent=bare)
 
 
+def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.linear(x, weight)`` in a module that called it so before, as a router's.
+
+    Returns :data:`_NONE` where that is not so.
+    """
+    if kwargs or len(args) != 2:
+        return _NONE
+    x, bare = args
+    if bare.__class__ is not ParameterProxy or x.__class__ is not Tensor or not x.requires_grad:
+        return _NONE
+    tap = bare.tap
+    session = tap.session
+    call = session.current_forward
+    if (
+        call is None
+        or call.witness is not None
+        or tap.linear_when != (session.epoch, x.dtype, len(x.shape))
+        or session.evidence.mixing
+        or session.layouts
+        or bare.origin is None
+        or bare.value is not bare.origin.leaf
+        or bare.value.dtype != x.dtype
+        or not bare.is_kept
+        or is_autocasting()
+        or circumstances() != tap.entered
+        or transforms_are_active()
+        or in_backward()
+        or not session.knows_reads(call, tap.path, [True])
+    ):
+        return _NONE
+    return run_linear(bare, call, x)
+
+
+def _note_linear(bare: ParameterProxy, leaves: list[Any], spec: Any) -> None:
+    """What :func:`_linear_again` goes by, after ``F.linear``."""
+    tap, x = bare.tap, leaves[0]
+    entered = tap.entered == circumstances() and torch.is_grad_enabled()
+    if len(leaves) == 2 and spec == () and is_plain(x) and entered and not in_backward():
+        tap.linear_when = tap.session.epoch, x.dtype, x.dim()
+
+
 def _note_use(
     func: Callable[..., Any], bares: list[ParameterProxy], others: list[Tensor], rank: int
 ) -> None:
@@ -132,8 +175,9 @@ def _note_use(
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
-    if (result := _run_again(func, args, kwargs)) is not _NONE:
-        return result
+    again = _linear_again(args, kwargs) if func is F.linear else _run_again(func, args, kwargs)
+    if again is not _NONE:
+        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -195,6 +239,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             result = mixed(func, leaves, spec, batched, axis, layout, count, use)
         if by_sample and bares[0].expanded is not None:
             _note_use(func, bares, others, others[0].dim())
+        if by_sample and func is F.linear:
+            _note_linear(bares[0], leaves, spec)
         return result
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,9 +41,10 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, merge
+from flash_clipping.factors import Dense, Factor, Outer, merge
 from flash_clipping.finish.session import Readers
-from flash_clipping.rules.registry import own
+from flash_clipping.ops.runtime.tables import on_16_bytes
+from flash_clipping.rules.registry import as_BTd, own
 
 
 def mixed(
@@ -299,6 +301,36 @@ def _gradients(
     )
 
 
+class _LinearFunction(torch.autograd.Function):
+    """See :func:`run_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tap, ctx.samples, ctx.weight = tap, call.batch_size, weight
+        return own(F.linear(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _refuse_second(ctx.tap)
+        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
+        grad = G @ weight if ctx.needs_input_grad[2] else None
+        if ctx.tap.session.enabled:
+            ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
+            return None, None, grad, None
+        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.backend)
+
+
+def run_linear(bare: ParameterProxy, call: Any, x: Tensor) -> Tensor:
+    """``F.linear`` with a parameter as it is, and what is known to be samples' rows."""
+    (weight,) = bare.leaves.values()
+    call.used.append([weight])
+    output: Tensor = _apply_linear(bare.tap, call, x, weight)
+    return output
+
+
+_apply_linear = apply_of(_LinearFunction)
 _apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
 _apply_expansion = apply_of(_Expansion)
 
