@@ -34,7 +34,7 @@ PARTS_KEPT = 1 << 19
 BOUND_BY_LAUNCHES = 1 << 20
 
 
-def _normalization_input(x: Tensor) -> Tensor:
+def normalization_input(x: Tensor) -> Tensor:
     """Autocast computes normalizations in float32 on CUDA, and in the input's dtype on the CPU."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
         return x.float()
@@ -127,7 +127,7 @@ class LayerNormRule(Rule):
         return len(layer.normalized_shape) == 1
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = _normalization_input(x)
+        x = normalization_input(x)
         weight, bias = weight_and_bias(layer)
         output, mean, rstd = torch.native_layer_norm(
             x, layer.normalized_shape, weight, bias, layer.eps
@@ -173,7 +173,7 @@ class RMSNormRule(Rule):
 
     def input(self, x: Tensor) -> Tensor:
         """The layer's input as it is computed with."""
-        return _normalization_input(x)
+        return normalization_input(x)
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.input(x)
@@ -301,7 +301,7 @@ class GroupNormRule(Rule):
         return int(layer.num_groups)
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = _normalization_input(x).contiguous()
+        x = normalization_input(x).contiguous()
         weight, bias = weight_and_bias(layer)
         B, C = x.shape[:2]
         output, mean, rstd = torch.native_group_norm(

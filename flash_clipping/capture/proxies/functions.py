@@ -1,8 +1,13 @@
-"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples.
+
+Some let samples reach each other: ``logit_scale * texts @ images.T`` compares all pairs of a batch.
+Models return that beside what is each sample's own. Such functions run, and no gradient may come
+back: a loss of the latter gives ``logit_scale`` the gradient 0; one of the former has no per-sample
+gradients at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import NoneType
 from typing import Any
@@ -19,14 +24,6 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.affine_view import origin_of
-from flash_clipping.capture.proxies.arguments import flattened, unflattened
-from flash_clipping.capture.proxies.cross_sample import (
-    ComparesSamples,
-    names_of,
-    reason_against,
-    run_refusing,
-)
 from flash_clipping.capture.proxies.operation import (
     ADDITION,
     IN_PLACE,
@@ -39,12 +36,74 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     TableRows,
     UnsupportedUse,
     circumstances,
+    flattened,
     is_plain,
+    origin_of,
+    unflattened,
 )
 from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.ops.runtime.backend import is_autocasting
+
+
+class ComparesSamples(FlashClippingError):
+    """A gradient comes back through an operation whose result for one sample needs the others."""
+
+
+def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
+    """The parameters that these are computed from, by their modules' paths and their names."""
+    wanted = {id(param) for bare in bares for param in bare.leaves.values()}
+    # Of a parameter that is tied, under one name: the outermost module's.
+    found = {
+        id(param): f"{tap.path}: {name}"
+        for _, name, param in reversed(tap.session.stood_in)
+        if id(param) in wanted
+    }
+    return sorted(found.values())
+
+
+def reason_against(tap: FactorSource, bares: Sequence[ParameterProxy]) -> str | None:
+    """Why no gradient may come back to one of these, if rehearsals have shown that."""
+    mixing = tap.session.evidence.mixing
+    if not mixing:
+        return None
+    for name in names_of(tap, bares):
+        if name in mixing:
+            parameter = name.rpartition(": ")[2]
+            return (
+                f"{mixing[name]}. Its parameter {parameter!r} takes part in what compares samples, "
+                "and the loss reads it: no clipping can bound what a sample adds. Compute the loss "
+                "of each sample from its own outputs (embeddings, hidden states)"
+                ", or freeze the parameter and see to it that the loss is a sum over samples "
+                f"(requires_grad_(False) of {parameter!r})."
+            )
+    return None
+
+
+def run_refusing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """``func``, whose results no gradient may come back through."""
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    anchor = torch.zeros((), requires_grad=True)
+    return _Refuses.apply(reason, result, anchor) if isinstance(result, Tensor) else None
+
+
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reason: str, result: Tensor, anchor: Tensor) -> Tensor:
+        ctx.reason = reason
+        ctx.set_materialize_grads(False)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:  # two passes go through all outputs, also where nothing comes back
+            raise ComparesSamples(ctx.reason)
+        return None, None, None
+
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}

@@ -1,11 +1,20 @@
 """The tensor subclass that stands in for a parameter, and for all that is computed from parameters
-alone."""
+alone.
+
+What of one parameter such a value is, where that is little more than the parameter itself, is known
+as well. ``weight.T``, ``1.0 + weight.float()``, ``weight[:, None, None]``, ``weight * 0.5``: the
+gradient of the parameter is that of the value, laid out as the parameter is, times a number. So a
+factor of the one is a factor of the other. Anything else (a weight that is standardised, a product
+of two parameters) has no origin, and its gradients are formed sample by sample.
+
+Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import EllipsisType, NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +27,149 @@ from flash_clipping._compat import (
     saved_tensors_hooks_now,
 )
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.proxies.affine_view import AffineView
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype
 from flash_clipping.ops.runtime.backend import full_precision
+
+#: What holds no other arguments. Most functions get nothing else, and small layers wait for the
+#: host: opening containers that are not there took it as long as the function itself.
+_ATOMS = (Tensor, int, float, str, slice, NoneType, EllipsisType, torch.dtype, torch.device)
+
+
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """All arguments in a row, and what :func:`unflattened` needs to put them back."""
+    for arg in args:
+        if not isinstance(arg, _ATOMS):
+            break
+    else:
+        for arg in kwargs.values():
+            if not isinstance(arg, _ATOMS):
+                break
+        else:
+            return [*args, *kwargs.values()], tuple(kwargs)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    return leaves, spec
+
+
+def unflattened(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and those by name."""
+    if isinstance(spec, tuple):  # names
+        positional = len(leaves) - len(spec)
+        return tuple(leaves[:positional]), dict(zip(spec, leaves[positional:], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+#: Functions after which all elements are still there, in their order, if their number is the same.
+_RESHAPES = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone"}
+_TRANSPOSES = {"__get__T", "__get__mT", "t"}
+
+
+@dataclass(frozen=True)
+class AffineView:
+    """A value is ``scale · leaf + constant``, in whatever dtype and layout.
+
+    Attributes:
+        leaf: the stand-in for the parameter.
+        scale: a number, or a tensor of one element.
+        transposed: the rows of a matrix are its columns.
+    """
+
+    leaf: Tensor
+    scale: float | Tensor = 1.0
+    transposed: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        return isinstance(self.scale, Tensor) or self.scale != 1.0
+
+    def matched(self, x: Tensor) -> Tensor:
+        """Cast where one of the tensor and the parameter is float64: sums are like the latter."""
+        dtype = accumulation_dtype(self.leaf.dtype)
+        return x.to(dtype) if torch.float64 in (x.dtype, dtype) else x
+
+    def scaled(self, G: Tensor) -> Tensor:
+        """An output gradient, times what the parameter was multiplied by."""
+        G = self.matched(G)
+        return G * self.scale if self.is_scaled else G
+
+    def grads(self, grads_B: Tensor) -> Tensor:
+        """Per-sample gradients of the value ``[B, *value]`` as those of the parameter."""
+        B, shape = len(grads_B), self.leaf.shape
+        if self.transposed:
+            grads_B = grads_B.reshape(B, shape[1], shape[0]).mT
+        return self.scaled(grads_B).reshape(B, *shape)
+
+    def turned(self) -> AffineView:
+        """That of the transpose."""
+        return replace(self, transposed=not self.transposed)
+
+    def is_parameter(self, value: Tensor) -> bool:
+        """Whether a gradient of the value is the parameter's as it is."""
+        return not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+
+    def is_whole(self, value: Tensor) -> bool:
+        """Whether the value has the parameter's axes, or these exchanged."""
+        shape = self.leaf.shape
+        return value.shape == (shape[::-1] if self.transposed else shape)
+
+
+def origin_of(
+    name: str, leaves: list[Any], named: bool, before: Tensor, origin: AffineView, value: Tensor
+) -> AffineView | None:
+    """The origin of a floating ``value``, which the function ``name`` made of ``leaves``.
+
+    Args:
+        leaves: its arguments; one of them stands in for a parameter, all others are constants.
+        named: some were given by name, in whatever order.
+        before: the value of the one.
+        origin: the origin of that.
+
+    Returns:
+        ``None`` if the function does more than keep it.
+    """
+    if name in _CASTS:
+        return origin if value.shape == before.shape else None
+    if name in _TRANSPOSES:
+        return origin.turned() if value.dim() == 2 and origin.is_whole(before) else None
+    if name in _RESHAPES or (name == "__getitem__" and _only_adds_axes(leaves[1:])):
+        kept = value.dtype == before.dtype and _without_ones(value) == _without_ones(before)
+        return origin if kept else None
+    if named or len(leaves) != 2 or value.shape != before.shape:
+        return None
+    constants = [leaf for leaf in leaves if not hasattr(leaf, "leaves")]
+    other, first = constants[0], constants[0] is leaves[1]
+    if not isinstance(other, int | float | Tensor):
+        return None
+    if name == "add" or (name == "sub" and first):
+        return origin
+    if name == "sub" or name in ("__rsub__", "rsub"):
+        return _times(origin, -1.0)
+    if name in ("mul", "multiply"):
+        return _times(origin, other)
+    if name in ("div", "true_divide") and first and not isinstance(other, Tensor) and other:
+        return _times(origin, 1.0 / other)
+    return None
+
+
+def _times(origin: AffineView, number: float | Tensor) -> AffineView | None:
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            return None
+        # A copy: a buffer may have changed when backward needs it.
+        number = number.detach().clone().reshape(())
+    return replace(origin, scale=number * origin.scale)
+
+
+def _only_adds_axes(index: list[Any]) -> bool:
+    """Whether an index keeps the order; what it leaves out, the number of elements tells."""
+    return all(part is None or part is Ellipsis or isinstance(part, slice) for part in index)
+
+
+def _without_ones(x: Tensor) -> list[int]:
+    return [size for size in x.shape if size != 1]
+
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
 _STANDS_IN = "_flash_clipping_stands_in"

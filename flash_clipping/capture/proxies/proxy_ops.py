@@ -15,20 +15,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flash_clipping._compat import apply_of
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.arguments import flattened, unflattened
-from flash_clipping.capture.proxies.factored import factored_gradients
 from flash_clipping.capture.proxies.gradients import (
+    factored_gradients,
     input_grads,
     per_sample_grads,
     table_factor,
     through,
 )
-from flash_clipping.capture.proxies.laid_out import layout_after
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
     IN_PLACE,
     READS_ROWS,
     ProxyOp,
+    layout_after,
     name_of,
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
@@ -36,8 +35,10 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     TableRows,
     UnsupportedUse,
     circumstances,
+    flattened,
     is_plain,
     recomputable,
+    unflattened,
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
