@@ -108,7 +108,7 @@ class FactorSource:
         if self.folded and not self.session.keeps_rows:
             if readers is not None:
                 samples = readers[0].batch_size
-            factors = [self._fold(factor, samples) for factor in factors]
+            factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
         backward_pass.record(self.path, params, factors, readers)
 
     def _fold(self, factor: Factor, samples: int | None) -> Factor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def normalization_input(x: Tensor) -> Tensor:
 
 
 def _normalized_backward(
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     x: Tensor,
     grad_output: Tensor,
     mean: Tensor | None,
@@ -51,71 +51,50 @@ def _normalized_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Mapping[str, Factor]]:
     """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
-    if len(shape) > 1:  # the usual case needs no reshaping
-        x_flat, G_flat = x.flatten(-len(shape)), grad_output.flatten(-len(shape))
-        mean = None if mean is None else mean.flatten(-len(shape))
-        rstd = rstd.flatten(-len(shape))
+    axes, x_flat, G_flat = len(shape), x, grad_output
+    of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
+    if of_several is not None:
+        x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
+        mean = None if mean is None else mean.flatten(-axes)
         weight = None if weight is None else weight.flatten()
-    else:
-        x_flat, G_flat = x, grad_output
-    if mean is not None and x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES:
-        return _layer_norm_in_two(x, x_flat, G_flat, mean, rstd, weight, shape, needs)
-    grad_input, weight_BnD, bias_BnD = norm_backward(
-        x_flat,
-        G_flat,
-        mean,
-        rstd,
-        weight,
-        input_grad=needs.input,
-        weight_grad="weight" in needs.params,
-        bias_grad="bias" in needs.params,
-        parts_kept=PARTS_KEPT,
-        backend=needs.backend,
-    )
-    # To be added up with those of other layers.
-    axes = None if len(shape) == 1 else shape
     factors: dict[str, Factor] = {}
-    if weight_BnD is not None:
-        factors["weight"] = RowSum(weight_BnD, axes)
-    if bias_BnD is not None:
-        factors["bias"] = RowSum(bias_BnD, axes)
+    if mean is not None and x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES:
+        # PyTorch's own kernel for the input gradient, and vectors in one launch with other layers':
+        # a launch through Triton takes the host several times as long as PyTorch's own, and a
+        # small layer takes the device less than either.
+        grad_input = None
+        if needs.input:
+            if weight is not None and weight.dtype != x.dtype:
+                weight = weight.to(x.dtype)
+            grad_input = _layer_norm_backward(
+                G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
+            )[0]
+        G_BTd = as_BTd(G_flat)
+        if "weight" in needs.params:
+            x_hat = Normalized(as_BTd(x_flat), mean, rstd)
+            factors["weight"] = RowSum(G_BTd, of_several, x_hat)
+        if "bias" in needs.params:
+            factors["bias"] = RowSum(G_BTd, of_several)
+    else:
+        grad_input, weight_BnD, bias_BnD = norm_backward(
+            x_flat,
+            G_flat,
+            mean,
+            rstd,
+            weight,
+            input_grad=needs.input,
+            weight_grad="weight" in needs.params,
+            bias_grad="bias" in needs.params,
+            parts_kept=PARTS_KEPT,
+            backend=needs.backend,
+        )
+        # To be added up with those of other layers.
+        if weight_BnD is not None:
+            factors["weight"] = RowSum(weight_BnD, of_several)
+        if bias_BnD is not None:
+            factors["bias"] = RowSum(bias_BnD, of_several)
     if grad_input is not None and grad_input.shape != x.shape:
         grad_input = grad_input.view_as(x)
-    return grad_input, factors
-
-
-def _layer_norm_in_two(
-    x: Tensor,
-    x_flat: Tensor,
-    G_flat: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    shape: tuple[int, ...],
-    needs: Needs,
-) -> tuple[Tensor | None, Mapping[str, Factor]]:
-    """PyTorch's own kernel for the input gradient, and vectors in one launch with other layers'.
-
-    A launch through Triton takes the host several times as long as PyTorch's own, and a small
-    layer takes the device less than either.
-    """
-    grad_input = None
-    if needs.input:
-        if weight is not None and weight.dtype != x.dtype:
-            weight = weight.to(x.dtype)
-        grad_input = _layer_norm_backward(
-            G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
-        )[0]
-        if len(shape) > 1:
-            grad_input = grad_input.view_as(x)
-    x_BTd, G_BTd = as_BTd(x_flat), as_BTd(G_flat)
-    x_hat = Normalized(x_BTd, mean, rstd)
-    axes = None if len(shape) == 1 else shape
-    factors: dict[str, Factor] = {}
-    if "weight" in needs.params:
-        factors["weight"] = RowSum(G_BTd, axes, x_hat)
-    if "bias" in needs.params:
-        factors["bias"] = RowSum(G_BTd, axes)
     return grad_input, factors
 
 
@@ -138,8 +117,9 @@ class LayerNormRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, mean, rstd, weight = saved
-        shape = tuple(layer.normalized_shape)
-        return _normalized_backward(shape, x, grad_output, mean, rstd, weight, needs)
+        return _normalized_backward(
+            layer.normalized_shape, x, grad_output, mean, rstd, weight, needs
+        )
 
 
 def _default_eps(dtype: torch.dtype) -> float:
