@@ -267,4 +267,4 @@ def positions(x: Tensor, features: int = 1) -> int:
 
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
-    return x if x.dim() == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])
+    return x if x.ndim == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])

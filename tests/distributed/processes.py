@@ -29,7 +29,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
 from tests.support.starting import start_processes
