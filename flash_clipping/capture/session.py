@@ -11,6 +11,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +27,12 @@ from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Wit
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
-from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
+from flash_clipping.capture.refused_runs import (
+    refuse_compiled_autograd,
+    refuse_graph_capture,
+    refuse_threads,
+)
 from flash_clipping.capture.row_layouts import Seen
-from flash_clipping.capture.running_forward import RunningForward
 from flash_clipping.capture.seen_kinds import SeenKinds
 from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
@@ -163,7 +167,9 @@ class ClippingSession:
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
-        self._running = RunningForward()
+        # The thread that runs the root's forward, under the one key that is ever used: setting a
+        # default is one step for all threads.
+        self._running: dict[str, int] = {}
         self._backward_pass: weakref.ref[BackwardPass] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +179,7 @@ class ClippingSession:
             _forwards=[],
             _current_forward=None,
             returning=None,
-            _running=RunningForward(),
+            _running={},
             _backward_pass=None,
             two_passes=None,
             two_pass_in=None,
@@ -206,12 +212,22 @@ class ClippingSession:
         Raises:
             FlashClippingError: another thread runs the model's forward or backward.
         """
-        self._running.enter(self.backward_pass)
+        if graph_task() != -1:  # recomputed, in a thread of autograd's, maybe
+            return
+        thread = threading.get_ident()
+        if self._running.setdefault("forward", thread) != thread:
+            refuse_threads("forward", "forward")
+        if self._backward_pass is not None:
+            running = self._backward_pass()
+            if running is not None and running.thread not in (None, thread):
+                self.leave_forward()
+                refuse_threads("forward", "backward")
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
         self.proven_call = None
-        self._running.leave()
+        if self._running.get("forward") == threading.get_ident() and graph_task() == -1:
+            del self._running["forward"]
 
     def check_thread(self, call: ForwardCall) -> None:
         """Refuse a backward of ``call`` while another thread's forward or backward runs.
@@ -219,7 +235,11 @@ class ClippingSession:
         Raises:
             FlashClippingError: it would be recorded as a part of that.
         """
-        self._running.check(call, self.backward_pass)
+        running = self.backward_pass
+        if running is not None and running.thread not in (None, call.thread):
+            refuse_threads("backward", "backward")
+        if self._running.get("forward", call.thread) != call.thread:
+            refuse_threads("backward", "forward")
 
     def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
         """The loader's batch that the root is called with.
@@ -231,21 +251,22 @@ class ClippingSession:
         Raises:
             FlashClippingError: a call that is recorded is of several, or of other rows.
         """
-        if in_backward() or self.captured is not None:
+        draws = self.draws
+        if not (draws.waiting or draws.strict) or in_backward() or self.captured is not None:
             return None
         axis = self.batch_axis
         sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
         sizes = [0] if made_up else sizes
         if not torch.is_grad_enabled():
-            self.draws.look(sizes)
+            draws.look(sizes)
             return None
-        if self.draws.paused:
+        if draws.paused:
             return None
-        if not self.draws.strict and (
+        if not draws.strict and (
             self.drawn is not None or self.units_of_calls.sample_of is not None
         ):
-            return self.draws.next()  # somebody else counts; or rows are no samples
-        return self.draws.of_forward(tensors, sizes, axis)
+            return draws.next()  # somebody else counts; or rows are no samples
+        return draws.of_forward(tensors, sizes, axis)
 
     def units_of(
         self, given: Any, tensors: list[Tensor], draw: DrawnBatch | None = None
@@ -270,7 +291,13 @@ class ClippingSession:
         units: Units | None = None,
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
-        if not in_backward():
+        if graph_task() == -1 and (
+            self._backward_pass is not None
+            or self.bypassed
+            or self.by_itself
+            or self.comparing
+            or self.stood_in
+        ):
             self.recover()  # also from a rehearsal that was broken off
         axis = self.batch_axis
         sizes: dict[int, None] = {}  # in order
