@@ -21,12 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
+from flash_clipping._compat import (
+    at_end_of_backward,
+    graph_task,
+    is_autograd_compiled,
+    is_fake,
+)
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
-from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
+from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
 from flash_clipping.capture.refused_runs import (
     refuse_compiled_autograd,
     refuse_graph_capture,
@@ -235,7 +240,7 @@ class ClippingSession:
         Raises:
             FlashClippingError: it would be recorded as a part of that.
         """
-        running = self.backward_pass
+        running = None if self._backward_pass is None else self._backward_pass()
         if running is not None and running.thread not in (None, call.thread):
             refuse_threads("backward", "backward")
         if self._running.get("forward", call.thread) != call.thread:
@@ -521,21 +526,35 @@ class ClippingSession:
 
     def units(self) -> Units | None:
         """The units of the calls whose norms have not been taken, all the same."""
-        if not self.units_of_calls.are_known:
+        if self.units_of_calls.sample_of is None and not self.units_of_calls.from_loader:
             return None
         return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
 
     def counted_rows(self) -> CountedRows:
         """Which rows of the calls whose norms have not been taken are no padding."""
-        return counted_rows(f.counted_rows for f in self._forwards if not f.spent and f.recorded)
+        found: dict[int, CountedRows] = {}
+        for forward in self._forwards:
+            if not forward.spent and forward.recorded and forward.counted_rows is not None:
+                found[id(forward.counted_rows)] = forward.counted_rows
+        if len(found) > 1:
+            refuse_several()
+        return found.popitem()[1] if found else EVERY_ROW
 
     def draw_of_calls(self) -> DrawnBatch | None:
         """The draw of the calls whose norms have not been taken."""
-        return of_one_draw(f.draw for f in self._forwards if not f.spent and f.recorded)
+        draws: list[DrawnBatch] = []
+        for forward in self._forwards:
+            if forward.draw is not None and forward.recorded and not forward.spent:
+                draws.append(forward.draw)
+        return of_one_draw(draws) if draws else None
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
-        return {f.batch_sizes[0] for f in self._forwards if not f.spent and f.batch_sizes}
+        sizes: set[int] = set()
+        for forward in self._forwards:
+            if forward.batch_sizes and not forward.spent:
+                sizes.add(forward.batch_sizes[0])
+        return sizes
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
@@ -558,10 +577,11 @@ class ClippingSession:
 
         ``call`` is the call of the root whose output it has reached.
         """
-        refuse_compiled_autograd()
+        if is_autograd_compiled():
+            refuse_compiled_autograd()
         if call is not None:
             self.check_thread(call)
-        backward_pass = self.backward_pass
+        backward_pass = None if self._backward_pass is None else self._backward_pass()
         if backward_pass is None:
             backward_pass = self.new_backward_pass()
             backward_pass.thread = None if call is None else call.thread
@@ -570,10 +590,9 @@ class ClippingSession:
         return backward_pass
 
     def new_backward_pass(self) -> BackwardPass:
-        if self.captured is None:
+        if self.captured is None and torch.cuda.is_initialized():
             refuse_graph_capture()
         backward_pass = self.backward_pass_class(self)
-        backward_pass.stand_in()
         self._backward_pass = weakref.ref(backward_pass)
         return backward_pass
 
@@ -601,7 +620,6 @@ class ClippingSession:
         Args:
             coef: coefficients, which are 0 for such samples and positive for all others.
         """
-        coef = self.counted_rows().positive(coef)
         if self.captured is None:
             self.non_finite.note(coef)
         elif not self.non_finite.warned and coef.numel():

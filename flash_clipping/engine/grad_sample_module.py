@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Unpack
 
@@ -145,7 +146,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._session = ClippingSession(
             clip=self._clip,
             note_sums=self._note_sums,
-            trainable=self._trainable,
+            trainable=partial(trainable_parameters, self._owners),
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
@@ -156,6 +157,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
         if self._sharded is not None:
+            self._session.trainable = self._sharded.slots.trainable
             self._session.seen_kinds = None  # its processes rehearse at the beginning only
         GradSampleHooksFastGradientClipping.__init__(
             self,
@@ -389,21 +391,30 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         captured, step = self._session.captured, self.running_step
         step.awaits_backward = False
         counted = self._session.counted_rows()
-        norms_PB = counted.norms(norms_PB)
+        is_padded = counted.rows is not None
+        if is_padded:
+            norms_PB = counted.norms(norms_PB)
         if captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         norms.publish(params, norms_PB, one_device)
-        total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
+        total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:
             upper = doubts.bound_total(total_B)
-        self.upper_bounds = upper = counted.bounds(upper)
+        if is_padded:
+            upper = counted.bounds(upper)
+        # Past what stands around the wrapper's attributes, which are the model's as well.
+        held = self.__dict__
+        held["_per_sample_gradient_norms"], held["upper_bounds"] = total_B, upper
         if captured is None:
             step.count_backward(total_B, self._session.draw_of_calls())
         else:
             captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
-        return self._coefficients(upper)
+        coef = self._coefficients(upper)
+        # A coefficient of 0 is of a sample that is not finite, or of padding.
+        self._session.note_non_finite(counted.positive(coef) if is_padded else coef)
+        return coef
 
     def _coefficients(self, upper: Tensor) -> Tensor:
         """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
@@ -501,16 +512,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trainable now, in the model's order."""
-        return self._trainable()
+        return self._session.trainable()
 
     @trainable_parameters.setter
     def trainable_parameters(self, value: Any) -> None:
         """Opacus assigns the list once; ours follows ``requires_grad``."""
-
-    def _trainable(self) -> list[nn.Parameter]:
-        if self._sharded is not None:
-            return self._sharded.slots.trainable()
-        return trainable_parameters(self._owners)
 
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())
