@@ -541,10 +541,14 @@ class GradSampleModuleFlashClipping(
         nn.Module.__init__(self)
         GradSampleHooksFlashClipping.__init__(self, m, **options)
         self.grad_accumulation_hook = None
+        #: ``cuda_graphs="auto"``: what replays calls of the model.
+        self._graphs: Any = None
         self._constructed = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """What the model returns."""
+        if self._graphs is not None:
+            return self._graphs(*args, **kwargs)
         model = self._modules["_module"]  # past two ``__getattr__``
         assert model is not None
         return model(*args, **kwargs)
