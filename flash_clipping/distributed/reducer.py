@@ -70,7 +70,7 @@ class OrderedSums:
                     self.coef[keys[0]],
                     backend=self.backend,
                     checked=True,
-                    memo=self.plan.memo(("ordered", *members)),
+                    memo=self.plan.memos["ordered", *members],
                 )
                 self._ready.update(zip(members, sums, strict=True))
 

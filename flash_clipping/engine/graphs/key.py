@@ -79,13 +79,10 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def _precision() -> list[str]:
-    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings where it has them:
-    once these are used, it refuses to tell the older."""
-    matmuls, cudnn = matmul_settings(), torch.backends.cudnn
-    if not matmuls:
-        return [torch.get_float32_matmul_precision(), str(cudnn.allow_tf32)]
-    convolutions = getattr(cudnn, "conv", None)
-    return [str(getattr(place, "fp32_precision", None)) for place in (*matmuls, convolutions)]
+    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings: once these are used,
+    it refuses to tell the older."""
+    convolutions: Any = torch.backends.cudnn
+    return [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
 
 
 #: What arguments may hold besides tensors: what is known by its value.
