@@ -80,13 +80,18 @@ class TappedLayer(torch.autograd.Function):
         elif output._is_view():
             output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.others = None
-        for value in saved:
-            if value is not None and not isinstance(value, Tensor):
-                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
-                saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
-                break
-        tap.is_simple = ctx.others is None and isinstance(output, Tensor)
+        others = {
+            i: value
+            for i, value in enumerate(saved)
+            if value is not None and not isinstance(value, Tensor)
+        }
+        if others:
+            tensors = list(saved)
+            for i in others:
+                tensors[i] = None
+            saved = tuple(tensors)
+        ctx.others = others
+        tap.is_simple = not others and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
         ctx.call, ctx.place, ctx.rows = call, place, rows
@@ -112,11 +117,10 @@ def backward_of(
         raise FlashClippingError(_NO_SECOND.format(tap.path))
     grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
     saved = ctx.saved_tensors
-    if ctx.others is not None:
-        saved = tuple(
-            other if tensor is None else tensor
-            for tensor, other in zip(saved, ctx.others, strict=True)
-        )
+    if ctx.others:
+        saved = list(saved)
+        for place, value in ctx.others.items():
+            saved[place] = value
     session = tap.session
     needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
     grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
@@ -178,15 +182,17 @@ class ProvenLayer(torch.autograd.Function):
         names, params = ctx.trainable
         needs = tap.needs(ctx.needs_input_grad[4:5], names)
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
-        factors = [by_name[name] for name in names]
+        factors = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
         running = None if running is None else running()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
-        if running.holds_factors:
-            factors = tap.stored_where_cheaper(factors, grad_output.shape)
+        if running.coef is None and not running.norms_only:
+            shape = grad_output.shape
+            if tap.worth_storing.get(shape) is not False:
+                factors = tap.stored_where_cheaper(factors, shape)
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 

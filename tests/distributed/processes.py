@@ -24,13 +24,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
 from tests.support.starting import start_processes

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
