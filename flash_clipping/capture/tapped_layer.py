@@ -182,15 +182,17 @@ class ProvenLayer(torch.autograd.Function):
         names, params = ctx.trainable
         needs = tap.needs(ctx.needs_input_grad[4:5], names)
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
-        factors = [by_name[name] for name in names]
+        factors = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
         running = None if running is None else running()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
-        if running.holds_factors:
-            factors = tap.stored_where_cheaper(factors, grad_output.shape)
+        if running.coef is None and not running.norms_only:
+            shape = grad_output.shape
+            if tap.worth_storing.get(shape) is not False:
+                factors = tap.stored_where_cheaper(factors, shape)
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 

@@ -10,26 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flash_clipping.ops.hyper_connections import reference
+from flash_clipping.layers.ops.hyper_connections import reference
+from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 
 STREAMS = range(2, 9)
 """How many streams there may be."""
-
-
-class Settings(NamedTuple):
-    """What is not learnt.
-
-    Attributes:
-        norm_eps: added to the mean square of a position.
-        hc_eps: added to ``pre``, and to the entries and the sums that Sinkhorn's algorithm divides.
-        iterations: how often it normalises rows and then columns.
-    """
-
-    norm_eps: float = 1e-6
-    hc_eps: float = 1e-6
-    iterations: int = 20
 
 
 DEFAULT = Settings()
@@ -117,7 +104,7 @@ def hyper_connections(
         position alone.
     """
     params = _checked(x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings)
-    results = backends.run(reference.hyper_connections, backend, x_BSnD, x_BSnD, *params, *settings)
+    results = backends.run(reference.hyper_connections, backend, x_BSnD, x_BSnD, params, settings)
     return Connections(*results)
 
 
@@ -165,20 +152,10 @@ def hyper_connections_backward(
     _check_shape("dh", dh_BSD, (B, S, D), x_BSnD)
     _check_shape("dpost", dpost_BSn, (B, S, n), x_BSnD)
     _check_shape("dcomb", dcomb_BSnn, (B, S, n, n), x_BSnD)
+    run, saved = reference.hyper_connections_backward, (inv_BS, mix_BSm)
+    grads = dh_BSD, dpost_BSn, dcomb_BSnn
     dx, product_BmK, alpha_BS3, bias_BSm, dmix_BSm = backends.run(
-        reference.hyper_connections_backward,
-        backend,
-        x_BSnD,
-        x_BSnD,
-        *params,
-        *settings,
-        inv_BS,
-        mix_BSm,
-        dh_BSD,
-        dpost_BSn,
-        dcomb_BSnn,
-        input_grad,
-        matrix_grad,
+        run, backend, x_BSnD, x_BSnD, params, settings, saved, grads, input_grad, matrix_grad
     )
     if product_BmK is None:
         return Gradients(dx, None, None, alpha_BS3, bias_BSm, dmix_BSm)
@@ -190,7 +167,7 @@ def hyper_connections_backward(
 
 def _checked(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Parameters:
     """The parameters, if all shapes, devices and settings fit."""
     if x.dim() != 4 or x.shape[2] not in STREAMS or not x.is_floating_point():
         raise ValueError(

@@ -42,22 +42,10 @@ def _softmax(logits, in_matrix):
 
 @triton.jit
 def _gates_kernel(
-    mix_ptr,
-    inv_ptr,
-    alpha_ptr,
-    bias_ptr,
-    pre_ptr,
-    post_ptr,
-    comb_ptr,
-    divisors_ptr,
-    N,
-    n,
-    m,
-    EPS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    mix_ptr, inv_ptr, alpha_ptr, bias_ptr, pre_ptr, post_ptr, comb_ptr, divisors_ptr,
+    N, n, m,
+    EPS: tl.constexpr, ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """``divisors_ptr``, where backward wants them: what Sinkhorn's algorithm divided by in each of
     its ``2 · ITERATIONS - 1`` steps, columns in the first and the last."""
     row, stream, entry, in_rows, in_vector, in_matrix = _places(n, m, N, STREAMS, ROWS)
@@ -99,27 +87,11 @@ def _gates_kernel(
 
 @triton.jit
 def _gates_grad_kernel(
-    mix_ptr,
-    inv_ptr,
-    alpha_ptr,
-    bias_ptr,
-    comb_ptr,
-    divisors_ptr,
-    dpre_ptr,
-    dpost_ptr,
-    dcomb_ptr,
-    dalpha_ptr,
-    dlogits_ptr,
-    dmix_ptr,
-    of_square_ptr,
-    N,
-    n,
-    m,
-    K,
-    ITERATIONS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    mix_ptr, inv_ptr, alpha_ptr, bias_ptr, comb_ptr, divisors_ptr, dpre_ptr, dpost_ptr, dcomb_ptr,
+    dalpha_ptr, dlogits_ptr, dmix_ptr, of_square_ptr,
+    N, n, m, K,
+    ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """From the gradients of ``pre, post, comb`` to those of the logits, of the product, and of
     ``alpha`` and ``bias``, a row of each for every position.
 
@@ -197,25 +169,12 @@ def gates(
         shape = (B, S, 2 * iterations - 1, n)
         divisors = torch.empty(shape, dtype=torch.float32, device=mix_BSm.device)
     launch(
-        _gates_kernel,
-        tiles.cdiv(B * S, ROWS),
-        mix_BSm,
-        inv_BS,
-        alpha_3.contiguous(),
-        bias_m.contiguous(),
-        pre_BSn,
-        post_BSn,
-        comb_BSnn,
-        divisors,
-        B * S,
-        n,
-        m,
-        EPS=eps,
-        ITERATIONS=iterations,
-        STREAMS=tiles.next_power_of_2(n),
-        ROWS=ROWS,
+        _gates_kernel, tiles.cdiv(B * S, ROWS),
+        mix_BSm, inv_BS, alpha_3.contiguous(), bias_m.contiguous(), pre_BSn, post_BSn, comb_BSnn,
+        divisors, B * S, n, m,
+        EPS=eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n), ROWS=ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
     return pre_BSn, post_BSn, comb_BSnn, divisors
 
 
@@ -240,28 +199,10 @@ def gates_backward(
     dlogits_BSm, dmix_BSm = torch.empty_like(mix_BSm), torch.empty_like(mix_BSm)
     of_square_BS = torch.empty_like(inv_BS)
     launch(
-        _gates_grad_kernel,
-        tiles.cdiv(B * S, ROWS),
-        mix_BSm,
-        inv_BS,
-        alpha_3.contiguous(),
-        bias_m.contiguous(),
-        comb_BSnn,
-        divisors,
-        dpre_BSn,
-        dpost_BSn,
-        dcomb_BSnn,
-        dalpha_BS3,
-        dlogits_BSm,
-        dmix_BSm,
-        of_square_BS,
-        B * S,
-        n,
-        m,
-        K,
-        ITERATIONS=iterations,
-        STREAMS=tiles.next_power_of_2(n),
-        ROWS=ROWS,
+        _gates_grad_kernel, tiles.cdiv(B * S, ROWS),
+        mix_BSm, inv_BS, alpha_3.contiguous(), bias_m.contiguous(), comb_BSnn, divisors, dpre_BSn,
+        dpost_BSn, dcomb_BSnn, dalpha_BS3, dlogits_BSm, dmix_BSm, of_square_BS, B * S, n, m, K,
+        ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n), ROWS=ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
     return dalpha_BS3, dlogits_BSm, dmix_BSm, of_square_BS

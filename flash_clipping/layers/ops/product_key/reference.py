@@ -27,7 +27,7 @@ from flash_clipping.ops.runtime.shapes import accumulator
 
 
 def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_scores`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_scores`."""
     side = logits_x.shape[1]
     dtype = accumulator(logits_x)
     x_Nw, ix_Nw, log_x_N1 = _best_of_axis(logits_x.to(dtype), k)
@@ -91,7 +91,7 @@ def exact_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def product_key_backward(
     grad_scores: Tensor, indices: Tensor, logits_x: Tensor, logits_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_backward`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_backward`."""
     side = logits_x.shape[1]
     inside_Nk = (indices >= 0) & (indices < side * side)
     grad_Nk = grad_scores.to(accumulator(logits_x)).masked_fill(~inside_Nk, 0)

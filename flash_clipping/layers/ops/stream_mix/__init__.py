@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_clipping.layers.ops.stream_mix import reference
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.stream_mix import reference
 
 MOST_STREAMS = 8
 
@@ -31,8 +31,7 @@ def stream_mix(
     Args:
         x_BSnD: the streams.
         y_BSD: what the layer wrote, in any floating dtype.
-        post_BSn, comb_BSnn: as :func:`~flash_clipping.ops.hyper_connections.hyper_connections`
-            returns them.
+        post_BSn, comb_BSnn: as forward of the hyper-connections returns them.
         transposed: which index of ``comb`` is summed over.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
@@ -42,10 +41,9 @@ def stream_mix(
     Guarantees:
         Bitwise equal from run to run. No wait for the device.
     """
-    _check(x_BSnD, y=(y_BSD, "BSD"), post=(post_BSn, "BSn"), comb=(comb_BSnn, "BSnn"))
-    return backends.run(
-        reference.stream_mix, backend, x_BSnD, x_BSnD, y_BSD, post_BSn, comb_BSnn, transposed
-    )
+    _check(x_BSnD, y_BSD, post_BSn, comb_BSnn)
+    operands = x_BSnD, y_BSD, post_BSn, comb_BSnn
+    return backends.run(reference.stream_mix, backend, x_BSnD, *operands, transposed)
 
 
 def stream_mix_backward(
@@ -62,34 +60,22 @@ def stream_mix_backward(
     for float64). ``grad_BSnD`` is that of the result of :func:`stream_mix`, whose
     other arguments, errors and guarantees are the same.
     """
-    _check(
-        x_BSnD,
-        y=(y_BSD, "BSD"),
-        post=(post_BSn, "BSn"),
-        comb=(comb_BSnn, "BSnn"),
-        grad=(grad_BSnD, "BSnD"),
-    )
-    return backends.run(
-        reference.stream_mix_backward,
-        backend,
-        x_BSnD,
-        x_BSnD,
-        y_BSD,
-        post_BSn,
-        comb_BSnn,
-        grad_BSnD,
-        transposed,
-    )
+    _check(x_BSnD, y_BSD, post_BSn, comb_BSnn, grad_BSnD)
+    operands = x_BSnD, y_BSD, post_BSn, comb_BSnn, grad_BSnD
+    return backends.run(reference.stream_mix_backward, backend, x_BSnD, *operands, transposed)
 
 
-def _check(x: Tensor, **others: tuple[Tensor, str]) -> None:
+_AXES = {"y": "BSD", "post": "BSn", "comb": "BSnn", "grad": "BSnD"}
+
+
+def _check(x: Tensor, *others: Tensor) -> None:
     if x.dim() != 4 or not 1 <= x.shape[2] <= MOST_STREAMS:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; expected [B, S, n, D] with up to {MOST_STREAMS} "
             "streams n."
         )
     sizes = dict(zip("BSnD", x.shape, strict=True))
-    for name, (found, axes) in others.items():
+    for found, (name, axes) in zip(others, _AXES.items(), strict=False):
         expected = tuple(sizes[axis] for axis in axes)
         if found.shape != expected or found.get_device() != x.get_device():
             raise ValueError(

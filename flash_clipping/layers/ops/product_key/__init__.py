@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.product_key import reference
+from flash_clipping.layers.ops.product_key import reference
 from flash_clipping.ops.runtime import backend as backends
+
+__all__ = ["product_key_backward", "product_key_scores"]
 
 MOST_CHOICES = 128
 WIDEST = 4096
@@ -106,15 +108,8 @@ def product_key_backward(
             f"product_key_backward: found gradients on {grad_scores.device}, indices on "
             f"{indices.device} and logits on {logits_x.device}; move all to one device."
         )
-    return backends.run(
-        reference.product_key_backward,
-        _served_by(backend, side),
-        logits_x,
-        grad_scores,
-        indices,
-        logits_x,
-        logits_y,
-    )
+    run, backend = reference.product_key_backward, _served_by(backend, side)
+    return backends.run(run, backend, logits_x, grad_scores, indices, logits_x, logits_y)
 
 
 def _served_by(backend: str, side: int) -> str:

@@ -13,7 +13,7 @@ from flash_clipping.ops.runtime.shapes import accumulator
 def stream_mix(
     x_BSnD: Tensor, y_BSD: Tensor, post_BSn: Tensor, comb_BSnn: Tensor, transposed: bool
 ) -> Tensor:
-    """See :func:`flash_clipping.ops.stream_mix.stream_mix`."""
+    """See :func:`flash_clipping.layers.ops.stream_mix.stream_mix`."""
     wide = accumulator(x_BSnD)
     weight_BSnn = (comb_BSnn if transposed else comb_BSnn.mT).to(wide)
     mixed = weight_BSnn.mT @ x_BSnD.to(wide)
@@ -29,7 +29,7 @@ def stream_mix_backward(
     grad_BSnD: Tensor,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.stream_mix.stream_mix_backward`."""
+    """See :func:`flash_clipping.layers.ops.stream_mix.stream_mix_backward`."""
     wide = accumulator(x_BSnD)
     grad = grad_BSnD.to(wide)
     weight_BSnn = (comb_BSnn if transposed else comb_BSnn.mT).to(wide)

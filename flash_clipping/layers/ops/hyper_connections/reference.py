@@ -6,57 +6,63 @@ differentiable operations: a compiler takes it as it is.
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor
 
 from flash_clipping.ops.runtime.shapes import accumulator
 
+Parameters: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""``phi_mK``, ``alpha_3``, ``bias_m`` and ``gamma_nD``."""
 
-def hyper_connections(
-    x_BSnD: Tensor,
-    phi_mK: Tensor,
-    alpha_3: Tensor,
-    bias_m: Tensor,
-    gamma_nD: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> tuple[Tensor, ...]:
+
+class Settings(NamedTuple):
+    """What is not learnt.
+
+    Attributes:
+        norm_eps: added to the mean square of a position.
+        hc_eps: added to ``pre``, and to the entries and the sums that Sinkhorn's algorithm divides.
+        iterations: how often it normalises rows and then columns.
+    """
+
+    norm_eps: float = 1e-6
+    hc_eps: float = 1e-6
+    iterations: int = 20
+
+
+def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
     """``h, post, comb, inv, mix``.
 
-    See :func:`flash_clipping.ops.hyper_connections.hyper_connections`.
+    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
     """
+    phi_mK, alpha_3, bias_m, gamma_nD = params
     wide = accumulator(x_BSnD)
     x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
-    inv_BS = (x.square().mean((2, 3)) + norm_eps).rsqrt()
+    inv_BS = (x.square().mean((2, 3)) + settings.norm_eps).rsqrt()
     mix_BSm = (x * gamma).flatten(2) @ phi.mT
     pre, post, res = _sections(_logits(mix_BSm, inv_BS, alpha_3.to(wide), bias_m.to(wide)))
-    pre, post = torch.sigmoid(pre) + hc_eps, 2 * torch.sigmoid(post)
+    pre, post = torch.sigmoid(pre) + settings.hc_eps, 2 * torch.sigmoid(post)
     h_BSD = (pre.unsqueeze(-1) * x).sum(2).to(x_BSnD.dtype)
-    return h_BSD, post, sinkhorn(res, hc_eps, iterations)[-1], inv_BS, mix_BSm
+    return h_BSD, post, sinkhorn(res, settings.hc_eps, settings.iterations)[-1], inv_BS, mix_BSm
 
 
 def hyper_connections_backward(
     x_BSnD: Tensor,
-    phi_mK: Tensor,
-    alpha_3: Tensor,
-    bias_m: Tensor,
-    gamma_nD: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    inv_BS: Tensor,
-    mix_BSm: Tensor,
-    dh_BSD: Tensor,
-    dpost_BSn: Tensor,
-    dcomb_BSnn: Tensor,
+    params: Parameters,
+    settings: Settings,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
     """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``.
 
-    See :func:`flash_clipping.ops.hyper_connections.hyper_connections_backward`.
+    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections_backward`.
     """
+    phi_mK, alpha_3, bias_m, gamma_nD = params
+    inv_BS, mix_BSm = saved
+    dh_BSD, dpost_BSn, dcomb_BSnn = grads
     wide = accumulator(x_BSnD)
     x, dh, alpha = x_BSnD.to(wide), dh_BSD.to(wide), alpha_3.to(wide)
     n, D = x.shape[2:]
@@ -67,7 +73,7 @@ def hyper_connections_backward(
         [
             dpre * pre * (1 - pre),
             2 * dpost_BSn * post * (1 - post),
-            sinkhorn_backward(res, dcomb_BSnn, hc_eps, iterations).flatten(2),
+            sinkhorn_backward(res, dcomb_BSnn, settings.hc_eps, settings.iterations).flatten(2),
         ],
         dim=2,
     )
@@ -82,7 +88,7 @@ def hyper_connections_backward(
         dinv_BS = (dt_BSm * mix_BSm).sum(2)
         of_square_BS = -inv_BS.pow(3) * dinv_BS / (n * D)
         of_product = (dmix_BSm @ phi_mK.to(wide)).view_as(x) * gamma_nD.to(wide)
-        of_h = (pre + hc_eps).unsqueeze(-1) * dh.unsqueeze(2)
+        of_h = (pre + settings.hc_eps).unsqueeze(-1) * dh.unsqueeze(2)
         dx = (of_h + of_product + of_square_BS[..., None, None] * x).to(x_BSnD.dtype)
     if matrix_grad:
         product_BmK = dmix_BSm.mT @ x.flatten(2)

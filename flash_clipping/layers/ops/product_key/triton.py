@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.product_key.reference import staircase_size
+from flash_clipping.layers.ops.product_key.reference import staircase_size
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.ops.runtime.launches import launch
@@ -85,21 +85,11 @@ def _best_of_axis(
 
 @triton.jit
 def _scores_kernel(
-    x_ptr,
-    y_ptr,
-    scores_ptr,
-    indices_ptr,
-    N,
-    x_stride,
-    y_stride,
-    s: tl.constexpr,
-    k: tl.constexpr,
-    w: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
+    x_ptr, y_ptr, scores_ptr, indices_ptr,
+    N, x_stride, y_stride,
+    s: tl.constexpr, k: tl.constexpr, w: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     # Ranks of the candidates: row a of the staircase begins where those before it end.
     candidate = tl.arange(0, C)
     a = tl.zeros((C,), tl.int32)
@@ -155,20 +145,11 @@ def _scores_kernel(
 
 @triton.jit
 def _grad_of_axis(
-    logits_ptr,
-    dlogits_ptr,
-    indices_ptr,
-    grad_ptr,
-    n,
-    N,
-    stride,
-    s: tl.constexpr,
-    k: tl.constexpr,
-    IS_X: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
+    logits_ptr, dlogits_ptr, indices_ptr, grad_ptr,
+    n, N, stride,
+    s: tl.constexpr, k: tl.constexpr, IS_X: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     K: tl.constexpr,
-):
+):  # fmt: skip
     """Softmax times the sum everywhere, and then once more, with their own, the chosen entries.
 
     Several choices of one entry all write the sum of them all, added up in one order.
@@ -211,28 +192,17 @@ def _grad_of_axis(
 
 @triton.jit
 def _logits_grad_kernel(
-    grad_ptr,
-    indices_ptr,
-    x_ptr,
-    y_ptr,
-    dx_ptr,
-    dy_ptr,
-    N,
-    x_stride,
-    y_stride,
-    s: tl.constexpr,
-    k: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    K: tl.constexpr,
-):
+    grad_ptr, indices_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr,
+    N, x_stride, y_stride,
+    s: tl.constexpr, k: tl.constexpr, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0) * R + tl.arange(0, R)
     _grad_of_axis(x_ptr, dx_ptr, indices_ptr, grad_ptr, n, N, x_stride, s, k, True, R, S, K)
     _grad_of_axis(y_ptr, dy_ptr, indices_ptr, grad_ptr, n, N, y_stride, s, k, False, R, S, K)
 
 
 def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_scores`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_scores`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     N, side = logits_x.shape
     w = min(k, side)
@@ -242,55 +212,30 @@ def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tens
     S, C = tiles.next_power_of_2(side), tiles.next_power_of_2(staircase_size(k, w))
     rows, warps = _shape_of_program(max(S, C))
     launch(
-        _scores_kernel,
-        tiles.cdiv(N, rows),
-        logits_x,
-        logits_y,
-        scores_Nk,
-        indices_Nk,
-        N,
-        logits_x.stride(0),
-        logits_y.stride(0),
-        s=side,
-        k=k,
-        w=w,
-        R=rows,
-        S=S,
-        C=C,
-        K=tiles.next_power_of_2(k),
+        _scores_kernel, tiles.cdiv(N, rows),
+        logits_x, logits_y, scores_Nk, indices_Nk, N, logits_x.stride(0), logits_y.stride(0),
+        s=side, k=k, w=w, R=rows, S=S, C=C, K=tiles.next_power_of_2(k),
         num_warps=warps,
-    )
+    )  # fmt: skip
     return scores_Nk, indices_Nk
 
 
 def product_key_backward(
     grad_scores: Tensor, indices: Tensor, logits_x: Tensor, logits_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.product_key.product_key_backward`."""
+    """See :func:`flash_clipping.layers.ops.product_key.product_key_backward`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     (N, side), k = logits_x.shape, indices.shape[1]
     dx_Ns, dy_Ns = logits_x.new_empty((N, side)), logits_y.new_empty((N, side))
     S = tiles.next_power_of_2(side)
     rows, warps = _shape_of_program(S)
     launch(
-        _logits_grad_kernel,
-        tiles.cdiv(N, rows),
-        grad_scores.contiguous(),
-        indices.contiguous(),
-        logits_x,
-        logits_y,
-        dx_Ns,
-        dy_Ns,
-        N,
-        logits_x.stride(0),
-        logits_y.stride(0),
-        s=side,
-        k=k,
-        R=rows,
-        S=S,
-        K=tiles.next_power_of_2(k),
+        _logits_grad_kernel, tiles.cdiv(N, rows),
+        grad_scores.contiguous(), indices.contiguous(), logits_x, logits_y, dx_Ns, dy_Ns, N,
+        logits_x.stride(0), logits_y.stride(0),
+        s=side, k=k, R=rows, S=S, K=tiles.next_power_of_2(k),
         num_warps=warps,
-    )
+    )  # fmt: skip
     return dx_Ns, dy_Ns
 
 
