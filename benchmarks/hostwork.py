@@ -169,10 +169,12 @@ def no_kernels() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, names))
         from flash_clipping.ops.runtime.launches import launch
 
-        ops = importlib.import_module("flash_clipping.ops")
-        found = pkgutil.walk_packages(ops.__path__, "flash_clipping.ops.")
         # All first: a module that is imported later would take the stand-in for good.
-        modules = [importlib.import_module(each.name) for each in found]
+        modules = [
+            importlib.import_module(each.name)
+            for name in ("flash_clipping.ops", "flash_clipping.layers.ops")
+            for each in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}.")
+        ]
         for module in modules:
             if vars(module).get("launch") is launch:
                 stack.enter_context(mock.patch.object(module, "launch", _looked_up))

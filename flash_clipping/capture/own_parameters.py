@@ -86,8 +86,8 @@ class OwnParameters:
         ]
         found = [(prefix + name, param) for prefix, name, param in named]
         self._own_names = [name for _, name, _ in named]
+        self._attributes = len(vars(self.layer))
         if self.has_rule:
-            self._attributes = len(vars(self.layer))
             self.computed = self._computes_weights(found)
         names, params = self._trainable
         if [name for name, _ in found] != names or any(

@@ -55,13 +55,18 @@ class TappedLayer(torch.autograd.Function):
         elif output._is_view():
             output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.others = None
-        for value in saved:
-            if value is not None and not isinstance(value, Tensor):
-                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
-                saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
-                break
-        tap.is_simple = ctx.others is None and isinstance(output, Tensor)
+        others = {
+            i: value
+            for i, value in enumerate(saved)
+            if value is not None and not isinstance(value, Tensor)
+        }
+        if others:
+            tensors = list(saved)
+            for i in others:
+                tensors[i] = None
+            saved = tuple(tensors)
+        ctx.others = others
+        tap.is_simple = not others and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
         ctx.call, ctx.place, ctx.rows = call, place, rows
@@ -87,11 +92,10 @@ def backward_of(
         raise FlashClippingError(_NO_SECOND.format(tap.path))
     grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
     saved = ctx.saved_tensors
-    if ctx.others is not None:
-        saved = tuple(
-            other if tensor is None else tensor
-            for tensor, other in zip(saved, ctx.others, strict=True)
-        )
+    if ctx.others:
+        saved = list(saved)
+        for place, value in ctx.others.items():
+            saved[place] = value
     session = tap.session
     needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
     grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)

@@ -101,11 +101,7 @@ class SecretNoiseEngine(PrivacyEngine):
         )
 
     def save_checkpoint(
-        self,
-        *,
-        optimizer: Any = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, *, optimizer: Any = None, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
         state = getattr(optimizer, "stream", self.stream).state_dict()

@@ -12,8 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch.nn.functional as F
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 

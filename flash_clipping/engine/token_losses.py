@@ -100,11 +100,6 @@ class SampleMeans:
 
     Where nothing is recorded, the loss function itself.
 
-    Args:
-        original: of transformers, one of those that are means over tokens.
-        path: of the module whose loss it is.
-        session: of the wrapped model.
-
     Attributes:
         calls: how often a recorded loss was computed.
     """
@@ -163,12 +158,7 @@ class SampleMeans:
 
 
 class ModelLosses:
-    """The losses that a model of transformers computes itself.
-
-    Args:
-        root: the model that is wrapped.
-        session: of the wrapped model.
-    """
+    """The losses that a model of transformers computes itself."""
 
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
-from flash_clipping.ops import hyper_connections as ops
-from flash_clipping.ops import stream_mix as mixing
-from flash_clipping.ops.hyper_connections import reference as ops_reference
+from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
+from flash_clipping.layers.ops.hyper_connections import reference as ops_reference
+from flash_clipping.layers.ops.stream_mix import reference as mixing_reference
 from flash_clipping.ops.runtime.backend import BACKENDS
-from flash_clipping.ops.stream_mix import reference as mixing_reference
 
 SHARE_KEPT = 5.0
 """Logit of the diagonal of ``comb`` to begin with: with four streams, 0.98 of each stays."""
@@ -38,7 +37,7 @@ class HyperConnections(nn.Module):
     Parameters are used in :meth:`forward` only, so in a wrapped model they are trained privately,
     with a rule of their own (``flash_clipping.rules.hyper_connections``). Not wrapped, the module
     is differentiated like any other. Formulas stand at
-    :func:`flash_clipping.ops.hyper_connections.hyper_connections`.
+    :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
 
     Args:
         dim: features D of a stream.
@@ -136,7 +135,7 @@ class HyperConnections(nn.Module):
         params = (self.phi, self.alpha, self.bias, self.gamma)
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
-                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, *params, *self.settings)
+                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, params, self.settings)
         else:
             h, post, comb = _Connect.apply(x_BSnD, *params, self.settings, self.backend)
         return self.like(x, h), self.like(x, post), self.like(x, comb)

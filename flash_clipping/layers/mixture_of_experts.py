@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flash_clipping.layers.routed_rows import (
-    Gradients,
-    LowRank,
-    Projection,
-    RoutedRows,
-    routing,
-)
+from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
 from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import grouped_sums
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import BATCH_NORMS, never_compiled
-from flash_clipping.ops.product_key import product_key_backward, product_key_scores
+from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
 
 MakeNorm = Callable[[int], nn.Module]
 

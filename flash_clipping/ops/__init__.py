@@ -7,16 +7,11 @@ a kernel of its own. ``runtime`` holds what they share.
 """
 
 from flash_clipping.ops.clipped_sum import clipped_sums
-from flash_clipping.ops.embedding import (
-    embedding_clipped_sum,
-    embedding_sqnorms,
-    tied_cross_term,
-)
+from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from flash_clipping.ops.gram import gram_sqnorms
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
-from flash_clipping.ops.product_key import product_key_backward, product_key_scores
 from flash_clipping.ops.row_scale import row_scale
 from flash_clipping.ops.runtime.backend import TritonFallbackWarning, is_triton_available
 
@@ -31,8 +26,6 @@ __all__ = [
     "linear_sqnorms",
     "norm_backward",
     "outer_sqnorms",
-    "product_key_backward",
-    "product_key_scores",
     "row_scale",
     "tied_cross_term",
     "weighted_sum",

@@ -60,9 +60,18 @@ def are_experts(layer: nn.Module) -> bool:
 
 def names_of(layer: Any) -> tuple[str, ...]:
     """Parameters of the first projection, then of the second: matrices, and biases if any."""
-    first = "gate_up_proj" if layer.has_gate else "up_proj"
-    kinds = ("", "_bias") if layer.has_bias else ("",)
-    return tuple(name + kind for name in (first, "down_proj") for kind in kinds)
+    return _NAMES[bool(layer.has_gate), bool(layer.has_bias)]
+
+
+_NAMES = {
+    (has_gate, has_bias): tuple(
+        name + kind
+        for name in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+        for kind in (("", "_bias") if has_bias else ("",))
+    )
+    for has_gate in (False, True)
+    for has_bias in (False, True)
+}
 
 
 class _Gate:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, accumulation_dtype
 from flash_clipping.layers import HyperConnections
-from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
+from flash_clipping.layers.ops.hyper_connections import (
+    hyper_connections,
+    hyper_connections_backward,
+)
 from flash_clipping.rules.registry import Needs, Rule, register_rule
 
 
@@ -43,17 +46,9 @@ class HyperConnectionsRule(Rule):
         x_BSnD = layer.positions(x)
         B, S, n, D = x_BSnD.shape
         dh, dpost, dcomb = grad_output
+        upstream = dh.reshape(B, S, D), dpost.reshape(B, S, n), dcomb.reshape(B, S, n, n)
         grads = hyper_connections_backward(
-            x_BSnD,
-            phi,
-            alpha,
-            bias,
-            gamma,
-            inv_BS,
-            mix_BSm,
-            dh.reshape(B, S, D),
-            dpost.reshape(B, S, n),
-            dcomb.reshape(B, S, n, n),
+            *(x_BSnD, phi, alpha, bias, gamma, inv_BS, mix_BSm, *upstream),
             layer.settings,
             input_grad=needs.input,
             matrix_grad=not needs.params.isdisjoint(("phi", "gamma")),

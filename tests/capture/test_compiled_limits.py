@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.oracle import assert_close

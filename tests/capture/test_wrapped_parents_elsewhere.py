@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from tests.capture.test_declared_rows import Experts
 from tests.capture.test_packed import check
 from tests.capture.test_wrapped_parents import (

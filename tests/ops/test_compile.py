@@ -40,22 +40,22 @@ from flash_clipping.ops.convolution import Geometry, triton as convolution_trito
 from flash_clipping.ops.embedding import triton as embedding_triton
 from flash_clipping.ops.finite_rows import triton as finite_rows_triton
 from flash_clipping.ops.gram import triton as gram_triton
-from flash_clipping.ops.hyper_connections import triton as hyper_connections_triton
+from flash_clipping.layers.ops.hyper_connections import Settings
+from flash_clipping.layers.ops.hyper_connections import triton as hyper_connections_triton
 from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
-from flash_clipping.ops.product_key import triton as product_key_triton
+from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.segments import Segments, operands as segment_operands
-from flash_clipping.ops.segments import products as segment_products, sums as segment_sums
+from flash_clipping.ops.segments import Rows, Segments, operands as segment_operands
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
-from flash_clipping.ops.stream_mix import triton as stream_mix_triton
+from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
 from flash_clipping.randomness import Draw, Purpose
 
-segment_products.grouped_mm = lambda *_: None
+segments_triton.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
 tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
@@ -129,28 +129,29 @@ for dtype in (torch.bfloat16, torch.float32):
     X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
     segments = Segments(rows % 2, 2, expert, 3)
     lists, order = segments.lists, segments.order_N
-    segments_triton.segment_sqnorms(X, None, Y, order, lists)
+    segments_triton.segment_sqnorms(Rows(X), Rows(Y, order), lists)
     segments_triton.segment_sums(X, lists)
     segments_triton.grouped_linear(X, Y[:384].view(3, 64, 256), segments.of_groups)
     segments_triton.sums_of_tokens(X, order.view(-1, 2), lists.starts[-1], coef.expand(2048, 2))
-    for segment_sums.SPLIT_BELOW in (0, 1 << 30):
-        segments_triton.grouped_sums(X, order, Y, None, lists, coef)
+    for segments_triton.SPLIT_BELOW in (0, 1 << 30):
+        segments_triton.grouped_sums(Rows(X, order), Rows(Y), lists, coef)
     for operand in (Y, Y[:, :16]):
-        operands = segment_operands.operands_of(X, order, operand, None)
+        operands = segment_operands.operands_of(Rows(X, order), Rows(operand))
         for rows_each in (64.0, 512.0):
-            config = segment_sums.sums_config(operands, rows_each)
+            config = segments_triton.sums_config(operands, rows_each)
             out = torch.empty(3, operands.p, 256)
-            segment_sums.launch_sums(operands, lists, coef, out, config)
-    segments_triton.segment_grads(X, order, Y[:, :16], None, lists, 2)
+            segments_triton.launch_sums(operands, lists, coef, out, config)
+    segments_triton.segment_grads(Rows(X, order), Rows(Y[:, :16]), lists, 2)
     for n, D, S in ((4, 2560, 512), (3, 96, 8)):
         m = n * n + 2 * n
         x, vector = torch.empty(2, S, n, D, dtype=dtype), torch.empty(2, S, n)
         params = torch.empty(m, n * D), torch.empty(3), torch.empty(m), torch.empty(n, D)
-        connect = (x, *params, 1e-6, 1e-6, 20)
+        connect = x, params, Settings()
         hyper_connections_triton.hyper_connections(*connect)
         comb = torch.empty(2, S, n, n)
-        grads = torch.empty(2, S), torch.empty(2, S, m), x[:, :, 0], vector, comb
-        hyper_connections_triton.hyper_connections_backward(*connect, *grads, True, True)
+        saved = torch.empty(2, S), torch.empty(2, S, m)
+        grads = x[:, :, 0], vector, comb
+        hyper_connections_triton.hyper_connections_backward(*connect, saved, grads, True, True)
         for transposed in (True, False):
             mixed = stream_mix_triton.stream_mix(x, x[:, :, 0], vector, comb, transposed)
             stream_mix_triton.stream_mix_backward(x, x[:, :, 0], vector, comb, mixed, transposed)

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from flash_clipping import ops
+from flash_clipping.layers.ops.hyper_connections import (
+    hyper_connections,
+    hyper_connections_backward,
+)
+from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
+from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.finite_rows import finite_rows
-from flash_clipping.ops.hyper_connections import hyper_connections, hyper_connections_backward
 from flash_clipping.ops.runtime.upload import to_device
-from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
 from tests.ops.cases import relative_error, worst_relative_error
 from tests.support.hyper_connections import params_of
 
@@ -147,8 +151,8 @@ def test_nothing_waits_for_the_device() -> None:
             ops.embedding_clipped_sum(ids, A, coef, 50)
             ops.tied_cross_term(ids, A, A, G)
             ops.norm_backward(A, A, rstd, rstd, A[0, 0], **flags)
-            _, chosen = ops.product_key_scores(A[0], A[1], 16)
-            ops.product_key_backward(A[0, :, :16], chosen, A[0], A[1])
+            _, chosen = product_key_scores(A[0], A[1], 16)
+            product_key_backward(A[0, :, :16], chosen, A[0], A[1])
             ops.group_norm_grads(A.mT.contiguous(), A.mT.contiguous(), statistics, statistics)
             h, post, comb, *saved = hyper_connections(streams, *params)
             stream_mix(streams, h, post, comb)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.hyper_connections import (
+from flash_clipping.layers.ops.hyper_connections import (
     Gradients,
     Settings,
     hyper_connections,
     hyper_connections_backward,
 )
+from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available
-from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
 from tests.ops.cases import Case, every_case, relative_error
 from tests.support.hyper_connections import NAMES, Params, mix, params_of, sections, truth
 
@@ -40,7 +40,7 @@ def once(case: Case) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few positions are several blocks, where kernels are interpreted."""
     if is_interpreting() and is_triton_available():
-        kernels = importlib.import_module("flash_clipping.ops.hyper_connections.triton")
+        kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
         monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
 
 
@@ -118,7 +118,7 @@ def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyP
     if case.dtype == torch.float16 and case.backend == "triton" and case.device == "cpu":
         # The way of bf16, whose products the interpreter cannot do: two halves are nearly fp32.
         tolerance = 2e-5
-        kernels = importlib.import_module("flash_clipping.ops.hyper_connections.triton")
+        kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
         monkeypatch.setattr(kernels, "_splits", lambda dtype: True)
     elif case.backend == "triton":
         once(case)
@@ -154,7 +154,7 @@ def test_scale_of_the_streams(case: Case) -> None:
 
 def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a chunk, several chunks of a sample, and a last one that is not full."""
-    kernels = pytest.importorskip("flash_clipping.ops.hyper_connections.triton")
+    kernels = pytest.importorskip("flash_clipping.layers.ops.hyper_connections.triton")
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
     case = Case("triton", "cuda" if torch.cuda.is_available() else "cpu", torch.float32)

@@ -33,25 +33,12 @@ from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in
 
 @triton.jit
 def _clipped_sums_kernel(
-    table_ptr,
-    coef_ptr,
-    layers,
-    count,
-    B,
-    T,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    G_WHOLE: tl.constexpr,
-    A_WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-    LAYERS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    table_ptr, coef_ptr,
+    layers, count, B, T,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, G_WHOLE: tl.constexpr, A_WHOLE: tl.constexpr,
+    TMA: tl.constexpr, LAYERS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     steps = tl.cdiv(T, BLOCK_T)
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         row = table_ptr + row_of(table_ptr, layers, item, COLUMNS, LAYERS) * COLUMNS
@@ -180,34 +167,20 @@ def launch_clipped_sums(
     programs = work.count if each else min(work.count, tiles.sm_count(device))
     if in_ring:
         launch(
-            _hopper_kernel(),
-            programs,
+            _hopper_kernel(), programs,
             *arguments,
-            DTYPE=tiles.TL_DTYPE[kind.A_dtype],
-            BLOCK_T=config.block_t,
-            workspace=True,
-            num_warps=4,
-        )
+            DTYPE=tiles.TL_DTYPE[kind.A_dtype], BLOCK_T=config.block_t,
+            workspace=True, num_warps=4,
+        )  # fmt: skip
     else:
         launch(
-            _clipped_sums_kernel,
-            programs,
+            _clipped_sums_kernel, programs,
             *arguments,
-            DTYPE=tiles.TL_DTYPE[kind.A_dtype],
-            ALIGNED=work.aligned,
-            G_WHOLE=work.aligned and work.G_whole,
-            A_WHOLE=work.aligned and work.A_whole,
-            TMA=config.tma,
-            LAYERS=most,
-            COLUMNS=COLUMNS,
-            BLOCK=BLOCK,
-            BLOCK_T=config.block_t,
-            PROMOTE=config.promote,
-            GROUP=8,
-            PRECISION=tiles.dot_precision(kind.A_dtype),
-            workspace=config.tma,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,
+            G_WHOLE=work.aligned and work.G_whole, A_WHOLE=work.aligned and work.A_whole,
+            TMA=config.tma, LAYERS=most, COLUMNS=COLUMNS, BLOCK=BLOCK, BLOCK_T=config.block_t,
+            PROMOTE=config.promote, GROUP=8, PRECISION=tiles.dot_precision(kind.A_dtype),
+            workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     work.held = []
     return results

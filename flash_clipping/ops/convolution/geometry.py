@@ -34,6 +34,11 @@ class Geometry(NamedTuple):
         """Elements of the window, K."""
         return math.prod(self.kernel)
 
+    def settings(self) -> tuple[object, ...]:
+        """What PyTorch's own functions take after the operands: strides to groups."""
+        no_output_padding = [0] * len(self.kernel)
+        return self.stride, self.padding, self.dilation, False, no_output_padding, self.groups
+
     def is_depthwise(self, x: Tensor) -> bool:
         """Whether every output channel sees one channel of ``x``."""
         return x.shape[1] == self.groups

@@ -50,17 +50,7 @@ def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     # ‖patch‖² of every position and group: a convolution of squares with ones.
     x_sq = x.to(dtype).square().unflatten(1, (geometry.groups, -1)).sum(2)
     ones = x_sq.new_ones((geometry.groups, 1, *geometry.kernel))
-    patch_sq = torch.convolution(
-        x_sq,
-        ones,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0] * len(geometry.kernel),
-        geometry.groups,
-    )
+    patch_sq: Tensor = torch.ops.aten.convolution(x_sq, ones, None, *geometry.settings())
     G = G.unflatten(1, (geometry.groups, -1))
     norms = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
     per_group = x.shape[1] // geometry.groups
@@ -94,18 +84,9 @@ def weight_grad(x: Tensor, G: Tensor, geometry: Geometry, like: Tensor | None = 
     ``like`` gives shape only."""
     if like is None:
         like = x.new_empty(geometry.weight_shape(x, G))
+    wanted = [False, True, False]  # of input, weight and bias
     result: Tensor = torch.ops.aten.convolution_backward(
-        G,
-        x,
-        like,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0] * len(geometry.kernel),
-        geometry.groups,
-        [False, True, False],
+        G, x, like, None, *geometry.settings(), wanted
     )[1]
     return result
 

@@ -30,9 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.convolution.depthwise import depthwise_grads
 from flash_clipping.ops.convolution.geometry import Geometry, flat_positions, in_three
-from flash_clipping.ops.convolution.layout import channels_last
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -41,58 +39,18 @@ from flash_clipping.ops.runtime.tiles import sum_by_warp
 
 @triton.jit
 def _convolution_kernel(
-    x_ptr,
-    G_ptr,
-    coef_ptr,
-    out_ptr,
-    parts_ptr,
-    B,
-    T,
-    C,
-    O,  # noqa: E741
-    K,
-    x_stride_b,
-    x_stride_c,
-    x_stride_d,
-    x_stride_h,
-    x_stride_w,
-    G_stride_b,
-    G_stride_o,
-    G_stride_t,
-    depth,
-    height,
-    width,
-    out_height,
-    out_width,
-    kernel_height,
-    kernel_width,
-    stride_d,
-    stride_h,
-    stride_w,
-    padding_d,
-    padding_h,
-    padding_w,
-    dilation_d,
-    dilation_h,
-    dilation_w,
-    each,
-    tiles_o,
-    tiles_n,
-    groups,
-    MODE: tl.constexpr,
-    ONE_OFFSET: tl.constexpr,
-    DEPTH: tl.constexpr,
-    FLAT: tl.constexpr,
-    X_CHANNELS_LAST: tl.constexpr,
-    G_CHANNELS_LAST: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x_ptr, G_ptr, coef_ptr, out_ptr, parts_ptr,
+    B, T, C, O, K,  # noqa: E741
+    x_stride_b, x_stride_c, x_stride_d, x_stride_h, x_stride_w, G_stride_b, G_stride_o, G_stride_t,
+    depth, height, width, out_height, out_width, kernel_height, kernel_width,
+    stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
+    dilation_d, dilation_h, dilation_w,
+    each, tiles_o, tiles_n, groups,
+    MODE: tl.constexpr, ONE_OFFSET: tl.constexpr, DEPTH: tl.constexpr, FLAT: tl.constexpr,
+    X_CHANNELS_LAST: tl.constexpr, G_CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     # Tiles of the same samples are at work at one time, so that these come from memory once.
     count = groups * tiles_o * tiles_n
     tile = tl.program_id(0) % count
@@ -308,46 +266,19 @@ def launch_convolution(
     elif mode == "sum":
         out = x.new_empty((chunks, G.shape[1], K * C), dtype=torch.float32)
     launch(
-        _convolution_kernel,
-        count * chunks,
-        x,
-        G,
-        parts if coef_B is None else coef_B.contiguous(),
-        parts if out is None else out,
-        parts,
-        B,
-        T,
-        C,
-        O,
-        K,
-        *three.x_strides,
-        *G.stride(),
-        *three.x_sizes,
-        *three.out_sizes[1:],
-        *three.kernel[1:],
-        *three.stride,
-        *three.padding,
-        *three.dilation,
-        each,
-        tiles_o,
-        tiles_n,
-        geometry.groups,
-        MODE=mode,
-        ONE_OFFSET=C % config.block_n == 0,
-        DEPTH=len(geometry.kernel) == 3,
-        FLAT=three.is_flat,
-        X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1,
-        WIDE=three.is_wide or _span(G) >= 1 << 31,
-        BLOCK_O=config.block_o,
-        BLOCK_N=config.block_n,
-        BLOCK_T=config.block_t,
-        PROMOTE=config.promote,
-        PARTS=config.num_warps,
-        PRECISION=tiles.dot_precision(x.dtype),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        _convolution_kernel, count * chunks,
+        x, G, parts if coef_B is None else coef_B.contiguous(), parts if out is None else out,
+        parts, B, T, C, O, K,
+        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
+        *three.stride, *three.padding, *three.dilation,
+        each, tiles_o, tiles_n, geometry.groups,
+        MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
+        FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
+        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=three.is_wide or _span(G) >= 1 << 31,
+        BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
+        PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return parts, out
 
 
@@ -355,3 +286,131 @@ def _span(G_BOT: Tensor) -> int:
     """Elements from the first of a sample to its last."""
     _, O, T = G_BOT.shape  # noqa: E741
     return (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2)
+
+
+# Where the positions of a channel lie together, those that a window sees begin on any address, and
+# 16-bit numbers of a tile must be fetched one by one. Where channels lie together, a position's are
+# fetched 16 bytes at a time. So an operand is laid out anew once, as a library does for its own
+# kernels: two passes over it, for an operand that is read as often as the window has offsets.
+@triton.jit
+def _channels_last_kernel(
+    x_ptr, out_ptr,
+    C, S, stride_b, stride_c, blocks_c, blocks_s,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % (blocks_c * blocks_s)
+    b = (tl.program_id(0) // (blocks_c * blocks_s)).to(tl.int64)
+    c = (block % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    s = (block // blocks_c * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
+    inside = (c < C)[:, None] & (s < S)[None, :]
+    x = tl.load(x_ptr + b * stride_b + c[:, None] * stride_c + s[None, :], mask=inside, other=0.0)
+    inside = (s < S)[:, None] & (c < C)[None, :]
+    tl.store(out_ptr + b * S * C + s[:, None] * C + c[None, :], tl.trans(x), mask=inside)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The same ``[B, C, *positions]`` with the channels of a position side by side; a copy where
+    they are not."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x
+    if not x[0, 0].is_contiguous():
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    B, C, S = x.shape[0], x.shape[1], x.shape[2:].numel()
+    out = x.new_empty((B, *x.shape[2:], C))
+    block_c = min(64, tiles.next_power_of_2(C))
+    block_s = min(64, max(16, tiles.next_power_of_2(S)))
+    blocks_c, blocks_s = tiles.cdiv(C, block_c), tiles.cdiv(S, block_s)
+    launch(
+        _channels_last_kernel, B * blocks_c * blocks_s,
+        x, out, C, S, *x.stride()[:2], blocks_c, blocks_s,
+        BLOCK_C=block_c, BLOCK_S=block_s,
+        num_warps=4,
+    )  # fmt: skip
+    return out.movedim(-1, 1)
+
+
+@triton.jit
+def _depthwise_kernel(
+    x_ptr, G_ptr, out_ptr,
+    T, O, K, of_each,  # noqa: E741
+    x_stride_b, x_stride_c, x_stride_d, x_stride_h, x_stride_w, G_stride_b, G_stride_o, G_stride_t,
+    depth, height, width, out_height, out_width, kernel_height, kernel_width,
+    stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
+    dilation_d, dilation_h, dilation_w,
+    blocks_o, blocks_k,
+    CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, one input channel for each output
+    channel: nothing for tensor cores to do.
+
+    A program owns some channels and offsets of one sample, reads its part of G once and ``x`` once
+    for every offset, and adds up in fp32. What it leaves is small, so it is kept. Axes of a tile:
+    offsets, then channels and positions, those that lie together last.
+    """
+    block = tl.program_id(0) % (blocks_o * blocks_k)
+    b = (tl.program_id(0) // (blocks_o * blocks_k)).to(tl.int64)
+    T_AXIS: tl.constexpr = 1 if CHANNELS_LAST else 2
+    O_AXIS: tl.constexpr = 3 - T_AXIS
+    k_K = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_O = block // blocks_k * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = k_K[:, None, None]
+    o = tl.expand_dims(tl.expand_dims(o_O, 0), T_AXIS)
+    c = o // of_each
+    if WIDE:
+        o, c = o.to(tl.int64), c.to(tl.int64)
+    from_w = k % kernel_width * dilation_w - padding_w
+    from_h = k // kernel_width % kernel_height * dilation_h - padding_h
+    from_d = k // kernel_width // kernel_height * dilation_d - padding_d
+    G_at_o = G_ptr + b * G_stride_b + o * G_stride_o
+    x_at_c = x_ptr + b * x_stride_b + c * x_stride_c
+    if CHANNELS_LAST:
+        total = tl.zeros((BLOCK_K, BLOCK_T, BLOCK_O), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_K, BLOCK_O, BLOCK_T), tl.float32)
+    for first in range(0, T, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        t = tl.expand_dims(tl.expand_dims(t, 0), O_AXIS)
+        d = t // (out_width * out_height) * stride_d + from_d
+        h = t // out_width % out_height * stride_h + from_h
+        w = t % out_width * stride_w + from_w
+        exists = (t < T) & (o < O)
+        inside = (d >= 0) & (d < depth) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        if WIDE:
+            t, d, h, w = t.to(tl.int64), d.to(tl.int64), h.to(tl.int64), w.to(tl.int64)
+        g = tl.load(G_at_o + t * G_stride_t, mask=exists, other=0.0)
+        x_at = x_at_c + (d * x_stride_d + h * x_stride_h + w * x_stride_w)
+        x = tl.load(x_at, mask=inside & exists & (k < K), other=0.0)
+        total += g.to(tl.float32) * x.to(tl.float32)
+    sums = tl.sum(total, T_AXIS)
+    at = (b * O + o_O)[None, :] * K + k_K[:, None]
+    tl.store(out_ptr + at, sums, mask=(o_O < O)[None, :] & (k_K < K)[:, None])
+
+
+def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+    """Per-sample gradients ``[B, O, 1, *kernel]`` in fp32."""
+    G = flat_positions(G)
+    B, O, T = G.shape  # noqa: E741
+    three = in_three(geometry, x)
+    K = three.offsets
+    channels_last = three.channels_last
+    block_k = min(8, tiles.next_power_of_2(K))
+    if channels_last:
+        block_o = min(64, tiles.next_power_of_2(O))
+        block_t = min(512 // block_o, tiles.next_power_of_2(T))
+    else:
+        block_t = min(128, tiles.next_power_of_2(T))
+        block_o = min(512 // block_t, tiles.next_power_of_2(O))
+    blocks_o, blocks_k = tiles.cdiv(O, block_o), tiles.cdiv(K, block_k)
+    grads = torch.empty((B, O, 1, *geometry.kernel), dtype=torch.float32, device=x.device)
+    launch(
+        _depthwise_kernel, B * blocks_o * blocks_k,
+        x, G, grads, T, O, K, O // geometry.groups,
+        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
+        *three.stride, *three.padding, *three.dilation,
+        blocks_o, blocks_k,
+        CHANNELS_LAST=channels_last, WIDE=three.is_wide, BLOCK_O=block_o, BLOCK_K=block_k,
+        BLOCK_T=block_t,
+        num_warps=4,
+    )  # fmt: skip
+    return grads

@@ -51,13 +51,7 @@ def embedding_sqnorms(
         )
     ids_BT, G_BTd = _as_positions(ids, G)
     parts_Bn = backends.run(
-        reference.embedding_sqnorms,
-        backend,
-        G_BTd,
-        ids_BT,
-        G_BTd,
-        padding_idx,
-        num_embeddings,
+        reference.embedding_sqnorms, backend, G_BTd, ids_BT, G_BTd, padding_idx, num_embeddings
     )
     return parts_Bn if in_parts else parts_Bn.sum(1)
 
@@ -120,16 +114,8 @@ def tied_cross_term(
             f"Ahead has {Ahead_BSd.shape[-1]} features and Gemb {Gemb_BTd.shape[-1]}; a tied "
             "weight has one width."
         )
-    return backends.run(
-        reference.tied_cross_term,
-        backend,
-        Gemb_BTd,
-        ids_BT,
-        Gemb_BTd,
-        Ahead_BSd,
-        Ghead_BSV,
-        padding_idx,
-    )
+    operands = ids_BT, Gemb_BTd, Ahead_BSd, Ghead_BSV
+    return backends.run(reference.tied_cross_term, backend, Gemb_BTd, *operands, padding_idx)
 
 
 def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,11 +49,7 @@ def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def tied_cross_term(
-    ids_BT: Tensor,
-    Gemb_BTd: Tensor,
-    Ahead_BSd: Tensor,
-    Ghead_BSV: Tensor,
-    padding_idx: int | None,
+    ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
 ) -> Tensor:
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     dtype = accumulator(Gemb_BTd, Ahead_BSd, Ghead_BSV)

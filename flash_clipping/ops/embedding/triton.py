@@ -46,17 +46,10 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _order_kernel(
-    ids_ptr,
-    entries_ptr,
-    T,
-    blocks,
-    ids_stride_b,
-    ids_stride_t,
-    ROWS: tl.constexpr,
-    IDS: tl.constexpr,
-    STEPS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    ids_ptr, entries_ptr,
+    T, blocks, ids_stride_b, ids_stride_t,
+    ROWS: tl.constexpr, IDS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A stable sort by counting: a position's rank is the number of those that come before it.
 
     An entry is an id, times 2**32, and its position; what a sample has no positions for is
@@ -94,24 +87,11 @@ def _order_kernel(
 
 @triton.jit
 def _runs_kernel(
-    G_ptr,
-    entries_ptr,
-    parts_ptr,
-    length,
-    d,
-    chunks,
-    slices,
-    G_stride_b,
-    G_stride_t,
-    padding_idx,
-    HAS_PADDING: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLLOW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    G_ptr, entries_ptr, parts_ptr,
+    length, d, chunks, slices, G_stride_b, G_stride_t, padding_idx,
+    HAS_PADDING: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
+    FOLLOW: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Squared norms of a chunk's runs. ``length`` entries a sample, a multiple of ``CHUNK``."""
     pid = tl.program_id(0)
     columns = pid % slices * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -162,22 +142,11 @@ def _runs_kernel(
 
 @triton.jit
 def _pairs_kernel(
-    G_ptr,
-    ids_ptr,
-    parts_ptr,
-    T,
-    d,
-    slices,
-    ids_stride_b,
-    ids_stride_t,
-    G_stride_b,
-    G_stride_t,
-    padding_idx,
-    HAS_PADDING: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    G_ptr, ids_ptr, parts_ptr,
+    T, d, slices, ids_stride_b, ids_stride_t, G_stride_b, G_stride_t, padding_idx,
+    HAS_PADDING: tl.constexpr, POSITIONS: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """A sample's Gram matrix under the mask ``id_t = id_t'``, of as many features as it loads."""
     pid = tl.program_id(0)
     b = (pid // slices).to(tl.int64)
@@ -214,23 +183,13 @@ def embedding_sqnorms(
         slices = tiles.cdiv(d, block_d)
         parts = G_BTd.new_empty((B, slices), dtype=torch.float32)
         launch(
-            _pairs_kernel,
-            B * slices,
-            G_BTd,
-            ids_BT,
-            parts,
-            T,
-            d,
-            slices,
-            *ids_BT.stride(),
-            *G_BTd.stride()[:2],
+            _pairs_kernel, B * slices,
+            G_BTd, ids_BT, parts, T, d, slices, *ids_BT.stride(), *G_BTd.stride()[:2],
             padding_idx or 0,
-            **padding,
-            POSITIONS=max(16, tiles.next_power_of_2(T)),
-            BLOCK_D=block_d,
+            **padding, POSITIONS=max(16, tiles.next_power_of_2(T)), BLOCK_D=block_d,
             PRECISION=tiles.dot_precision(G_BTd.dtype),
             num_warps=4,
-        )
+        )  # fmt: skip
         return parts
     entries = _in_order(ids_BT)
     length = entries.shape[1]
@@ -239,26 +198,12 @@ def embedding_sqnorms(
     slices, chunks = tiles.cdiv(d, warps * of_warp), length // CHUNK
     parts = G_BTd.new_empty((B, chunks * slices), dtype=torch.float32)
     launch(
-        _runs_kernel,
-        parts.numel(),
-        G_BTd,
-        entries,
-        parts,
-        length,
-        d,
-        chunks,
-        slices,
-        *G_BTd.stride()[:2],
-        padding_idx or 0,
-        **padding,
-        WHOLE=d % (warps * of_warp) == 0,
-        CHUNK=CHUNK,
-        UNROLL=UNROLL,
-        FOLLOW=FOLLOW,
-        BLOCK_D=warps * of_warp,
+        _runs_kernel, parts.numel(),
+        G_BTd, entries, parts, length, d, chunks, slices, *G_BTd.stride()[:2], padding_idx or 0,
+        **padding, WHOLE=d % (warps * of_warp) == 0, CHUNK=CHUNK, UNROLL=UNROLL, FOLLOW=FOLLOW,
+        BLOCK_D=warps * of_warp, **_start(G_BTd.device),
         num_warps=warps,
-        **_start(G_BTd.device),
-    )
+    )  # fmt: skip
     return parts
 
 
@@ -295,48 +240,22 @@ def _in_order(ids_BT: Tensor) -> Tensor:
     rows, ids, steps = RANKED
     blocks = length // rows
     launch(
-        _order_kernel,
-        B * blocks,
-        ids_BT,
-        entries,
-        T,
-        blocks,
-        *ids_BT.stride(),
-        ROWS=rows,
-        IDS=ids,
-        STEPS=steps,
+        _order_kernel, B * blocks,
+        ids_BT, entries, T, blocks, *ids_BT.stride(),
+        ROWS=rows, IDS=ids, STEPS=steps, **_start(ids_BT.device),
         num_warps=RANK_WARPS,
-        **_start(ids_BT.device),
-    )
+    )  # fmt: skip
     return entries
 
 
 @triton.jit
 def _tied_kernel(
-    ids_ptr,
-    Gemb_ptr,
-    Ahead_ptr,
-    Ghead_ptr,
-    partial_ptr,
-    T,
-    S,
-    d,
-    V,
-    Gemb_stride_b,
-    Gemb_stride_t,
-    Ahead_stride_b,
-    Ahead_stride_s,
-    Ghead_stride_b,
-    Ghead_stride_s,
-    t_blocks,
-    s_blocks,
-    padding_idx,
-    HAS_PADDING: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    ids_ptr, Gemb_ptr, Ahead_ptr, Ghead_ptr, partial_ptr,
+    T, S, d, V, Gemb_stride_b, Gemb_stride_t, Ahead_stride_b, Ahead_stride_s, Ghead_stride_b,
+    Ghead_stride_s, t_blocks, s_blocks, padding_idx,
+    HAS_PADDING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     pid = tl.program_id(0)
     b = pid // (t_blocks * s_blocks)
     rest = pid % (t_blocks * s_blocks)
@@ -372,11 +291,7 @@ def _tied_kernel(
 
 
 def tied_cross_term(
-    ids_BT: Tensor,
-    Gemb_BTd: Tensor,
-    Ahead_BSd: Tensor,
-    Ghead_BSV: Tensor,
-    padding_idx: int | None,
+    ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
 ) -> Tensor:
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
@@ -392,29 +307,12 @@ def tied_cross_term(
     t_blocks, s_blocks = tiles.cdiv(T, block), tiles.cdiv(S, block)
     partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
     launch(
-        _tied_kernel,
-        partial.numel(),
-        ids_BT.contiguous(),
-        Gemb_BTd,
-        Ahead_BSd,
-        Ghead_BSV,
-        partial,
-        T,
-        S,
-        d,
-        V,
-        *Gemb_BTd.stride()[:2],
-        *Ahead_BSd.stride()[:2],
-        *Ghead_BSV.stride()[:2],
-        t_blocks,
-        s_blocks,
-        0 if padding_idx is None else padding_idx,
-        HAS_PADDING=padding_idx is not None,
-        BLOCK_T=block,
-        BLOCK_S=block,
-        BLOCK_D=block_d,
+        _tied_kernel, partial.numel(),
+        ids_BT.contiguous(), Gemb_BTd, Ahead_BSd, Ghead_BSV, partial, T, S, d, V,
+        *Gemb_BTd.stride()[:2], *Ahead_BSd.stride()[:2], *Ghead_BSV.stride()[:2], t_blocks,
+        s_blocks, 0 if padding_idx is None else padding_idx,
+        HAS_PADDING=padding_idx is not None, BLOCK_T=block, BLOCK_S=block, BLOCK_D=block_d,
         PRECISION=tiles.dot_precision(Gemb_BTd.dtype),
-        num_warps=4,
-        num_stages=3,
-    )
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
     return partial.sum(1)

@@ -24,32 +24,20 @@ def finite_rows(x: Tensor, lost_N: Tensor, in_place: bool) -> Tensor:
     block = min(TILE, tiles.next_power_of_2(F))
     rows = TILE // block
     launch(
-        finite_rows_kernel,
-        tiles.cdiv(N, rows),
-        x,
-        out,
-        lost_N,
-        N,
-        F,
-        IN_PLACE=in_place,
-        ROWS=rows,
-        BLOCK=block,
+        finite_rows_kernel, tiles.cdiv(N, rows),
+        x, out, lost_N, N, F,
+        IN_PLACE=in_place, ROWS=rows, BLOCK=block,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def finite_rows_kernel(
-    x_ptr,
-    out_ptr,
-    lost_ptr,
-    N,
-    F,
-    IN_PLACE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, out_ptr, lost_ptr,
+    N, F,
+    IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Some rows. What is written where all are finite is a copy, or nothing: the second reading of
     a wide row comes from the cache."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,18 +1,11 @@
-"""Gram norms on Hopper: the tiles of :mod:`flash_clipping.ops.gram.triton`, loaded by one warp and
-multiplied by others.
+"""Gram norms on Hopper: the tiles of :mod:`flash_clipping.ops.gram.triton`, by
+:mod:`flash_clipping.ops.runtime.ring`.
 
 B samples, T positions, F features of one operand.
 
-Where the same warps load and multiply, every operand of every tile begins with an empty pipeline,
-and the tensor cores wait while sums are rounded or added up. Here one warp loads from tile to
-tile, ahead of the others, into a ring of stages in shared memory. Two groups of four warps
-multiply, each half of a tile's rows, and what they do with a product they do while the next one is
-under way. Measured on an H200: 1.03 to 1.15 times as fast at nine shapes, and 0.90 to 0.95 times at
-one, whose tiles have 15 104 features (against another run). Squared norms were off by up to 4e-6.
-
-This is written in Gluon, Triton's lower language, which is still experimental and has no
-interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.launches.WITH_GLUON` says with
-which versions of Triton it is used.
+Measured on an H200: 1.03 to 1.15 times as fast as where the same warps load and multiply at nine
+shapes, and 0.90 to 0.95 times at one, whose tiles have 15 104 features (against another run).
+Squared norms were off by up to 4e-6.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -21,7 +14,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -30,18 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_clipping.ops.certificate import FLOOR
 from flash_clipping.ops.gram.tiles import RING, sample_of, tile_of
+from flash_clipping.ops.runtime.ring import (
+    BLOCK,
+    HALF,
+    MMA,
+    barriers,
+    load_async,
+    release,
+    wait_loaded,
+    wait_released,
+)
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 
-_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
-
-BLOCK = gl.constexpr(RING.block)
 BLOCK_F = gl.constexpr(RING.block_f)  # 128 bytes: a row of a swizzled tile
 STAGES = gl.constexpr(RING.num_stages)
 PROMOTE = gl.constexpr(RING.promote)
 GROUP = gl.constexpr(8)
-HALF = gl.constexpr(RING.block // 2)
 PARTS = gl.constexpr(RING.num_warps)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING.block, 16]))
 ROW_SUMS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 ROW_FLOOR = gl.constexpr(FLOOR)
 
@@ -66,7 +63,7 @@ def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr
     # The descriptor is made where the one of two operands ago was: no load may still read that. Of
     # its steps, those whose stage was loaded anew have ended: a stage is emptied after its load.
     for at in range(gl.maximum(step - STAGES, 0), step - steps_before):
-        mbarrier.wait(full.index(at % STAGES), at // STAGES & 1)
+        wait_loaded(at, full, STAGES)
     X = tma.make_tensor_descriptor(
         X_ptr, [T, F], [stride_t, 1], [BLOCK, BLOCK_F], tiles.type.layout
     )
@@ -76,13 +73,13 @@ def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr
         at = step + k
         stage = at % STAGES
         loaded = full.index(stage)
-        mbarrier.wait(empty.index(stage), at // STAGES & 1 ^ 1)
+        wait_released(at, empty, STAGES)
         if i == j:
             mbarrier.expect(loaded, size)
         else:
             mbarrier.expect(loaded, 2 * size)
-            _load_async(X, [i * BLOCK, k * BLOCK_F], loaded, tiles.index(STAGES + stage))
-        _load_async(X, [j * BLOCK, k * BLOCK_F], loaded, tiles.index(stage))
+            load_async(X, [i * BLOCK, k * BLOCK_F], loaded, tiles.index(STAGES + stage))
+        load_async(X, [j * BLOCK, k * BLOCK_F], loaded, tiles.index(stage))
     return steps
 
 
@@ -113,17 +110,11 @@ def _step(at, product, ring, across, WHICH: gl.constexpr, ADD: gl.constexpr):
     between a tile's columns and its rows."""
     tiles, full, _ = ring
     stage = at % STAGES
-    mbarrier.wait(full.index(stage), at // STAGES & 1)
+    wait_loaded(at, full, STAGES)
     x = tiles.index(across + stage).slice(WHICH * HALF, HALF)
     y = tiles.index(stage).permute((1, 0))
     product = warpgroup_mma(x, y, product, use_acc=ADD, is_async=True)
     return warpgroup_mma_wait(1, deps=[product])
-
-
-@gluon.jit
-def _release(at, ring):
-    """This half of the rows needs a step's stage no more."""
-    mbarrier.arrive(ring[2].index(at % STAGES))
 
 
 @gluon.jit
@@ -209,9 +200,9 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
                 while step < last:
                     step += 1
                     product = _step(step, product, ring, across, WHICH, True)
-                    _release(step - 1, ring)
+                    release(step - 1, ring[2], STAGES)
                 before = warpgroup_mma_wait(0, deps=[product])
-                _release(step, ring)
+                release(step, ring[2], STAGES)
                 step += 1
             out = ((layer * B + b) * (rows * (rows + 1) // 2) + slot) * PARTS
             spread_out = ((layer * B + b) * rows + i) * PARTS
@@ -227,26 +218,15 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
 # diagonal, Triton 3.6 fails.
 @gluon.jit(do_not_specialize=["groups", "B", "T", "rows"])
 def _gram_ring_kernel(
-    inputs_ptr,
-    layers_ptr,
-    weight_ptr,
-    spread_ptr,
-    groups,
-    B,
-    T,
-    rows,
+    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
+    groups, B, T, rows,
     DTYPE: gl.constexpr,
-):
+):  # fmt: skip
     """What ``triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that have features,
     in rows on 16 bytes; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, BLOCK_F], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), 2)
-    fence_async_shared()
+    full, empty = barriers(STAGES)
     ring = (tiles, full, empty)
     table = (inputs_ptr, layers_ptr)
     grid = (groups * B * (rows * (rows + 1) // 2), B, rows)

@@ -106,17 +106,7 @@ class Launch:
     Without addresses it serves every step of the same layout.
     """
 
-    __slots__ = (
-        "copied",
-        "held",
-        "inputs",
-        "kind",
-        "layers",
-        "members",
-        "order",
-        "runs",
-        "table",
-    )
+    __slots__ = ("copied", "held", "inputs", "kind", "layers", "members", "order", "runs", "table")
 
     def __init__(self, members: Sequence[int], groups: Sequence[Rows]) -> None:
         self.members = members

@@ -41,18 +41,10 @@ ROW_FLOOR = tl.constexpr(FLOOR)
 @triton.jit
 def _operand_tile(
     X_ptr,
-    stride_t,
-    T,
-    F,
-    i0,
-    j0,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    TMA: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    stride_t, T, F, i0, j0,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, TMA: tl.constexpr,
+    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Rows ``i0..`` against rows ``j0..`` of one sample's ``X Xᵀ``; rows beyond T are zero."""
     if TMA:
         rows = tl.make_tensor_descriptor(X_ptr, [T, F], [stride_t, 1], [BLOCK, BLOCK_F])
@@ -85,31 +77,13 @@ def _operand_tile(
 
 @triton.jit
 def _group_tile(
-    inputs_ptr,
-    layers_ptr,
-    weight_ptr,
-    spread_ptr,
-    group,
-    b,
-    slot,
-    slots,
-    B,
-    T,
-    i0,
-    j0,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    A_DTYPE: tl.constexpr,
-    G_DTYPE: tl.constexpr,
-    TMA: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    A_PRECISION: tl.constexpr,
+    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
+    group, b, slot, slots, B, T, i0, j0,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, A_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    DIAGONAL: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr,
     G_PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``. Tiles on the
     diagonal leave their part of the spread as well (:mod:`flash_clipping.ops.certificate`)."""
     row = inputs_ptr + group * 6
@@ -117,19 +91,9 @@ def _group_tile(
     layers = tl.load(row + 5)
     A_ptr, A_stride, d = sample_of(row, b, A_DTYPE, ALIGNED, WHOLE)
     AA = _operand_tile(
-        A_ptr,
-        A_stride,
-        T,
-        d,
-        i0,
-        j0,
-        BLOCK,
-        BLOCK_F,
-        PROMOTE,
-        TMA,
-        DIAGONAL,
-        A_PRECISION,
-    )
+        A_ptr, A_stride, T, d, i0, j0,
+        BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, A_PRECISION,
+    )  # fmt: skip
     if DIAGONAL:
         on_diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         A_sq = tl.sum(tl.where(on_diagonal, AA, 0.0), 1) + d * ROW_FLOOR
@@ -138,19 +102,9 @@ def _group_tile(
     for layer in range(first, first + layers):
         G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED, WHOLE)
         GG = _operand_tile(
-            G_ptr,
-            G_stride,
-            T,
-            p,
-            i0,
-            j0,
-            BLOCK,
-            BLOCK_F,
-            PROMOTE,
-            TMA,
-            DIAGONAL,
-            G_PRECISION,
-        )
+            G_ptr, G_stride, T, p, i0, j0,
+            BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, G_PRECISION,
+        )  # fmt: skip
         out = ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
         tl.store(weight_ptr + out, sum_by_warp(AA * GG, BLOCK, PARTS))
         if DIAGONAL:
@@ -162,27 +116,12 @@ def _group_tile(
 
 @triton.jit
 def _gram_kernel(
-    inputs_ptr,
-    layers_ptr,
-    weight_ptr,
-    spread_ptr,
-    groups,
-    B,
-    T,
-    rows,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    GROUP: tl.constexpr,
-    A_DTYPE: tl.constexpr,
-    G_DTYPE: tl.constexpr,
-    TMA: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
-    A_PRECISION: tl.constexpr,
-    G_PRECISION: tl.constexpr,
-):
+    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
+    groups, B, T, rows,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
+    A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr, G_PRECISION: tl.constexpr,
+):  # fmt: skip
     """Every tile of every sample of every group. The tiles of a sample are at work at one time,
     so that its operands come from memory once."""
     slots = rows * (rows + 1) // 2
@@ -193,58 +132,18 @@ def _gram_kernel(
         i, j = tile_of(slot, rows, GROUP)
         if i == j:
             _group_tile(
-                inputs_ptr,
-                layers_ptr,
-                weight_ptr,
-                spread_ptr,
-                group,
-                b,
-                slot,
-                slots,
-                B,
-                T,
-                i * BLOCK,
-                j * BLOCK,
-                BLOCK,
-                BLOCK_F,
-                PROMOTE,
-                A_DTYPE,
-                G_DTYPE,
-                TMA,
-                ALIGNED,
-                WHOLE,
-                True,
-                PARTS,
-                A_PRECISION,
-                G_PRECISION,
-            )
+                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK,
+                BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, True, PARTS,
+                A_PRECISION, G_PRECISION,
+            )  # fmt: skip
         else:
             _group_tile(
-                inputs_ptr,
-                layers_ptr,
-                weight_ptr,
-                spread_ptr,
-                group,
-                b,
-                slot,
-                slots,
-                B,
-                T,
-                i * BLOCK,
-                j * BLOCK,
-                BLOCK,
-                BLOCK_F,
-                PROMOTE,
-                A_DTYPE,
-                G_DTYPE,
-                TMA,
-                ALIGNED,
-                WHOLE,
-                False,
-                PARTS,
-                A_PRECISION,
-                G_PRECISION,
-            )
+                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK,
+                BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, False, PARTS,
+                A_PRECISION, G_PRECISION,
+            )  # fmt: skip
 
 
 @functools.cache
@@ -320,24 +219,13 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
         )
     else:
         launch(
-            _gram_kernel,
-            programs,
+            _gram_kernel, programs,
             *arguments,
-            BLOCK=config.block,
-            BLOCK_F=config.block_f,
-            PROMOTE=config.promote,
-            GROUP=8,
-            A_DTYPE=tiles.TL_DTYPE[A_dtype],
-            G_DTYPE=tiles.TL_DTYPE[G_dtype],
-            TMA=config.tma,
-            ALIGNED=aligned,
-            WHOLE=whole,
-            PARTS=parts,
-            A_PRECISION=tiles.dot_precision(A_dtype),
+            BLOCK=config.block, BLOCK_F=config.block_f, PROMOTE=config.promote, GROUP=8,
+            A_DTYPE=tiles.TL_DTYPE[A_dtype], G_DTYPE=tiles.TL_DTYPE[G_dtype], TMA=config.tma,
+            ALIGNED=aligned, WHOLE=whole, PARTS=parts, A_PRECISION=tiles.dot_precision(A_dtype),
             G_PRECISION=tiles.dot_precision(G_dtype),
-            workspace=config.tma,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     work.held = []
     return partial.sum(-1), doubt(spread.sum(-1))

@@ -122,18 +122,11 @@ def _normals(key_ptr, counter, n0, n1, n2):
 
 @triton.jit
 def _noisy_part(
-    summed_ptr,
-    out_ptr,
-    left,
-    block,
-    n1,
-    n2,
+    summed_ptr, out_ptr,
+    left, block, n1, n2,
     table_ptr,
-    OUT_DTYPE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    GRID: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    OUT_DTYPE: tl.constexpr, WHOLE: tl.constexpr, GRID: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The elements of some blocks, from this one on; ``left``: how many elements there are."""
     index = tl.arange(0, 8 * BLOCKS)
     if WHOLE:  # without a mask, many elements are moved at a time
@@ -162,14 +155,9 @@ def _noisy_part(
 @triton.jit
 def _noisy_means_kernel(
     table_ptr,
-    DTYPE: tl.constexpr,
-    OUT_DTYPE: tl.constexpr,
-    TENSORS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GRID: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
+    DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, TENSORS: tl.constexpr, ALIGNED: tl.constexpr,
+    GRID: tl.constexpr, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
     """The table: noise's standard deviation, one over the divisor, the grid and one over it; the
     draw's number and the key; then columns with an entry for every tensor: its first program,
     addresses of its sum and its result, its elements, the nonce's other two words."""
@@ -244,16 +232,11 @@ def _launched(
         begin = _HEADER + column * width
         table[begin : begin + len(values)] = array("q", values)
     launch(
-        _noisy_means_kernel,
-        programs,
+        _noisy_means_kernel, programs,
         to_device(table, sums[0].device, torch.int64),
-        DTYPE=tiles.TL_DTYPE[sums[0].dtype],
-        OUT_DTYPE=tiles.TL_DTYPE[dtype],
-        TENSORS=width,
-        ALIGNED=all([address % 16 == 0 for both in addresses for address in both]),
-        GRID=grid > 0,
-        BLOCKS=BLOCKS,
-        ROUNDS=ROUNDS,
+        DTYPE=tiles.TL_DTYPE[sums[0].dtype], OUT_DTYPE=tiles.TL_DTYPE[dtype], TENSORS=width,
+        ALIGNED=all([address % 16 == 0 for both in addresses for address in both]), GRID=grid > 0,
+        BLOCKS=BLOCKS, ROUNDS=ROUNDS,
         num_warps=WARPS,
-    )
+    )  # fmt: skip
     return outs

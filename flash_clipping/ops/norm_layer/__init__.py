@@ -58,18 +58,10 @@ def norm_backward(
                 f"found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
             )
+    wanted = input_grad, weight_grad, bias_grad
+    run = reference.norm_backward
     dx, vectors_PBnd = backends.run(
-        reference.norm_backward,
-        backend,
-        x_BTd,
-        x_BTd,
-        G_BTd,
-        mean,
-        rstd,
-        weight_d,
-        input_grad,
-        weight_grad,
-        bias_grad,
+        run, backend, x_BTd, x_BTd, G_BTd, mean, rstd, weight_d, *wanted
     )
     if dx is not None and dx.shape != shape:
         dx = dx.reshape(shape)

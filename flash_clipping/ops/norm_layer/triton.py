@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_clipping.ops.norm_layer import reference
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import load_rows, store_rows
 
 MAX_WIDTH = 16384
 """The widest row that a program holds in registers."""
@@ -29,27 +30,11 @@ STAGES = 3
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    G_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    vectors_ptr,
-    T,
-    d,
-    x_stride_b,
-    x_stride_t,
-    G_stride_b,
-    G_stride_t,
-    rows_per_chunk,
-    chunks,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
+    x_ptr, G_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, vectors_ptr,
+    T, d, x_stride_b, x_stride_t, G_stride_b, G_stride_t, rows_per_chunk, chunks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """One chunk of rows of one sample; sums over rows stay in registers until its end.
 
     What the layer does not have or nobody wants is None, which a kernel sees when it is compiled.
@@ -70,21 +55,14 @@ def _norm_kernel(
     for row in tl.range(first, last, ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         in_chunk = rows < last
-        inside = in_chunk[:, None] & in_width[None, :]
         t = rows.to(tl.int64)
-        G = tl.load(
-            G_ptr + b * G_stride_b + t[:, None] * G_stride_t + columns[None, :],
-            mask=inside,
-            other=0.0,
-        ).to(tl.float32)
+        G_b = G_ptr + b * G_stride_b
+        G = load_rows(G_b, t, G_stride_t, columns, in_chunk, in_width).to(tl.float32)
         if BIAS_GRAD:
             b_sum += tl.sum(G, 0)
         if INPUT_GRAD or WEIGHT_GRAD:
-            x = tl.load(
-                x_ptr + b * x_stride_b + t[:, None] * x_stride_t + columns[None, :],
-                mask=inside,
-                other=0.0,
-            ).to(tl.float32)
+            x_b = x_ptr + b * x_stride_b
+            x = load_rows(x_b, t, x_stride_t, columns, in_chunk, in_width).to(tl.float32)
             rstd = tl.load(rstd_ptr + b * T + t, mask=in_chunk, other=0.0).to(tl.float32)
             if HAS_MEAN:
                 mean = tl.load(mean_ptr + b * T + t, mask=in_chunk, other=0.0).to(tl.float32)
@@ -100,11 +78,8 @@ def _norm_kernel(
                 inner = g - x_hat * (tl.sum(g * x_hat, 1) / d)[:, None]
                 if HAS_MEAN:
                     inner -= (tl.sum(g, 1) / d)[:, None]
-                tl.store(
-                    dx_ptr + (b * T + t)[:, None] * d + columns[None, :],
-                    (inner * rstd[:, None]).to(dx_ptr.dtype.element_ty),
-                    mask=inside,
-                )
+                dx = inner * rstd[:, None]
+                store_rows(dx_ptr, b * T + t, d, columns, dx, in_chunk, in_width)
     vector = pid.to(tl.int64)
     if WEIGHT_GRAD:
         tl.store(vectors_ptr + vector * d + columns, w_sum, mask=in_width)
@@ -136,28 +111,13 @@ def norm_backward(
     )
     dx_BTd = torch.empty_like(x_BTd, memory_format=torch.contiguous_format) if input_grad else None
     launch(
-        _norm_kernel,
-        B * chunks,
-        x_BTd,
-        G_BTd,
-        None if mean is None else mean.contiguous(),
-        rstd.contiguous(),
-        None if weight_d is None else weight_d.contiguous(),
-        dx_BTd,
-        vectors_PBnd,
-        T,
-        d,
-        *x_BTd.stride()[:2],
-        *G_BTd.stride()[:2],
-        rows_per_chunk,
-        chunks,
-        ROWS=rows,
-        WIDTH=width,
-        WEIGHT_GRAD=weight_grad,
-        BIAS_GRAD=bias_grad,
-        STAGES=STAGES,
+        _norm_kernel, B * chunks,
+        x_BTd, G_BTd, None if mean is None else mean.contiguous(), rstd.contiguous(),
+        None if weight_d is None else weight_d.contiguous(), dx_BTd, vectors_PBnd, T, d,
+        *x_BTd.stride()[:2], *G_BTd.stride()[:2], rows_per_chunk, chunks,
+        ROWS=rows, WIDTH=width, WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, STAGES=STAGES,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return dx_BTd, vectors_PBnd
 
 
@@ -175,25 +135,11 @@ def _split(B: int, T: int, d: int, device: torch.device) -> tuple[int, int, int,
 
 @triton.jit
 def _group_norm_kernel(
-    x_ptr,
-    G_ptr,
-    mean_ptr,
-    rstd_ptr,
-    w_ptr,
-    b_ptr,
-    C,
-    S,
-    x_stride_b,
-    x_stride_c,
-    x_stride_s,
-    G_stride_b,
-    G_stride_c,
-    G_stride_s,
-    groups,
+    x_ptr, G_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr,
+    C, S, x_stride_b, x_stride_c, x_stride_s, G_stride_b, G_stride_c, G_stride_s, groups,
     channel_blocks,
-    CHANNELS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
+    CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     b = (pid // channel_blocks).to(tl.int64)
     c = (pid % channel_blocks) * CHANNELS + tl.arange(0, CHANNELS)
@@ -208,16 +154,10 @@ def _group_norm_kernel(
         s = first + tl.arange(0, POSITIONS)
         inside = in_channels[:, None] & (s < S)[None, :]
         wide_s = s.to(tl.int64)[None, :]
-        x = tl.load(
-            x_ptr + b * x_stride_b + wide_c * x_stride_c + wide_s * x_stride_s,
-            mask=inside,
-            other=0.0,
-        ).to(tl.float32)
-        G = tl.load(
-            G_ptr + b * G_stride_b + wide_c * G_stride_c + wide_s * G_stride_s,
-            mask=inside,
-            other=0.0,
-        ).to(tl.float32)
+        x_at = x_ptr + b * x_stride_b + wide_c * x_stride_c + wide_s * x_stride_s
+        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        G_at = G_ptr + b * G_stride_b + wide_c * G_stride_c + wide_s * G_stride_s
+        G = tl.load(G_at, mask=inside, other=0.0).to(tl.float32)
         w_sum += tl.sum(G * ((x - mean[:, None]) * rstd[:, None]), 1)
         b_sum += tl.sum(G, 1)
     tl.store(w_ptr + b * C + c, w_sum, mask=in_channels)
@@ -236,22 +176,10 @@ def group_norm_grads(
     w_BC = torch.empty((B, C), dtype=torch.float32, device=x_BCS.device)
     b_BC = torch.empty_like(w_BC)
     launch(
-        _group_norm_kernel,
-        B * channel_blocks,
-        x_BCS,
-        G_BCS,
-        mean_Bg.contiguous(),
-        rstd_Bg.contiguous(),
-        w_BC,
-        b_BC,
-        C,
-        S,
-        *x_BCS.stride(),
-        *G_BCS.stride(),
-        mean_Bg.shape[1],
-        channel_blocks,
-        CHANNELS=channels,
-        POSITIONS=positions,
+        _group_norm_kernel, B * channel_blocks,
+        x_BCS, G_BCS, mean_Bg.contiguous(), rstd_Bg.contiguous(), w_BC, b_BC, C, S, *x_BCS.stride(),
+        *G_BCS.stride(), mean_Bg.shape[1], channel_blocks,
+        CHANNELS=channels, POSITIONS=positions,
         num_warps=4,
-    )
+    )  # fmt: skip
     return w_BC, b_BC

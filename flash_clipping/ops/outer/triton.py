@@ -31,33 +31,12 @@ limit, were measured to be faster."""
 
 @triton.jit
 def _outer_kernel(
-    A_ptr,
-    G_ptr,
-    out_ptr,
-    partial_ptr,
-    B,
-    T,
-    d,
-    p,
-    A_stride_b,
-    A_stride_t,
-    G_stride_b,
-    G_stride_t,
-    tiles_p,
-    tiles_d,
-    STORE: tl.constexpr,
-    TMA: tl.constexpr,
-    TMA_STORE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-):
+    A_ptr, G_ptr, out_ptr, partial_ptr,
+    B, T, d, p, A_stride_b, A_stride_t, G_stride_b, G_stride_t, tiles_p, tiles_d,
+    STORE: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr, IN_PAIRS: tl.constexpr,
+):  # fmt: skip
     if TMA:
         A = tl.make_tensor_descriptor(
             A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1], [1, BLOCK_T, BLOCK_D]
@@ -172,36 +151,15 @@ def launch_outer(
     partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
     at_once = config.per_multiprocessor * tiles.sm_count(A_BTd.device)
     launch(
-        _outer_kernel,
-        min(B * tiles_p * tiles_d, at_once),
-        A_BTd,
-        G_BTp,
-        partial if grads_Bpd is None else grads_Bpd,
-        partial,
-        B,
-        T,
-        d,
-        p,
-        *A_BTd.stride()[:2],
-        *G_BTp.stride()[:2],
-        tiles_p,
-        tiles_d,
-        STORE=store,
-        TMA=tma,
-        TMA_STORE=tma_store,
-        BLOCK_P=config.block_p,
-        BLOCK_D=config.block_d,
-        BLOCK_T=config.block_t,
-        PROMOTE=config.promote,
-        GROUP=GROUP,
-        PARTS=config.num_warps,
-        PRECISION=tiles.dot_precision(A_BTd.dtype),
-        FLATTEN=config.flatten,
+        _outer_kernel, min(B * tiles_p * tiles_d, at_once),
+        A_BTd, G_BTp, partial if grads_Bpd is None else grads_Bpd, partial, B, T, d, p,
+        *A_BTd.stride()[:2], *G_BTp.stride()[:2], tiles_p, tiles_d,
+        STORE=store, TMA=tma, TMA_STORE=tma_store, BLOCK_P=config.block_p, BLOCK_D=config.block_d,
+        BLOCK_T=config.block_t, PROMOTE=config.promote, GROUP=GROUP, PARTS=config.num_warps,
+        PRECISION=tiles.dot_precision(A_BTd.dtype), FLATTEN=config.flatten,
         IN_PAIRS=tiles.rounds_in_pairs(A_BTd.device, A_BTd.dtype),
-        workspace=tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        workspace=tma, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return partial, grads_Bpd
 
 
@@ -217,21 +175,9 @@ def _in_order_of_weight(columns, K, C):
 
 
 @triton.jit
-def _weighted_sum_kernel(
-    grads_ptr,
-    coef_ptr,
-    out_ptr,
-    B,
-    N,
-    stride_b,
-    K,
-    C,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < N
-    total = tl.zeros((BLOCK,), tl.float32)
+def _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL: tl.constexpr):
+    """Some columns of ``Σ_b coef_b · grads_b``."""
+    total = tl.zeros_like(columns).to(tl.float32)
     for first in range(0, B, UNROLL):
         for step in tl.static_range(UNROLL):
             b = first + step
@@ -240,7 +186,18 @@ def _weighted_sum_kernel(
             kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
             grads = tl.load(start + columns, mask=kept, other=0.0)
             total += coef * grads.to(tl.float32)
-    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=inside)
+    return total
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    grads_ptr, coef_ptr, out_ptr,
+    B, N, stride_b, K, C,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL)
+    tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
 
 
 def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
@@ -262,35 +219,21 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     grads, K, C = _in_memory_order(grads)
     N = out.numel()
     launch(
-        _weighted_sum_kernel,
-        tiles.cdiv(N, WEIGHTED_BLOCK),
-        grads,
-        coef_B.contiguous(),
-        out,
-        grads.shape[0],
-        N,
-        grads.stride(0),
-        K,
-        C,
-        BLOCK=WEIGHTED_BLOCK,
-        UNROLL=WEIGHTED_UNROLL,
+        _weighted_sum_kernel, tiles.cdiv(N, WEIGHTED_BLOCK),
+        grads, coef_B.contiguous(), out, grads.shape[0], N, grads.stride(0), K, C,
+        BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _weighted_sums_kernel(
-    table_ptr,
-    coef_ptr,
-    tensors,
-    B,
-    DTYPE: tl.constexpr,
-    TENSORS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table_ptr, coef_ptr,
+    tensors, B,
+    DTYPE: tl.constexpr, TENSORS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+):  # fmt: skip
     """:func:`_weighted_sum_kernel` for tensors named by a table; the blocks of all in one grid."""
     block = tl.program_id(0)
     row = table_ptr + tiles.row_of(table_ptr, tensors, block, COLUMNS, TENSORS) * COLUMNS
@@ -299,14 +242,7 @@ def _weighted_sums_kernel(
     N = tl.multiple_of(tl.load(row + 2), 8)
     K, C = tl.load(row + 3), tl.load(row + 4)
     columns = (block - tl.load(row + 5)) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, B, UNROLL):
-        for step in tl.static_range(UNROLL):
-            b = first + step
-            coef = tl.load(coef_ptr + b, mask=b < B, other=0.0).to(tl.float32)
-            kept = columns < tl.where(coef != 0, N, 0)  # of a dropped sample, nothing
-            grads = tl.load(grads_ptr + b * N + columns, mask=kept, other=0.0)
-            total += coef * grads.to(tl.float32)
+    total = _weighted_block(grads_ptr, coef_ptr, N, columns, B, N, UNROLL)
     tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
 
 
@@ -328,17 +264,10 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     places = zip(*addresses, sizes, Ks, Cs, firsts, strict=True)
     table.numbers.extend(itertools.chain(*places))
     launch(
-        _weighted_sums_kernel,
-        blocks,
-        table.on(first.device),
-        coef_B.contiguous(),
-        len(grads),
-        B,
-        DTYPE=tiles.TL_DTYPE[first.dtype],
-        TENSORS=tiles.next_power_of_2(len(grads)),
-        COLUMNS=table.columns,
-        BLOCK=WEIGHTED_BLOCK,
-        UNROLL=WEIGHTED_UNROLL,
+        _weighted_sums_kernel, blocks,
+        table.on(first.device), coef_B.contiguous(), len(grads), B,
+        DTYPE=tiles.TL_DTYPE[first.dtype], TENSORS=tiles.next_power_of_2(len(grads)),
+        COLUMNS=table.columns, BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
-    )
+    )  # fmt: skip
     return outs

@@ -32,13 +32,9 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     B = coef_B.shape[0]
     size = x.numel() // B
     launch(
-        _row_scale_kernel,
-        B * tiles.cdiv(size, BLOCK),
-        x,
-        coef_B,
-        out,
-        size,
+        _row_scale_kernel, B * tiles.cdiv(size, BLOCK),
+        x, coef_B, out, size,
         BLOCK=BLOCK,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

@@ -56,22 +56,11 @@ def _block_sum(
 
 @triton.jit
 def _row_sums_kernel(
-    table_ptr,
-    sums_ptr,
-    squares_ptr,
-    tensors,
-    T,
-    N,
-    blocks,
-    widest,
-    DTYPE: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    TENSORS: tl.constexpr,
-    WIDEST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    table_ptr, sums_ptr, squares_ptr,
+    tensors, T, N, blocks, widest,
+    DTYPE: tl.constexpr, X_DTYPE: tl.constexpr, TENSORS: tl.constexpr, WIDEST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """``BLOCK`` elements of one sample of one tensor, and the part of its norm that they are.
 
     Every tensor has room for ``widest`` parts in ``squares``, ``[B, P, widest]``.
@@ -149,25 +138,14 @@ def row_sums(
     sums_BN = torch.empty((B, N), dtype=torch.float32, device=device)
     squares_BPw = torch.empty((B, tensors, widest), dtype=torch.float32, device=device)
     launch(
-        _row_sums_kernel,
-        B * blocks,
-        table.on(device),
-        sums_BN,
-        squares_BPw,
-        tensors,
-        T,
-        N,
-        blocks,
-        widest,
+        _row_sums_kernel, B * blocks,
+        table.on(device), sums_BN, squares_BPw, tensors, T, N, blocks, widest,
         DTYPE=tiles.TL_DTYPE[first.dtype],
         X_DTYPE=None if table.x_dtype is None else tiles.TL_DTYPE[table.x_dtype],
-        TENSORS=tiles.next_power_of_2(tensors),
-        WIDEST=tiles.next_power_of_2(widest),
-        COLUMNS=_COLUMNS,
-        BLOCK=BLOCK,
-        ROWS=ROWS,
+        TENSORS=tiles.next_power_of_2(tensors), WIDEST=tiles.next_power_of_2(widest),
+        COLUMNS=_COLUMNS, BLOCK=BLOCK, ROWS=ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
     table.held = []
     if memo is not None and not table.copied:
         memo["table"] = table

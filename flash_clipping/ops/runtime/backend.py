@@ -32,6 +32,10 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_TRITON = (3, 3)
 """In the interpreter of the one before, sums of rows come out as 0, without an error."""
 
+_BACKENDS: Any = torch.backends
+_NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
+"""Errors that the PyTorch path would meet as well, or that leave the device unusable."""
+
 
 class _EndOfStep(threading.local):
     """Of the backward pass whose end runs in this thread, if one does: which implementation was
@@ -138,7 +142,7 @@ def run(
                 with torch.no_grad(), _on_device(tensor):
                     return kernel(*args, **kwargs)
             return kernel(*args, **kwargs)  # as in every step: context managers take a while
-        except _not_ours():
+        except _NOT_OURS:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -174,12 +178,6 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
-def _not_ours() -> tuple[type[BaseException], ...]:
-    """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
-    accelerator = getattr(torch, "AcceleratorError", None)
-    return (torch.OutOfMemoryError,) + ((accelerator,) if accelerator is not None else ())
-
-
 def _warn_once(name: str, reason: str, error: Exception | None) -> None:
     if name in _warned:
         return
@@ -209,8 +207,8 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
     Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
     to TF32: norms would be off by 1e-3, and with them the guarantee.
 
-    PyTorch's newer settings (``torch.backends.cuda.matmul.fp32_precision``) are used where it has
-    them: the older say what these say, but not the other way round.
+    By ``torch.backends.cuda.matmul.fp32_precision`` and the like: the older settings say what these
+    say, but not the other way round.
 
     ``ends_step``: around the end of a backward pass, which runs without autograd. Its operations on
     devices of this type do not enter it again, and the environment is read once for all of them.
@@ -221,26 +219,12 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
             _end_of_step.chosen, _end_of_step.precise_on = {}, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        settings = matmul_settings() and [*matmul_settings(), *_convolution_settings()]
-        for setting in settings:
+        convolutions = _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.conv
+        for setting in (*matmul_settings(), *convolutions):
             wanted = setting.fp32_precision
             if wanted not in ("none", "ieee"):
                 setting.fp32_precision = "ieee"
                 stack.callback(setattr, setting, "fp32_precision", wanted)
-        if not settings:
-            before = torch.get_float32_matmul_precision()
-            if before != "highest":
-                torch.set_float32_matmul_precision("highest")
-                stack.callback(torch.set_float32_matmul_precision, before)
-            cudnn = torch.backends.cudnn
-            stack.enter_context(
-                cudnn.flags(
-                    enabled=cudnn.enabled,
-                    benchmark=cudnn.benchmark,
-                    deterministic=cudnn.deterministic,
-                    allow_tf32=False,
-                )
-            )
         try:
             yield
         finally:
@@ -248,23 +232,9 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
                 _end_of_step.chosen, _end_of_step.precise_on = outside
 
 
-@functools.cache
-def matmul_settings() -> list[Any]:
-    """PyTorch's newer settings of how fp32 matmuls are computed, on a GPU and on a CPU: what has an
-    ``fp32_precision``. Older versions have none."""
-    return _settings((torch.backends.cuda, "matmul"), (torch.backends.mkldnn, "matmul"))
-
-
-@functools.cache
-def _convolution_settings() -> list[Any]:
-    """The same for convolutions."""
-    return _settings((torch.backends.cudnn, "conv"), (torch.backends.mkldnn, "conv"))
-
-
-def _settings(*names: tuple[Any, str]) -> list[Any]:
-    places: list[Any] = [getattr(holder, name, None) for holder, name in names]
-    found = [place for place in places if hasattr(place, "fp32_precision")]
-    return found if len(found) == len(places) else []
+def matmul_settings() -> tuple[Any, Any]:
+    """How PyTorch computes fp32 matmuls on a GPU and on a CPU: what has an ``fp32_precision``."""
+    return _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul
 
 
 def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:

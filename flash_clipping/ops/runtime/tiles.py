@@ -154,18 +154,9 @@ def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
 
 @triton.jit
 def load_tile(
-    source,
-    b,
-    t,
-    f,
-    T,
-    F,
-    stride_b,
-    stride_t,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    source, b, t, f, T, F, stride_b, stride_t,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Rows ``t..`` and columns ``f..`` of sample ``b``; zero outside ``[T, F]``."""
     if TMA:
         return source.load([b, t, f]).reshape(ROWS, COLUMNS)
@@ -176,6 +167,21 @@ def load_tile(
         start = source + b.to(tl.int64) * stride_b
         pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
         return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+
+
+@triton.jit
+def load_rows(X_ptr, row, stride, column, in_rows, in_columns):
+    """``[rows, columns]`` of a matrix whose rows are ``stride`` apart; zero outside."""
+    at = X_ptr + row[:, None] * stride + column[None, :]
+    return tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
+    """The same the other way round, in the matrix's own dtype."""
+    at = X_ptr + row[:, None] * stride + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    tl.store(at, x.to(X_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

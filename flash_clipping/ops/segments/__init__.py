@@ -12,7 +12,6 @@ of which was sent to k groups. Operands are sorted by segment: row n of an opera
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +19,7 @@ from torch import Tensor
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments import reference
-from flash_clipping.ops.segments.work import Lists
-
-
-class Rows(NamedTuple):
-    """An operand's sorted rows, perhaps not put in order yet: row n is row ``places[n]`` of X.
-
-    Tokens that k experts read lie there once, and not k times.
-    """
-
-    X: Tensor
-    places_N: Tensor | None = None
-
-    def sorted(self) -> Tensor:
-        """``[N, features]``."""
-        return self.X if self.places_N is None else self.X[self.places_N]
-
-    def reordered(self, order_N: Tensor) -> Rows:
-        """The same rows in another order: row n is what row ``order_N[n]`` was."""
-        return Rows(self.X, order_N if self.places_N is None else self.places_N[order_N])
+from flash_clipping.ops.segments.work import Lists, Rows as Rows
 
 
 class Segments:
@@ -170,7 +151,7 @@ def segment_sqnorms(
     if not _has_rows(A, G, segments):
         nothing_S = A.X.new_zeros(len(segments.starts) - 1, dtype=accumulator(A.X, G.X))
         return nothing_S, nothing_S
-    return backends.run(reference.segment_sqnorms, backend, _decides(A, G), *A, *G, segments.lists)
+    return backends.run(reference.segment_sqnorms, backend, _decides(A, G), A, G, segments.lists)
 
 
 def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> Tensor:
@@ -187,7 +168,7 @@ def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto"
     if not _has_rows(A, G, segments):
         return _no_products(A, G, B * E).unflatten(0, (B, E))
     run = reference.segment_grads
-    return backends.run(run, backend, _decides(A, G), *A, *G, segments.lists, B)
+    return backends.run(run, backend, _decides(A, G), A, G, segments.lists, B)
 
 
 def grouped_sums(
@@ -203,12 +184,12 @@ def grouped_sums(
         if not _has_rows(A, G, segments):
             return _no_products(A, G, segments.groups)
         run = reference.products
-        return backends.run(run, backend, _decides(A, G), *A, *G, segments.of_groups)
+        return backends.run(run, backend, _decides(A, G), A, G, segments.of_groups)
     if not _has_rows(A, G, segments):
         size = segments.groups, G.X.shape[1], A.X.shape[1]
         return A.X.new_zeros(size, dtype=accumulator(A.X, G.X))
     sums = reference.grouped_sums
-    return backends.run(sums, backend, _decides(A, G), *A, *G, segments.lists, coef_B)
+    return backends.run(sums, backend, _decides(A, G), A, G, segments.lists, coef_B)
 
 
 def _no_products(A: Rows, G: Rows, count: int) -> Tensor:

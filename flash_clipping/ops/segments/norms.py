@@ -18,9 +18,8 @@ from flash_clipping.ops.gram.tiles import triangle
 from flash_clipping.ops.runtime import cost, tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import tile_in_groups
-from flash_clipping.ops.segments.operands import Config, Operands, operands_of, places
-from flash_clipping.ops.segments.row_sums import of_segments
-from flash_clipping.ops.segments.work import Lists
+from flash_clipping.ops.segments.operands import Config, Operands, of_segments, operands_of, places
+from flash_clipping.ops.segments.work import Lists, Rows
 
 PROMOTED = 1024
 """Rows, or features, after which a product is added to a sum in fp32: tensor cores truncate."""
@@ -30,11 +29,9 @@ SPREAD_ROWS = 64
 ROW_FLOOR = tl.constexpr(FLOOR)
 
 
-def segment_sqnorms(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
-) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
-    operands, S = operands_of(A, A_rows, G, G_rows), len(lists)
+    operands, S = operands_of(A, G), len(lists)
     if operands.rows > GATHERED_ONCE * S:  # products read a row more often than Gram matrices
         operands = operands.in_order()
     longest = cost.longest_for_gram(operands.d, operands.p, operands.dtype.itemsize)
@@ -67,23 +64,13 @@ def _short_ones(operands: Operands, lists: Lists, longest: int) -> Tensor:
     pairs = lists.pairs(config.block, longest)
     parts_M2 = torch.empty((len(pairs.of_M), 2), dtype=torch.float32, device=operands.A.device)
     launch(
-        gram_kernel,
-        len(pairs.of_M),
-        *operands.tensors(),
-        lists.starts,
-        pairs.of_M,
-        pairs.firsts,
-        parts_M2,
-        len(lists),
+        gram_kernel, len(pairs.of_M),
+        *operands.tensors(), lists.starts, pairs.of_M, pairs.firsts, parts_M2, len(lists),
         *operands.sizes(),
-        **operands.options(),
-        BLOCK=config.block,
-        BLOCK_F=config.step,
-        PROMOTE=PROMOTED // config.step,
-        PRECISION=tiles.dot_precision(operands.dtype),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        **operands.options(), BLOCK=config.block, BLOCK_F=config.step,
+        PROMOTE=PROMOTED // config.step, PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return of_segments(parts_M2, pairs.firsts)
 
 
@@ -95,23 +82,13 @@ def _long_ones(operands: Operands, lists: Lists, ranks: int, longest: int) -> Te
     size = ranks, tiles_d * tiles_p
     parts = torch.empty(size, dtype=torch.float32, device=operands.A.device)
     launch(
-        outer_kernel,
-        parts.numel(),
-        *operands.tensors(),
-        lists.starts,
-        lists.longest_first_S,
-        parts,
-        longest + 1,
+        outer_kernel, parts.numel(),
+        *operands.tensors(), lists.starts, lists.longest_first_S, parts, longest + 1,
         *operands.sizes(),
-        **operands.options(),
-        BLOCK=config.block,
-        BLOCK_T=config.step,
-        PROMOTE=PROMOTED // config.step,
-        GROUP=8,
-        PRECISION=tiles.dot_precision(operands.dtype),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        **operands.options(), BLOCK=config.block, BLOCK_T=config.step,
+        PROMOTE=PROMOTED // config.step, GROUP=8, PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return parts.sum(1)
 
 
@@ -121,43 +98,21 @@ def _spread(operands: Operands, lists: Lists, longest: int) -> Tensor:
     size = len(blocks.of_M), 1
     parts_M1 = torch.empty(size, dtype=torch.float32, device=operands.A.device)
     launch(
-        spread_kernel,
-        len(parts_M1),
-        *operands.tensors(),
-        blocks.begin_M,
-        blocks.end_M,
-        parts_M1,
-        *operands.sizes(),
-        **operands.options(),
-        BLOCK=SPREAD_ROWS,
-        BLOCK_F=64,
+        spread_kernel, len(parts_M1),
+        *operands.tensors(), blocks.begin_M, blocks.end_M, parts_M1, *operands.sizes(),
+        **operands.options(), BLOCK=SPREAD_ROWS, BLOCK_F=64,
         num_warps=4,
-    )
+    )  # fmt: skip
     return of_segments(parts_M1, blocks.firsts)
 
 
 @triton.jit
 def gram_kernel(
-    A_ptr,
-    G_ptr,
-    A_rows_ptr,
-    G_rows_ptr,
-    starts_ptr,
-    of_ptr,
-    firsts_ptr,
-    out_ptr,
-    segments,
-    d,
-    p,
-    A_stride,
-    G_stride,
-    A_GATHERED: tl.constexpr,
-    G_GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, starts_ptr, of_ptr, firsts_ptr, out_ptr,
+    segments, d, p, A_stride, G_stride,
+    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_F: tl.constexpr,
+    PROMOTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One pair of blocks of a segment: its part of the squared norm, and of the spread."""
     entry = tl.program_id(0)
     segment = tl.load(of_ptr + entry)
@@ -188,16 +143,9 @@ def gram_kernel(
 @triton.jit
 def _products_of_rows(
     X_ptr,
-    at_i,
-    at_j,
-    in_i,
-    in_j,
-    F,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    at_i, at_j, in_i, in_j, F,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``x_i · x_j`` of a block's rows with another's; 0 for rows outside."""
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     product = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -215,26 +163,11 @@ def _products_of_rows(
 
 @triton.jit
 def outer_kernel(
-    A_ptr,
-    G_ptr,
-    A_rows_ptr,
-    G_rows_ptr,
-    starts_ptr,
-    longest_ptr,
-    out_ptr,
-    shortest,
-    d,
-    p,
-    A_stride,
-    G_stride,
-    A_GATHERED: tl.constexpr,
-    G_GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, starts_ptr, longest_ptr, out_ptr,
+    shortest, d, p, A_stride, G_stride,
+    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+    PROMOTE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One tile of ``Gᵀ A`` of a segment of at least ``shortest`` rows, squared and summed. Segments
     come as ``longest`` lists them; what would be written for shorter ones is never read."""
     tiles_p, tiles_d = tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK)
@@ -265,22 +198,10 @@ def outer_kernel(
 
 @triton.jit
 def spread_kernel(
-    A_ptr,
-    G_ptr,
-    A_rows_ptr,
-    G_rows_ptr,
-    begin_ptr,
-    end_ptr,
-    out_ptr,
-    d,
-    p,
-    A_stride,
-    G_stride,
-    A_GATHERED: tl.constexpr,
-    G_GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, begin_ptr, end_ptr, out_ptr,
+    d, p, A_stride, G_stride,
+    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """``Σ ‖a_n‖ ‖g_n‖`` over the rows of a block."""
     block = tl.program_id(0)
     begin = tl.load(begin_ptr + block)

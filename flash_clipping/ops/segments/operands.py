@@ -1,7 +1,7 @@
-"""The two operands of a kernel for segments, and how it is launched.
+"""The two operands of a kernel for segments, how it is launched, and sums of runs of rows.
 
-N sorted rows, d input features, p output features. An operand may lie unsorted, with the place of
-every sorted row beside it.
+N sorted rows, M runs, d input features, p output features, f features of one operand. An operand
+may lie unsorted, with the place of every sorted row beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.segments.work import Rows
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,16 @@ class Operands(NamedTuple):
         """Put in order, for kernels that read a row many times."""
         A = self.A[self.A_places] if self.A_gathered else self.A
         G = self.G[self.G_places] if self.G_gathered else self.G
-        return operands_of(A, None, G, None)
+        return operands_of(Rows(A), Rows(G))
 
 
-def operands_of(A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None) -> Operands:
-    dtype = torch.promote_types(A.dtype, G.dtype)
-    A, G = (tiles.with_unit_stride(X.to(dtype)) for X in (A, G))
-    rows = len(A if A_rows is None else A_rows)
-    A_places = A if A_rows is None else A_rows
-    G_places = G if G_rows is None else G_rows
-    return Operands(A, G, A_places, G_places, A_rows is not None, G_rows is not None, rows)
+def operands_of(A_Nd: Rows, G_Np: Rows) -> Operands:
+    dtype = torch.promote_types(A_Nd.X.dtype, G_Np.X.dtype)
+    A, G = (tiles.with_unit_stride(rows.X.to(dtype)) for rows in (A_Nd, G_Np))
+    A_gathered, G_gathered = (rows.places_N is not None for rows in (A_Nd, G_Np))
+    A_places = A if A_Nd.places_N is None else A_Nd.places_N
+    G_places = G if G_Np.places_N is None else G_Np.places_N
+    return Operands(A, G, A_places, G_places, A_gathered, G_gathered, A_Nd.size)
 
 
 def stride(X: Tensor) -> int:
@@ -102,3 +104,39 @@ def places(rows_ptr, n, inside, stride, GATHERED: tl.constexpr):
     if GATHERED:
         n = tl.load(rows_ptr + n, mask=inside, other=0)
     return n.to(tl.int64) * stride
+
+
+def row_sums(X_Nf: Tensor, begin_M: Tensor, end_M: Tensor) -> Tensor:
+    """``[M, f]`` in fp32: rows from ``begin`` to ``end`` added up."""
+    X_Nf = tiles.with_unit_stride(X_Nf)
+    runs, F = len(begin_M), X_Nf.shape[1]
+    out = torch.empty((runs, F), dtype=torch.float32, device=X_Nf.device)
+    block = min(128, tiles.next_power_of_2(F))
+    programs = runs * tiles.cdiv(F, block)
+    if programs:
+        arguments = (X_Nf, begin_M, end_M, out, F, stride(X_Nf))
+        launch(row_sums_kernel, programs, *arguments, ROWS=32, BLOCK=block, num_warps=4)
+    return out
+
+
+def of_segments(parts_Mf: Tensor, firsts: Tensor) -> Tensor:
+    """What blocks have left, added up for every segment in order."""
+    return row_sums(parts_Mf, firsts[:-1], firsts[1:])
+
+
+@triton.jit
+def row_sums_kernel(
+    X_ptr, begin_ptr, end_ptr, out_ptr, F, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``Σ x_n`` over a run of rows, some columns of it."""
+    parts = tl.cdiv(F, BLOCK)
+    run = tl.program_id(0) // parts
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(end_ptr + run)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(tl.load(begin_ptr + run), end, ROWS):
+        n = first + tl.arange(0, ROWS)
+        at = n.to(tl.int64)[:, None] * stride + columns[None, :]
+        x = tl.load(X_ptr + at, mask=(n < end)[:, None] & (columns < F)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    tl.store(out_ptr + run.to(tl.int64) * F + columns, total, mask=columns < F)

@@ -14,17 +14,12 @@ from torch import Tensor
 
 from flash_clipping.ops import certificate
 from flash_clipping.ops.runtime.shapes import accumulator
-from flash_clipping.ops.segments.work import Lists
+from flash_clipping.ops.segments.work import Lists, Rows
 
 
 def _pieces(lists: Lists) -> Iterator[tuple[int, int]]:
     """First row of every segment, and the first that is no longer its own."""
     return itertools.pairwise(lists.starts.tolist())
-
-
-def _rows(X: Tensor, rows_N: Tensor | None, i: int, j: int) -> Tensor:
-    """Sorted rows from i to j of an operand."""
-    return X[i:j] if rows_N is None else X[rows_N[i:j]]
 
 
 def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
@@ -34,17 +29,15 @@ def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
     return torch.stack(sums) if sums else X_Nf.new_zeros((0, X_Nf.shape[1]), dtype=dtype)
 
 
-def segment_sqnorms(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
-) -> tuple[Tensor, Tensor]:
+def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
-    d, p = A.shape[1], G.shape[1]
-    dtype = accumulator(A, G)
-    sq_S, spread_S = (A.new_zeros(len(lists), dtype=dtype) for _ in range(2))
+    d, p = A.X.shape[1], G.X.shape[1]
+    dtype = accumulator(A.X, G.X)
+    sq_S, spread_S = (A.X.new_zeros(len(lists), dtype=dtype) for _ in range(2))
     for s, (i, j) in enumerate(_pieces(lists)):
         if i == j:
             continue
-        a, g = _rows(A, A_rows, i, j).to(dtype), _rows(G, G_rows, i, j).to(dtype)
+        a, g = A.between(i, j).to(dtype), G.between(i, j).to(dtype)
         if (j - i) * (d + p) <= 2 * d * p:
             AA, GG = a @ a.mT, g @ g.mT
             sq_S[s] = AA.mul_(GG).sum()
@@ -54,50 +47,33 @@ def segment_sqnorms(
     return sq_S, certificate.doubt(spread_S)
 
 
-def grouped_sums(
-    A: Tensor,
-    A_rows: Tensor | None,
-    G: Tensor,
-    G_rows: Tensor | None,
-    lists: Lists,
-    coef_B: Tensor,
-) -> Tensor:
+def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`; a group at a time in wide dtypes."""
-    dtype = accumulator(A, G)
+    dtype = accumulator(A.X, G.X)
     B = len(coef_B)
     lengths = lists.lengths_S.view(-1, B)
-    out = A.new_zeros((len(lengths), G.shape[1], A.shape[1]), dtype=dtype)
+    out = A.X.new_zeros((len(lengths), G.X.shape[1], A.X.shape[1]), dtype=dtype)
     for e, (i, j) in enumerate(_pieces(lists.joined(B))):
         if i == j:
             continue
         coef = coef_B.to(dtype).repeat_interleave(lengths[e]).unsqueeze(1)
         dropped = coef == 0  # 0 · inf is NaN, so it must be zero in both operands
-        a = _rows(A, A_rows, i, j).to(dtype).masked_fill(dropped, 0)
-        g = (_rows(G, G_rows, i, j).to(dtype) * coef).masked_fill(dropped, 0)
+        a = A.between(i, j).to(dtype).masked_fill(dropped, 0)
+        g = (G.between(i, j).to(dtype) * coef).masked_fill(dropped, 0)
         torch.mm(g.mT, a, out=out[e])
     return out
 
 
-def segment_grads(
-    A: Tensor,
-    A_rows: Tensor | None,
-    G: Tensor,
-    G_rows: Tensor | None,
-    lists: Lists,
-    samples: int,
-) -> Tensor:
+def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_grads`."""
-    grads = products(A, A_rows, G, G_rows, lists)
+    grads = products(A, G, lists)
     return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
 
 
-def products(
-    A: Tensor, A_rows: Tensor | None, G: Tensor, G_rows: Tensor | None, lists: Lists
-) -> Tensor:
+def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype."""
-    one = A.new_ones(1, dtype=accumulator(A, G))
-    sums = grouped_sums(A, A_rows, G, G_rows, lists, one)
-    return sums.to(torch.promote_types(A.dtype, G.dtype))
+    one = A.X.new_ones(1, dtype=accumulator(A.X, G.X))
+    return grouped_sums(A, G, lists, one).to(torch.promote_types(A.X.dtype, G.X.dtype))
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:

@@ -1,22 +1,368 @@
 """The kernels for segments, by the names of :mod:`flash_clipping.ops.segments.reference`: nothing
-here waits for how long segments are."""
+here waits for how long segments are. Those for norms stand in ``norms.py``.
 
-from flash_clipping.ops.segments.norms import segment_sqnorms
-from flash_clipping.ops.segments.products import (
-    grouped_linear,
-    products,
-    segment_grads,
-    sums_of_tokens,
+N rows, M blocks of rows, S segments, E groups, B samples, d input features, p output features, F
+features of one operand. Rows are sorted by segment; an operand may lie unsorted, with the place of
+every sorted row beside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_clipping._compat import grouped_mm
+from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.tiles import tile_in_groups
+from flash_clipping.ops.segments.norms import PROMOTED, segment_sqnorms as segment_sqnorms
+from flash_clipping.ops.segments.operands import (
+    Config,
+    Operands,
+    of_segments,
+    operands_of,
+    places,
+    row_sums,
+    stride,
 )
-from flash_clipping.ops.segments.row_sums import segment_sums
-from flash_clipping.ops.segments.sums import grouped_sums
+from flash_clipping.ops.segments.reference import sum_dtype
+from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 
-__all__ = [
-    "grouped_linear",
-    "grouped_sums",
-    "products",
-    "segment_grads",
-    "segment_sqnorms",
-    "segment_sums",
-    "sums_of_tokens",
-]
+SUMMED = 256
+"""Rows that one program adds up."""
+NARROW = 64
+"""Features up to which an operand is a low rank: the ring's tiles would be half empty."""
+RING_ROWS = 32
+"""Rows of a block of :mod:`flash_clipping.ops.segments.hopper`."""
+SPLIT_BELOW = 96
+"""Rows of a segment, on average, below which these are multiplied by their coefficients."""
+
+
+def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.grouped_sums`."""
+    operands, S = operands_of(A, G), len(lists)
+    coef_B = coef_B.float().contiguous()
+    size = S // len(coef_B), operands.p, operands.d
+    out = torch.empty(size, dtype=torch.float32, device=A.X.device)
+    is_wide = min(operands.d, operands.p) > NARROW
+    if is_wide and has_ring(operands):
+        split = operands.dtype == torch.bfloat16 and operands.rows < SPLIT_BELOW * S
+        ring_sums(operands, lists, coef_B, out, split)
+    else:
+        config = sums_config(operands, operands.rows / S)
+        launch_sums(operands, lists, coef_B, out, config)
+    return out
+
+
+def has_ring(operands: Operands) -> bool:
+    """Whether :mod:`flash_clipping.ops.segments.hopper` multiplies these."""
+    is_half = operands.dtype != torch.float32
+    return is_half and tiles.is_hopper(operands.A.device) and has_gluon()
+
+
+def sums_config(operands: Operands, rows_each: float) -> Config:
+    """For segments of so many rows on average. Tiles of low ranks are as narrow as these."""
+    block, block_d = (min(128, max(16, tiles.next_power_of_2(f))) for f in (operands.p, operands.d))
+    warps = 4 if min(block, block_d) <= NARROW else 8
+    if operands.dtype == torch.float32 or rows_each <= 96:
+        return Config(block, 32, warps, num_stages=4, block_d=block_d)
+    return Config(block, 64, warps, num_stages=3, block_d=block_d)
+
+
+def launch_sums(
+    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
+) -> None:
+    """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
+    (E, p, d), B = out.shape, len(coef_B)
+    blocks = lists.blocks(config.step)
+    place_M = torch.arange(len(blocks.of_M), device=out.device, dtype=torch.int32)
+    place_M -= blocks.firsts[blocks.of_M.clamp(max=E * B - 1)]
+    each = PROMOTED // config.step
+    launch(
+        grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
+        *operands.tensors(), longest_groups_first(lists, B), blocks.firsts, blocks.begin_M,
+        blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (place_M % each == each - 1), out, B,
+        turned, E // turned, *operands.sizes(),
+        **operands.options(), BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step,
+        GROUP=8, PRECISION=tiles.dot_precision(operands.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def longest_groups_first(lists: Lists, samples: int) -> Tensor:
+    """Groups in an order such that a launch ends on short ones."""
+    return lists.joined(samples).longest_first_S
+
+
+def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
+    """Sums on Hopper: of copies that lie in blocks. ``split``: these are multiplied by their
+    coefficients, in two parts."""
+    (E, p, d), B = out.shape, len(coef_B)
+    blocks = (lists.joined(B) if split else lists).blocks(RING_ROWS)
+    coef_N = coefficient_of_rows(lists, coef_B)
+    A, A_places, is_gathered = operands.A, operands.A_places, operands.A_gathered
+    A_Mf, _ = in_blocks(A, A_places, is_gathered, blocks, coef_N)
+    G, G_places, is_gathered = operands.G, operands.G_places, operands.G_gathered
+    G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
+    items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
+    launch(
+        _hopper_kernel(), min(items, tiles.sm_count(out.device)),
+        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, longest_groups_first(lists, B), items,
+        1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
+        DTYPE=tiles.TL_DTYPE[A.dtype], SPLIT=split,
+        workspace=True, num_warps=4,
+    )  # fmt: skip
+
+
+def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
+    """``[N]``: the coefficient of every sorted row's sample; of rows of none, anything."""
+    return coef_B[lists.segment_N % len(coef_B)]
+
+
+def in_blocks(
+    X: Tensor, places: Tensor, gathered: bool, blocks: Blocks, coef_N: Tensor, split: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
+    blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
+
+    Returns:
+        The rows, twice; or with ``split`` the rows times their coefficients, and what rounding took
+        from that.
+    """
+    F, each = X.shape[1], 16 // X.element_size()
+    width = -(-F // each) * each
+    M = len(blocks.of_M)
+    out = X.new_empty((M * RING_ROWS, width))
+    rest = torch.empty_like(out) if split else out
+    block = 256
+    launch(
+        blocks_kernel, M * tiles.cdiv(F, block),
+        X, places, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, stride(X), width,
+        GATHERED=gathered, SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out, rest
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    # Not by every Triton, and not before it is wanted.
+    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel
+
+    return grouped_sums_ring_kernel
+
+
+@triton.jit
+def grouped_sums_kernel(
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, group_ptr, firsts_ptr, begin_ptr, end_ptr, coef_ptr,
+    ends_product_ptr, out_ptr,
+    samples, turned, apart, d, p, A_stride, G_stride,
+    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
+    cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
+    fp32. A block whose coefficient is 0 is not read."""
+    tiles_p, tiles_d = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
+    tile = tl.program_id(0) % (tiles_p * tiles_d)
+    group = tl.load(group_ptr + tl.program_id(0) // (tiles_p * tiles_d))
+    row, column = tile_in_groups(tile, tiles_p, tiles_d, GROUP)
+    rows = row * BLOCK_P + tl.arange(0, BLOCK_P)
+    columns = column * BLOCK_D + tl.arange(0, BLOCK_D)
+    product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    first = tl.load(firsts_ptr + group * samples)
+    last = tl.load(firsts_ptr + (group + 1) * samples)
+    for block in range(first, last):
+        coef = tl.load(coef_ptr + block)
+        begin = tl.load(begin_ptr + block)
+        n = begin + tl.arange(0, BLOCK_T)
+        inside = n < tl.where(coef != 0, tl.load(end_ptr + block), begin)
+        at = places(G_rows_ptr, n, inside, G_stride, G_GATHERED)[:, None]
+        within = inside[:, None] & (rows < p)[None, :]
+        g = tl.load(G_ptr + at + rows[None, :], mask=within, other=0.0)
+        at = places(A_rows_ptr, n, inside, A_stride, A_GATHERED)[:, None]
+        within = inside[:, None] & (columns < d)[None, :]
+        a = tl.load(A_ptr + at + columns[None, :], mask=within, other=0.0)
+        product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
+        if tl.load(ends_product_ptr + block) != 0:
+            total += coef * product
+            product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    place = (group % turned).to(tl.int64) * apart + group // turned
+    place = place * p * d + rows.to(tl.int64)[:, None] * d + columns[None, :]
+    tl.store(
+        out_ptr + place,
+        total.to(out_ptr.dtype.element_ty),
+        mask=(rows < p)[:, None] & (columns < d)[None, :],
+    )
+
+
+@triton.jit
+def blocks_kernel(
+    X_ptr, rows_ptr, begin_ptr, end_ptr, coef_ptr, out_ptr, rest_ptr,
+    F, stride, width,
+    GATHERED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block, and zeros up to ``ROWS``; for rows whose coefficient is 0 as well. Rows come
+    to lie ``width`` apart. ``SPLIT``: times the coefficient, rounded, and what rounding took."""
+    parts = tl.cdiv(F, BLOCK)
+    block = tl.program_id(0) // parts
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(begin_ptr + block)
+    end = tl.load(end_ptr + block)
+    if begin < end:  # else it is not used
+        n = begin + tl.arange(0, ROWS)
+        coef = tl.load(coef_ptr + n, mask=n < end, other=0.0)
+        inside = coef != 0
+        at = places(rows_ptr, n, inside, stride, GATHERED)[:, None] + columns[None, :]
+        x = tl.load(X_ptr + at, mask=inside[:, None] & (columns < F)[None, :], other=0.0)
+        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        place = row[:, None] * width + columns[None, :]
+        if SPLIT:
+            scaled = x.to(tl.float32) * coef[:, None]
+            x = scaled.to(x.dtype)
+            rest = (scaled - x.to(tl.float32)).to(x.dtype)
+            tl.store(rest_ptr + place, rest, mask=(columns < F)[None, :])
+        tl.store(out_ptr + place, x, mask=(columns < F)[None, :])
+
+
+def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.segment_sums`."""
+    blocks = lists.blocks(SUMMED)
+    return of_segments(row_sums(X_Nf, blocks.begin_M, blocks.end_M), blocks.firsts)
+
+
+def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
+    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype: by a library
+    where it can."""
+    A_Nd, G_Np = A.sorted(), G.sorted()
+    library = grouped_mm(G_Np.mT, A_Nd, len(lists))
+    if library is not None:
+        return library(G_Np.mT, A_Nd, offs=lists.ends)
+    one = A_Nd.new_ones(1, dtype=torch.float32)
+    sums = grouped_sums(Rows(A_Nd), Rows(G_Np), lists, one)
+    return sums.to(torch.promote_types(A_Nd.dtype, G_Np.dtype))
+
+
+def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.segment_grads`; of low ranks by one kernel, which
+    writes each gradient where it belongs."""
+    operands = operands_of(A, G)
+    if min(operands.d, operands.p) > NARROW:
+        grads = products(A, G, lists)
+        return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
+    size = samples, len(lists) // samples, operands.p, operands.d
+    out = torch.empty(size, dtype=operands.dtype, device=A.X.device)
+    ones = torch.ones(1, device=A.X.device)
+    config = sums_config(operands, operands.rows / len(lists))
+    launch_sums(operands, lists, ones, out.flatten(0, 1), config, turned=samples)
+    return out
+
+
+def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.grouped_linear`: by a library where it can."""
+    N, (E, p, d) = len(X_Nd), W_Epd.shape
+    X_Nd = tiles.with_unit_stride(X_Nd)
+    library = grouped_mm(X_Nd, W_Epd, E)
+    if library is not None:
+        out = library(X_Nd, W_Epd.mT, offs=lists.ends)
+    else:
+        out = X_Nd.new_empty((N, p))
+        config = Config(step=32, num_stages=3)
+        blocks = lists.blocks(config.block)
+        launch(
+            grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, config.block),
+            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, stride(X_Nd),
+            *W_Epd.stride(),
+            BLOCK=config.block, BLOCK_D=config.step, PRECISION=tiles.dot_precision(X_Nd.dtype),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    programs = min(N, 2 * tiles.sm_count(X_Nd.device))
+    arguments = (out, lists.starts[-1:], N, p, out.stride(0))
+    launch(clear_kernel, programs, *arguments, BLOCK=1024, num_warps=4)
+    return out
+
+
+def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.sums_of_tokens`."""
+    X_Nf = tiles.with_unit_stride(X_Nf)
+    (tokens, k), F = rows_Mk.shape, X_Nf.shape[1]
+    weights = rows_Mk if weight_Mk is None else weight_Mk.contiguous()
+    out = torch.empty((tokens, F), dtype=sum_dtype(X_Nf, weight_Mk), device=X_Nf.device)
+    block = min(1024, tiles.next_power_of_2(F))
+    launch(
+        tokens_kernel, tokens * tiles.cdiv(F, block),
+        X_Nf, rows_Mk, end, weights, out, k, F, stride(X_Nf),
+        WEIGHTED=weight_Mk is not None, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def grouped_linear_kernel(
+    X_ptr, W_ptr, begin_ptr, end_ptr, of_ptr, out_ptr,
+    groups, d, p, X_stride, W_stride_e, W_stride_p, W_stride_d,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of a group's rows times some columns of its transposed matrix."""
+    tiles_p = tl.cdiv(p, BLOCK)
+    block = tl.program_id(0) // tiles_p
+    columns = tl.program_id(0) % tiles_p * BLOCK + tl.arange(0, BLOCK)
+    group = tl.load(of_ptr + block)
+    if group < groups:
+        n = tl.load(begin_ptr + block) + tl.arange(0, BLOCK)
+        inside = n < tl.load(end_ptr + block)
+        product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        W_ptr += group.to(tl.int64) * W_stride_e
+        for step in range(0, tl.cdiv(d, BLOCK_D)):
+            f = step * BLOCK_D + tl.arange(0, BLOCK_D)
+            at = n.to(tl.int64)[:, None] * X_stride + f[None, :]
+            x = tl.load(X_ptr + at, mask=inside[:, None] & (f < d)[None, :], other=0.0)
+            at = columns.to(tl.int64)[None, :] * W_stride_p + f.to(tl.int64)[:, None] * W_stride_d
+            w = tl.load(W_ptr + at, mask=(f < d)[:, None] & (columns < p)[None, :], other=0.0)
+            product = tl.dot(x, w, product, input_precision=PRECISION)
+        place = n.to(tl.int64)[:, None] * p + columns[None, :]
+        within = inside[:, None] & (columns < p)[None, :]
+        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def clear_kernel(out_ptr, end_ptr, N, F, stride, BLOCK: tl.constexpr):
+    """Zeros in all rows from the end of the last segment on; ordinarily there are none."""
+    for n in range(tl.load(end_ptr) + tl.program_id(0), N, tl.num_programs(0)):
+        for first in range(0, F, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + tl.cast(n, tl.int64) * stride + columns, zeros, mask=columns < F)
+
+
+@triton.jit
+def tokens_kernel(
+    X_ptr, rows_ptr, end_ptr, weight_ptr, out_ptr,
+    k, F, stride,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of one token, times their weights, added up in order; some columns."""
+    parts = tl.cdiv(F, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(end_ptr)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(k):
+        row = tl.load(rows_ptr + token * k + j)
+        # Of a row of no sample, nothing.
+        width = tl.where(row < end, F, 0)
+        x = tl.load(X_ptr + row * stride + columns, mask=columns < width, other=0.0)
+        x = x.to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + token * k + j).to(tl.float32)
+            x *= tl.where(row < end, weight, 0.0)
+        total += x
+    tl.store(out_ptr + token * F + columns, total, mask=columns < F)

@@ -1,4 +1,5 @@
-"""Which parts of segments there are: lists that kernels walk over, made on the device.
+"""What operations on segments read: an operand's rows, and lists of the parts of segments, made on
+the device.
 
 How long segments are is known to the device alone, and changes from step to step. So lists are as
 long as they could become for so many rows and segments, and say of each entry whether it is used.
@@ -13,6 +14,33 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """An operand's sorted rows, perhaps not put in order yet: row n is row ``places[n]`` of X.
+
+    Tokens that k experts read lie there once, and not k times.
+    """
+
+    X: Tensor
+    places_N: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.X if self.places_N is None else self.places_N)
+
+    def between(self, i: int, j: int) -> Tensor:
+        """Sorted rows from i to j."""
+        return self.X[i:j] if self.places_N is None else self.X[self.places_N[i:j]]
+
+    def sorted(self) -> Tensor:
+        """``[N, features]``."""
+        return self.X if self.places_N is None else self.X[self.places_N]
+
+    def reordered(self, order_N: Tensor) -> Rows:
+        """The same rows in another order: row n is what row ``order_N[n]`` was."""
+        return Rows(self.X, order_N if self.places_N is None else self.places_N[order_N])
 
 
 class Work(NamedTuple):

@@ -1,0 +1,195 @@
+"""Manifold-constrained hyper-connections: what a layer reads of n streams, and how they go on.
+
+B samples, S positions, n streams, D features, K = n·D, m = n² + 2n logits: n of ``pre``, n of
+``post``, then n×n of ``comb``, row by row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flash_clipping.layers.ops.hyper_connections import reference
+from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
+from flash_clipping.ops.runtime import backend as backends
+from flash_clipping.ops.runtime.shapes import accumulator
+
+STREAMS = range(2, 9)
+"""How many streams there may be."""
+
+
+DEFAULT = Settings()
+
+
+class Connections(NamedTuple):
+    """What a position's streams say.
+
+    Attributes:
+        h_BSD: what the layer reads, in the dtype of the streams.
+        post_BSn: how much of what the layer writes each stream gets.
+        comb_BSnn: how the streams mix, a doubly stochastic matrix.
+        inv_BS: one over the root of a position's mean square, for backward.
+        mix_BSm: the product with ``phi``, for backward.
+
+    All but the first in fp32 (float64 for float64).
+    """
+
+    h_BSD: Tensor
+    post_BSn: Tensor
+    comb_BSnn: Tensor
+    inv_BS: Tensor
+    mix_BSm: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of :func:`hyper_connections`; those of parameters for each sample.
+
+    Attributes:
+        x_BSnD: in the dtype of ``x``; None if not asked for.
+        phi_BmK: of every sample; None if not asked for, as the next.
+        gamma_BnD: of every sample.
+        alpha_BS3: a row for every position; a sample's gradient is their sum.
+        bias_BSm: a row for every position; a sample's gradient is their sum.
+        mix_BSm: of the product ``x·gamma`` with ``phi``: with ``x·gamma``, ``phi_BmK`` once more.
+
+    All but the first in fp32 (float64 for float64).
+    """
+
+    x_BSnD: Tensor | None
+    phi_BmK: Tensor | None
+    gamma_BnD: Tensor | None
+    alpha_BS3: Tensor
+    bias_BSm: Tensor
+    mix_BSm: Tensor
+
+
+def hyper_connections(
+    x_BSnD: Tensor,
+    phi_mK: Tensor,
+    alpha_3: Tensor,
+    bias_m: Tensor,
+    gamma_nD: Tensor,
+    settings: Settings = DEFAULT,
+    *,
+    backend: str = "auto",
+) -> Connections:
+    """Equations 7 and 8 of arXiv 2512.24880, for every position by itself.
+
+    With ``inv = rsqrt(mean(x²) + norm_eps)`` over the streams and features of a position, and
+    ``t = flat(x·gamma) phiᵀ · inv``::
+
+        pre  = sigmoid(alpha₀ t[:n] + bias[:n]) + hc_eps
+        post = 2 sigmoid(alpha₁ t[n:2n] + bias[n:2n])
+        comb = sinkhorn(alpha₂ t[2n:] + bias[2n:])      as n×n, row by row
+        h    = Σ_n pre_n x_n
+
+    The mean square is that of ``x`` itself, without ``gamma``. Sinkhorn's algorithm begins with the
+    softmax of every row, plus ``hc_eps``; then columns, and after that rows and columns in turn,
+    are divided by ``hc_eps`` plus their sum. Columns come last: they add up to one, and rows do as
+    far as the iterations have come.
+
+    Args:
+        x_BSnD: streams, in any floating dtype.
+        phi_mK, alpha_3, bias_m, gamma_nD: parameters, on the device of ``x``. Whatever their dtype
+            is, they are used in fp32 (float64 for float64).
+        settings: what is not learnt.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises:
+        ValueError: shapes, devices or settings that do not fit.
+
+    Guarantees:
+        Bitwise equal from run to run. No wait for the device. A position's results depend on that
+        position alone.
+    """
+    params = _checked(x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings)
+    results = backends.run(reference.hyper_connections, backend, x_BSnD, x_BSnD, params, settings)
+    return Connections(*results)
+
+
+def hyper_connections_backward(
+    x_BSnD: Tensor,
+    phi_mK: Tensor,
+    alpha_3: Tensor,
+    bias_m: Tensor,
+    gamma_nD: Tensor,
+    inv_BS: Tensor,
+    mix_BSm: Tensor,
+    dh_BSD: Tensor,
+    dpost_BSn: Tensor,
+    dcomb_BSnn: Tensor,
+    settings: Settings = DEFAULT,
+    *,
+    input_grad: bool,
+    matrix_grad: bool,
+    backend: str = "auto",
+) -> Gradients:
+    """Gradients of :func:`hyper_connections`, those of parameters for every sample by itself.
+
+    ``phi`` and ``gamma`` enter only as ``w = phi·gamma``, so that one product gives both: with
+    ``P_b = dmix_bᵀ flat(x_b)``, the gradient of ``w``, ``dphi_b = P_b·gamma`` and
+    ``dgamma_b = Σ_m P_b·phi``.
+
+    Args:
+        x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings: as in forward.
+        inv_BS, mix_BSm: what forward returned.
+        dh_BSD, dpost_BSn, dcomb_BSnn: gradients of its results.
+        input_grad, matrix_grad: whether those of ``x``, and of ``phi`` and ``gamma``, are wanted.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises:
+        ValueError: shapes, devices or settings that do not fit.
+
+    Guarantees:
+        Bitwise equal from run to run. No wait for the device. A sample's gradients depend on that
+        sample alone.
+    """
+    params = _checked(x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings)
+    B, S, n, D = x_BSnD.shape
+    _check_shape("inv", inv_BS, (B, S), x_BSnD)
+    _check_shape("mix", mix_BSm, (B, S, n * n + 2 * n), x_BSnD)
+    _check_shape("dh", dh_BSD, (B, S, D), x_BSnD)
+    _check_shape("dpost", dpost_BSn, (B, S, n), x_BSnD)
+    _check_shape("dcomb", dcomb_BSnn, (B, S, n, n), x_BSnD)
+    run, saved = reference.hyper_connections_backward, (inv_BS, mix_BSm)
+    grads = dh_BSD, dpost_BSn, dcomb_BSnn
+    dx, product_BmK, alpha_BS3, bias_BSm, dmix_BSm = backends.run(
+        run, backend, x_BSnD, x_BSnD, params, settings, saved, grads, input_grad, matrix_grad
+    )
+    if product_BmK is None:
+        return Gradients(dx, None, None, alpha_BS3, bias_BSm, dmix_BSm)
+    wide = accumulator(x_BSnD)
+    phi, gamma = phi_mK.detach().to(wide), gamma_nD.detach().to(wide)
+    gamma_BnD = (product_BmK * phi).sum(1).unflatten(1, (n, D))
+    return Gradients(dx, product_BmK * gamma.flatten(), gamma_BnD, alpha_BS3, bias_BSm, dmix_BSm)
+
+
+def _checked(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor, settings: Settings
+) -> Parameters:
+    """The parameters, if all shapes, devices and settings fit."""
+    if x.dim() != 4 or x.shape[2] not in STREAMS or not x.is_floating_point():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point numbers of "
+            f"shape [B, S, n, D] with n from {STREAMS[0]} to {STREAMS[-1]} streams."
+        )
+    n, D = x.shape[2:]
+    m = n * n + 2 * n
+    _check_shape("phi", phi, (m, n * D), x)
+    _check_shape("alpha", alpha, (3,), x)
+    _check_shape("bias", bias, (m,), x)
+    _check_shape("gamma", gamma, (n, D), x)
+    if settings.iterations < 1 or not (settings.norm_eps > 0 and settings.hc_eps > 0):
+        raise ValueError(
+            f"found {settings}; expected at least one iteration, and norm_eps and hc_eps above 0."
+        )
+    return phi, alpha, bias, gamma
+
+
+def _check_shape(name: str, found: Tensor, expected: tuple[int, ...], x: Tensor) -> None:
+    if found.shape != expected or found.get_device() != x.get_device():
+        raise ValueError(
+            f"{name} has shape {tuple(found.shape)} on {found.device}; expected {expected} on "
+            f"{x.device} for x of shape {tuple(x.shape)}."
+        )
