@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -15,37 +15,12 @@ from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
-from flash_clipping.finish.session import Readers
-from flash_clipping.rules.registry import Needs, Rule, own
+from flash_clipping.rules.registry import own
 
 _NO_SECOND = (
     "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
     "have. Call backward() without create_graph, or take such gradients on the unwrapped model."
 )
-
-
-class RuledTap(Protocol):
-    """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
-
-    layer: Any
-    path: str
-    session: ClippingSession
-    rule: Rule | None
-    #: Whether its rule returned one tensor in its last call, and saved nothing but tensors.
-    is_simple: bool
-
-    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
-
-    def note_recorded(self, trainable: Trainable, shared: int) -> None: ...
-
-    def record(
-        self,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        recomputed: bool,
-        readers: Readers | None = None,
-        rows: DeclaredRows | None = None,
-    ) -> None: ...
 
 
 class TappedLayer(torch.autograd.Function):
@@ -63,7 +38,7 @@ class TappedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tap: RuledTap,
+        tap: Any,
         trainable: Trainable,
         call: ForwardCall | None,
         place: int,
@@ -109,7 +84,7 @@ def backward_of(
 ) -> Any:
     """The backward of a tapped layer. ``hand_on`` makes of its inputs' gradients what is returned;
     it is told of saved values as well, which can be asked for once."""
-    tap: RuledTap = ctx.tap
+    tap: Any = ctx.tap
     names, params = ctx.trainable
     rule = tap.rule
     assert rule is not None

@@ -9,6 +9,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session, Units
-from flash_clipping.ops.runtime.backend import asked_for, full_precision
+from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
 from flash_clipping.ops.runtime.upload import to_device
 
 
@@ -63,7 +64,7 @@ class BackwardPass:
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
         #: handled together.
         self.params: dict[int, nn.Parameter] = {}
-        self.groups = GroupedFactors(self.backend)
+        self.groups: GroupedFactors
         self.plan: Plan | None = None
         self.batch_size: int | None = None
         self.first_path = ""
@@ -240,7 +241,8 @@ class BackwardPass:
         self.calls.clear()
         self.used.clear()
         self.factors.clear()
-        self.groups.forget()
+        if self.plan is not None:
+            self.groups.forget()
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
@@ -250,16 +252,19 @@ class BackwardPass:
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
-        layout = (of_step, asked_for(self.backend), self.norms_only)
+        layout = (of_step, self.backend, os.environ.get(ENVIRONMENT_VARIABLE), self.norms_only)
         plans, number = self.session.plans, hash(layout)
         plan = plans.find(number, layout)
-        self._check_uses(first_only=plan is not None)
+        if plan is None:
+            self._check_uses()
+        elif self.factors and self.factors[0].batch_size != self.batch_size:
+            self._check_batch_size(self.calls[0], self.factors[0].batch_size)  # it speaks for all
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
             plans.keep(number, layout, plan)
+        self.groups = GroupedFactors(self.backend, factors, plan)
         self.plan = plan
-        self.groups.take(factors, plan)
         del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are; and what
         # rounding may hide of those that are released by another product.
@@ -284,17 +289,14 @@ class BackwardPass:
         """Coefficients by these norms."""
         return self.session.clip(params, norms_PB, doubts, one_device)
 
-    def _check_uses(self, first_only: bool) -> None:
-        """Look at the batch size of every use of a parameter; of a layout that has been met before
-        the first speaks for all."""
+    def _check_uses(self) -> None:
+        """Look at the batch size of every use of a parameter."""
         factors = iter(self.factors)
         for path, params in zip(self.calls, self.used, strict=True):
             for param in params:
                 size = next(factors).batch_size
                 if size != self.batch_size:
                     self._check_batch_size(path, size)
-                if first_only:
-                    return
                 self.paths[id(param)] = path
 
     def merged(self, keys: Sequence[int]) -> dict[int, Factor]:

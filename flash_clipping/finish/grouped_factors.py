@@ -30,18 +30,19 @@ class GroupedFactors:
     """One factor for each parameter, by how they are handled together; norms, then clipped sums.
 
     Parameters go by their ``id``.
+
+    Args:
+        factors: one for each parameter.
+        plan: puts them together.
     """
 
-    def __init__(self, backend: str):
+    def __init__(self, backend: str, factors: Mapping[int, Any], plan: Plan):
         self.backend = backend
         #: Linear maps that read one input, by their number in the plan.
         self.linear: dict[int, Group] = {}
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
-
-    def take(self, factors: Mapping[int, Any], plan: Plan) -> None:
-        """Put factors together as the plan has it."""
         # Without comprehensions: they cost small models, which wait for the host.
         for number, keys in enumerate(plan.linear):
             A_BTd, Gs = factors[keys[0]].A_BTd, []
