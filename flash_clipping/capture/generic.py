@@ -94,6 +94,16 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
     sizes = {leaf.shape[axis] for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped}
     if not sizes:
         raise ReadsNoSamples
+    call = session.current_forward
+    B = None if call is None else call.batch_size
+    # Heads or windows that lie behind each other in the rows of each sample, beside plain rows.
+    parts = [1] * len(leaves)
+    if tap.folded and B and not axis and B in sizes and not any(n % B for n in sizes):
+        for n, is_mapped in enumerate(mapped):
+            if is_mapped and (size := len(leaves[n])) != B:
+                parts[n] = size // B
+                leaves[n] = leaves[n].unflatten(0, (B, -1))
+        sizes = {B}
     if len(sizes) > 1:
         raise FlashClippingError(
             f"{tap.path}: its inputs have different numbers of samples along the batch axis: "
@@ -109,8 +119,8 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
 
     def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
         batch_of_one = [
-            leaf.unsqueeze(axis) if is_mapped else leaf
-            for leaf, is_mapped in zip(sample, mapped, strict=True)
+            leaf.unsqueeze(axis) if is_mapped and part == 1 else leaf
+            for leaf, is_mapped, part in zip(sample, mapped, parts, strict=True)
         ]
         one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
         output = torch.func.functional_call(shim, params, one_args, one_kwargs)

@@ -92,12 +92,14 @@ class Table:
         unfit: outputs from which no gradient may come back, by number, and why.
         outputs: the numbers of the outputs that were shown to be each sample's own.
         notes: what could not be looked at.
+        returned: how many tensors the model returned.
     """
 
     layouts: Mapping[str, Sequence[SampleLayout]] = field(default_factory=dict)
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
+    returned: int = 0
 
     def of(self, path: str, call: int = 0) -> SampleLayout | None:
         """The layout of one call of a layer; ``None`` where the layer was not called."""

@@ -8,18 +8,22 @@ were, bit for bit.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from flash_clipping.capture.batch_axis import note_seen
+from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
 from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.row_layouts import TOGETHER, Layout
+from flash_clipping.capture.rehearsal import first_size
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, merged
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
@@ -71,10 +75,11 @@ def prove_call(
         layouts = probe(subject).layouts
     if settles:
         settle(subject.root, subject.session, layouts)
-    try:
-        return replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
-    except FlashClippingError as error:
-        raise FlashClippingError(f"{_irregular(layouts)}{error}") from error
+    table = replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
+    if table.unfit and not table.outputs:
+        found = dict.fromkeys(table.unfit.values())
+        raise FlashClippingError("".join([_irregular(layouts), "\n".join(found)]))
+    return table
 
 
 def settle(
@@ -103,7 +108,40 @@ def settle(
         if {*seen} - {1} and all(layout.axis == 0 for layout in seen.values()):
             session.folded.add(name)
         if not plain or {*seen} - {1}:
-            session.layouts = {**session.layouts, name: seen}
+            session.layouts = {
+                **session.layouts,
+                name: merged(name, session.layouts.get(name, {}), seen),
+            }
+
+
+def settled_by_probe(subject: Subject, paths: Collection[str]) -> bool:
+    """Whether a probe finds the samples where rehearsals did not, and the oracle, asked twice,
+    confirms all outputs; otherwise nothing is changed.
+
+    Modules without a rule, of these paths, are tried by the generic rule where that is not so.
+    """
+    session = subject.session
+    before = copy.deepcopy(vars(session.evidence))
+    rows = session.folded.copy(), session.layouts, session.laid_out
+    taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
+    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
+    for generic in (False, True) if unruled else (False,):
+        for tap in unruled:
+            tap.generic = generic
+        try:
+            settle(subject.root, session, probe(subject).layouts)
+            found = [examine(subject, audit=audit) for audit in (0, 1)]
+            if all(table.outputs and not table.unfit for table in found):
+                size = first_size(subject.args, subject.kwargs, session.batch_axis)
+                note_seen(session, subject.root, size, subject.args, subject.kwargs)
+                return True
+        except MODELS_OWN:
+            pass
+        vars(session.evidence).update(copy.deepcopy(before))
+        session.folded, session.layouts, session.laid_out = rows[0].copy(), *rows[1:]
+    for tap in unruled:
+        tap.generic = False
+    return False
 
 
 def tap_of(module: nn.Module) -> Tap | None:
