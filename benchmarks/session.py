@@ -226,8 +226,7 @@ class Session:
             for inputs, targets in batches:
                 method.step(inputs, targets)
 
-        if self.setting.graph:  # a capture is no step to be timed
-            warmup = max(warmup, method.settling + 1)
+        warmup = max(warmup, method.settling + 1)  # a capture is no step to be timed
         for _ in range(0 if name in self._warm else warmup):
             method.step(*batches[0])
         self._warm.add(name)

@@ -503,7 +503,15 @@ class GradSampleModuleFlashClipping(
         nn.Module.__init__(self)
         GradSampleHooksFlashClipping.__init__(self, m, **options)
         self.grad_accumulation_hook = None
+        #: ``cuda_graphs="auto"``: what replays calls of the model.
+        self._graphs: Any = None
         self._constructed = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        if self._graphs is None:
+            return self._module(*args, **kwargs)
+        return self._graphs(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""

@@ -19,6 +19,8 @@ Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
 #: What clipped sums are left in: fp32, or the parameter's own dtype.
 SumDtype = Literal["float32", "parameter"]
+#: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
+CudaGraphs = Literal["off", "auto"]
 Sampling = Literal["poisson", "fixed_order", "cyclic_poisson"]
 
 
@@ -63,6 +65,7 @@ class PrivateOptions(ModelOptions, total=False):
     max_batch_size: int | None
     noise: NoiseMechanism | None
     noise_grid: bool
+    cuda_graphs: CudaGraphs
     pipeline: Any
     # Of clipping="adaptive".
     target_unclipped_quantile: float
@@ -87,12 +90,12 @@ def check_options(
     """Raise ``ValueError`` for a value that is unknown."""
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction={loss_reduction!r} is unknown; expected 'mean' or 'sum'.")
-    _check_one_of("mode", mode, get_args(Mode))
-    _check_one_of("backend", backend, BACKENDS)
-    _check_one_of("sum_dtype", sum_dtype, get_args(SumDtype))
+    check_one_of("mode", mode, get_args(Mode))
+    check_one_of("backend", backend, BACKENDS)
+    check_one_of("sum_dtype", sum_dtype, get_args(SumDtype))
     check_clipping(clipping)
 
 
-def _check_one_of(name: str, value: str, known: Sequence[str]) -> None:
+def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
 
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -30,17 +30,20 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.engine.graphs.graphed_model import replay_calls
 from flash_clipping.engine.keywords import ADAPTIVE, check_keywords
 from flash_clipping.engine.noise_stream import SecretNoiseEngine
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.options import (
     Backend,
+    CudaGraphs,
     EpsilonOptions,
     Mode,
     PrivateOptions,
     Reduction,
     Sampling,
     SumDtype,
+    check_one_of,
 )
 from flash_clipping.engine.parallel import refuse_alone
 from flash_clipping.engine.pipeline_optimizer import pipeline_group
@@ -185,6 +188,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
         sum_dtype: SumDtype = "float32",
+        cuda_graphs: CudaGraphs = "off",
         strict: bool = True,
         distributed: bool | None = None,
         sample_of: str | Offsets | None = None,
@@ -219,6 +223,11 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
             folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
+                flash only.
+            cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
+                CUDA graphs wherever that gives the same, after three steps with batches of one
+                shape; one warning says why not
+                (:mod:`flash_clipping.engine.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
             strict: refuse buffers that forward changes, in forward; flash only.
             distributed: ``False``: although ``torch.distributed`` runs several processes, each
@@ -329,6 +338,8 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 "process."
             )
         self._adaptive, self._noise_grid = clipping == "adaptive", noise_grid
+        check_one_of("cuda_graphs", cuda_graphs, get_args(CudaGraphs))
+        self._cuda_graphs = cuda_graphs
         self._module_options: dict[str, Any] = {
             "backend": backend,
             "mode": mode,
@@ -484,7 +495,10 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             module.running_step.counts_unclipped = False  # until an adaptive criterion is made
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
-        return cls(module, **kwargs, **self._module_options)
+        model = cls(module, **kwargs, **self._module_options)
+        if self._cuda_graphs == "auto":
+            replay_calls(model)
+        return model
 
     def _prepare_data_loader(
         self, data_loader: Any, *, poisson_sampling: bool, distributed: bool, **kwargs: Any

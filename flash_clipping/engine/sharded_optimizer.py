@@ -35,8 +35,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` for shards: ``DTensor`` parameters.
 
     Every process adds noise to its own shards
-    (:mod:`flash_clipping.distributed.shard_noise`): together that is one draw for every element, as in one process. No process holds noise of a whole
-    parameter, and replicas stay bitwise equal.
+    (:mod:`flash_clipping.distributed.shard_noise`): together that is one draw for every element, as
+    in one process. No process holds noise of a whole parameter, and replicas stay bitwise equal.
 
     Args:
         optimizer: made of the model's parameters after ``fully_shard``.

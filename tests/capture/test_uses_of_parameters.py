@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError
-from flash_clipping.capture import bare
+from flash_clipping.capture import proxies
 from tests.support.autograd import squares
 from tests.support.uses import D, Holder, Scaling, T, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
@@ -273,7 +273,7 @@ def test_what_gets_past_all_functions_is_noticed_in_backward(
     with pytest.raises(FlashClippingError, match=r"middle \(Holder\): .*autograd.Function"):
         squares(flash, seeded_batch()).backward()
     # What is computed from a parameter comes out as an ordinary tensor, by a mistake of ours.
-    monkeypatch.setattr(bare.ParameterProxy, "wrap", staticmethod(lambda value, *_: value))
+    monkeypatch.setattr(proxies.ParameterProxy, "wrap", staticmethod(lambda value, *_: value))
     model = make_around(all_kinds(lambda m, x: x * m.v.exp()))
     flash = WRAPPERS["wrapped"](model, strict=False)
     with pytest.raises(FlashClippingError, match=r"middle \(Holder\)"):

@@ -54,6 +54,7 @@ class Graph:
         storages: memory of the gradients, and how many references to it are its own.
         sources: what its copies from the host read.
         owners: the modules that it was captured with, so that nothing else gets their ids.
+        pool: of the memory that it is captured in.
     """
 
     circumstances: Hashable
@@ -67,6 +68,7 @@ class Graph:
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
+    pool: Any = None
     replay: Callable[[], None] = lambda: None
 
     def is_held(self) -> bool:
@@ -300,8 +302,10 @@ class GraphedStep:
         """Capture what ``work`` launches."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        if not self._graphs:  # a pool whose last graph has gone cannot be taken up again
-            self._pool = torch.cuda.graph_pool_handle()
+        if graph.pool is None:
+            if not self._graphs:  # a pool whose last graph has gone cannot be taken up again
+                self._pool = torch.cuda.graph_pool_handle()
+            graph.pool = self._pool
         recorded = torch.cuda.CUDAGraph()
         outside = torch.cuda.current_stream(device)
         # Weights that autocast has cast already would be read as they are today.
@@ -312,7 +316,7 @@ class GraphedStep:
                 # Tables for kernels are put into pinned memory, and that may have to be asked for.
                 torch.cuda.graph(
                     recorded,
-                    pool=self._pool,
+                    pool=graph.pool,
                     stream=self._stream,
                     capture_error_mode="relaxed",
                 ),
@@ -347,19 +351,23 @@ class GraphedStep:
             graph.replay()
             for (wrapped, captured), draw in zip(graph.of_modules, draws, strict=True):
                 take_over(wrapped, captured, draw)
-            for param, grad in graph.grads:
-                if param.grad is not None:
-                    param.grad.add_(grad)
-                    continue
-                # A tensor of its own: optimizers leave marks on what they are given.
-                lent = grad.detach()
-                param.grad = lent
-                self._lent.append((param, lent))
-            for wrapped, captured in graph.of_modules:
-                wrapped.running_step.note_sums(
-                    [param for params, *_ in captured.norms[:1] for param in params]
-                )
+            self._hand_out(graph)
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
+
+    def _hand_out(self, graph: Graph) -> None:
+        """Add a replay's gradients to ``p.grad``."""
+        for param, grad in graph.grads:
+            if param.grad is not None:
+                param.grad.add_(grad)
+                continue
+            # A tensor of its own: optimizers leave marks on what they are given.
+            lent = grad.detach()
+            param.grad = lent
+            self._lent.append((param, lent))
+        for wrapped, captured in graph.of_modules:
+            wrapped.running_step.note_sums(
+                [param for params, *_ in captured.norms[:1] for param in params]
+            )
 
     def _taken_back(self) -> bool:
         """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of

@@ -1,0 +1,385 @@
+"""A wrapped model whose forward and backward are replayed as CUDA graphs, without being asked.
+
+:class:`GraphedStep` needs the step as a function. Here the loop stays as it is: the model's call is
+one launch, ``loss.backward()`` comes back to it through one node of autograd's, and is another. The
+loss in between is the user's and runs as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping._compat import hooks_of_module, hooks_of_parameter, memory_id, pytree
+from flash_clipping.capture.counts_of_samples import check_drawn
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
+from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.engine.graphs import key as graph_key
+from flash_clipping.engine.graphs.graphed_step import Graph, GraphedStep
+from flash_clipping.engine.graphs.results import captures, take_over
+from flash_clipping.engine.graphs.values import PLAIN, are_odd
+from flash_clipping.engine.graphs.warmup import rehearse
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.runtime.upload import sources_kept
+
+#: Calls of one layout that run as they are before it is captured.
+WARMUP = 3
+
+
+def replay_calls(model: Any) -> None:
+    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``.
+
+    Raises:
+        ValueError: it is not wrapped, so that nobody stands between the loop and its forward.
+    """
+    if not isinstance(model, GradSampleModuleFlashClipping):
+        raise ValueError("cuda_graphs='auto': found wrap_model=False; expected wrap_model=True.")
+    model._graphs = GraphedModel(model, model._module)
+
+
+@dataclass
+class Use:
+    """What the loop did with one call of the model.
+
+    Attributes:
+        grads: which of its results, by number among all of its leaves, got a gradient.
+        reductions: of the loss, as the criterion said in backward.
+    """
+
+    grads: set[int] = field(default_factory=set)
+    reductions: set[str] = field(default_factory=set)
+
+
+@dataclass
+class GraphedCall(Graph):
+    """One captured call of the model: a graph of its forward and one of its backward.
+
+    Attributes:
+        use: what it was captured for.
+        output_grads: by the number of the result, what backward reads its gradient from.
+        replay_backward: launches the second graph.
+    """
+
+    use: Use = field(default_factory=Use)
+    output_grads: dict[int, Tensor] = field(default_factory=dict)
+    replay_backward: Callable[[], None] = lambda: None
+
+
+class GraphedModel(GraphedStep):
+    """The calls of ``model``, replayed wherever that gives what running them would give.
+
+    A call runs as it is where :class:`GraphedStep` would run as it is, and while the results of a
+    replayed call still wait for their backward. Graphs are given up for good, with one warning,
+    where the model waits for the device, draws random numbers on the host, has hooks of others, or
+    keeps tensors that are neither parameters nor buffers.
+
+    Args:
+        model: the wrapped model.
+        forward: its own forward.
+
+    Attributes:
+        off: why there are no graphs any more; ``None`` while there may be.
+    """
+
+    def __init__(self, model: Any, forward: Callable[..., Any]):
+        super().__init__(forward, model, warmup=WARMUP)
+        self.model: Any = model
+        self.off: str | None = None
+        #: What the loop did with the last calls of each layout.
+        self._uses: dict[Hashable, list[Use]] = {}
+        self._hooks = self._hooks_now()
+        #: The replayed call whose backward has not come yet.
+        self._waiting: weakref.ref[Replay] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = self.model._session
+        waiting = self._waiting is not None and self._waiting() is not None
+        if (
+            self.off is not None
+            or waiting
+            or not session.enabled
+            or not torch.is_grad_enabled()
+            or in_backward()
+            or session.saw_equal_samples()
+        ):
+            return self.step(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+        modules = list(self.model.modules())
+        device = self._device(modules, leaves) if plain and not are_odd(leaves) else None
+        if device is None:
+            return self.step(*args, **kwargs)
+        if (reason := self._reason(modules)) is not None:
+            return self._give_up(reason, args, kwargs)
+        circumstances = graph_key.circumstances(modules, [self.model], device)
+        name = (str(structure), *map(graph_key.layout, leaves)), circumstances
+        call: Any = self._graphs.get(name)
+        if call is None:
+            uses = self._uses.setdefault(name, [])
+            ready = len(uses) >= self.warmup and uses[-1] == uses[-2] and uses[-1].grads
+            if not ready or not self._has_room(circumstances) or session.live_calls():
+                return self._run_and_learn(uses, args, kwargs)
+            try:
+                call = self._capture_call(uses[-1], leaves, structure, modules, device, name[1])
+            except FlashClippingError as error:
+                return self._give_up(str(error), args, kwargs)
+            self._graphs[name] = call
+        if not self._taken_back():
+            return self.step(*args, **kwargs)
+        return self._replay_call(call, leaves, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies and pickles of the model run without graphs
+
+    # -- where graphs are exact ------------------------------------------------------------------
+
+    def _reason(self, modules: Sequence[nn.Module]) -> str | None:
+        """Why no replay would be what the model's own call is; ``None`` if it would."""
+        model = self.model
+        if model.mode != "one_pass" or model._sharded is not None:
+            return "it is sharded, or clipped in two passes"
+        if model._session.units_of_calls.are_known:
+            return "its privacy units are counted on the host"
+        if self._hooks_now() != self._hooks:
+            return "it has hooks, which no replay would call"
+        own = {memory_id(x.untyped_storage()) for x in model._session.state()}
+        for module in modules:
+            if module is model:
+                continue
+            for name, value in vars(module).items():
+                is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+                if is_tensor and memory_id(value.untyped_storage()) not in own:
+                    return (
+                        f"{type(module).__name__}.{name} is a tensor that is no buffer "
+                        "(register_buffer), which may be another one in the next step"
+                    )
+        return None
+
+    def _hooks_now(self) -> list[Any]:
+        modules = list(self.model.modules())
+        params = [p for m in modules for p in m._parameters.values() if p is not None]
+        return [
+            *[tuple(map(tuple, hooks_of_module(module))) for module in modules],
+            *[tuple(hooks_of_parameter(param) or ()) for param in params],
+        ]
+
+    def _give_up(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.off = reason
+        warnings.warn(
+            f"cuda_graphs='auto': the model runs without graphs, because {reason}. "
+            "cuda_graphs='off' says so without this warning.",
+            stacklevel=4,
+        )
+        return self.step(*args, **kwargs)
+
+    def _run_and_learn(self, uses: list[Use], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call as it is, and note what the loop does with its results."""
+        output = self.step(*args, **kwargs)
+        use = Use()
+        for number, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._note, use, number))
+        uses.append(use)
+        del uses[: -self.warmup]
+        return output
+
+    def _note(self, use: Use, number: int, grad: Tensor) -> None:
+        session = self.model._session
+        if session.live_calls() > 1:
+            use.grads.clear()  # the backward is of several calls
+            return
+        use.grads.add(number)
+        use.reductions.add(session.loss_reduction)
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def _capture_call(
+        self,
+        use: Use,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        modules: list[nn.Module],
+        device: torch.device,
+        circumstances: Hashable,
+    ) -> GraphedCall:
+        """Record both graphs on copies of the arguments; nothing else happens.
+
+        Raises:
+            FlashClippingError: a replay would be something else.
+        """
+        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        inputs = [x for x in fixed if isinstance(x, Tensor)]
+        args, kwargs = pytree.tree_unflatten(fixed, structure)
+        call = GraphedCall(circumstances, device, inputs, owners=modules, use=use)
+        model, session = self.model, self.model._session
+        params = list(model.parameters())
+        before = [param.grad for param in params]
+        versions = [x._version for x in inputs]
+        reduction = session.loss_reduction
+        held: list[Any] = []
+
+        def forward() -> Any:
+            held[:] = [self.step(*args, **kwargs)]
+            return held[0]
+
+        def backward() -> None:
+            results = pytree.tree_leaves(held[0])
+            if not call.output_grads:
+                for number in sorted(use.grads):
+                    # Small, and not 0: what backward does may not depend on values.
+                    grad = torch.full_like(results[number], 2.0**-10)
+                    call.output_grads[number] = grad
+            session.loss_reduction = next(iter(use.reductions))
+            try:
+                torch.autograd.backward(
+                    [results[number] for number in call.output_grads],
+                    list(call.output_grads.values()),
+                )
+            finally:
+                session.loss_reduction = reduction
+
+        def trial() -> None:
+            forward()
+            backward()
+
+        try:
+            for param in params:
+                param.grad = None
+            with captures(model):
+                rehearse(trial, model, [model], device)
+            for param in params:
+                param.grad = None
+            with ExitStack() as stack:
+                captured = stack.enter_context(captures(model))
+                call.of_modules.append((model, captured))
+                call.sources = stack.enter_context(sources_kept())
+                self._record(call, forward, device)
+                replay_forward = call.replay
+                call.output = pytree.tree_map_only(Tensor, Tensor.detach, held[0])
+                self._record(call, backward, device)
+                call.replay, call.replay_backward = replay_forward, call.replay
+            held.clear()
+            if [x._version for x in inputs] != versions:
+                raise FlashClippingError("it changes its arguments in place")
+            leaves_out = pytree.tree_leaves(call.output)
+            if not all(x is None or isinstance(x, (Tensor, *PLAIN)) for x in leaves_out):
+                raise FlashClippingError("it returns something else than tensors")
+            call.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
+            if any(grad.layout != torch.strided for _, grad in call.grads):
+                raise FlashClippingError("it has sparse gradients")
+        finally:
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
+        memories = Counter(memory_id(grad.untyped_storage()) for _, grad in call.grads)
+        found = {memory_id(g.untyped_storage()): g.untyped_storage() for _, g in call.grads}
+        call.storages = [(memory, memories[key] + 1) for key, memory in found.items()]
+        return call
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def _replay_call(
+        self,
+        graphs: GraphedCall,
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        model, session = self.model, self.model._session
+        tensors = batched_inputs(args, kwargs)
+        draw = session.draw_of(tensors, False)
+        call = session.begin_forward(tensors)
+        call.draw = draw
+        call.counted_rows = session.padding.of_call(draw, False)
+        check_drawn(session, call)
+        call.ended = True
+        model.running_step.awaits_backward = True
+        with torch.no_grad():
+            given = [x for x in leaves if isinstance(x, Tensor)]
+            for mine, x in zip(graphs.inputs, given, strict=True):
+                mine.copy_(x, non_blocking=True)
+            session.padding.before_replay(draw, graphs.device)
+            graphs.replay()
+        self.replays += 1
+        replay = Replay(self, graphs, call)
+        self._waiting = weakref.ref(replay)
+        results, structure = pytree.tree_flatten(graphs.output)
+        places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
+        anchor = torch.empty(0, requires_grad=True)
+        tensors_out = _Replayed.apply(anchor, replay, *[results[place] for place in places])
+        for place, x in zip(places, tensors_out, strict=True):
+            results[place] = x
+        return pytree.tree_unflatten(results, structure)
+
+    def _replay_backward(self, replay: Replay, grads: Sequence[Tensor | None]) -> None:
+        graphs, call = replay.graphs, replay.call
+        model, session = self.model, self.model._session
+        given = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        problem = None
+        if call.spent:
+            problem = "backward() came a second time"
+        elif session.live_calls() > 1:
+            problem = "backward() is of several calls of the model"
+        elif not session.enabled:
+            problem = "hooks were disabled between forward and backward"
+        elif not set(given) <= set(graphs.output_grads):
+            problem = "another result of the model got a gradient"
+        elif session.loss_reduction not in graphs.use.reductions:
+            problem = f"loss_reduction is {session.loss_reduction!r}"
+        if problem is not None:
+            raise FlashClippingError(
+                f"cuda_graphs='auto': found that {problem}, unlike in the first steps, which were "
+                "captured. Run the model without graphs:\n"
+                "    make_private(..., cuda_graphs='off')"
+            )
+        with torch.no_grad():
+            for number, mine in graphs.output_grads.items():
+                if number in given:
+                    mine.copy_(given[number])
+                else:
+                    mine.zero_()
+            graphs.replay_backward()
+            for _, captured in graphs.of_modules:
+                take_over(model, captured, call.draw)
+            self._hand_out(graphs)
+        call.spent = True
+        self._waiting = None
+
+
+class Replay:
+    """One replayed call: lives until its backward has come, or nobody can ask for it."""
+
+    def __init__(self, model: GraphedModel, graphs: GraphedCall, call: ForwardCall):
+        self.model, self.graphs, self.call = model, graphs, call
+
+
+class _Replayed(torch.autograd.Function):
+    """From copies of what a replayed forward wrote, back to the graph of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, replay: Replay, *written: Tensor) -> tuple[Tensor, ...]:
+        ctx.replay = replay
+        ctx.set_materialize_grads(False)
+        results = pytree.tree_leaves(replay.graphs.output)
+        places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
+        ctx.places, ctx.count = places, len(results)
+        copies = tuple(x.clone() for x in written)
+        ctx.mark_non_differentiable(*[x for x in copies if not x.is_floating_point()])
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        of_results: list[Tensor | None] = [None] * ctx.count
+        for place, grad in zip(ctx.places, grads, strict=True):
+            of_results[place] = grad
+        ctx.replay.model._replay_backward(ctx.replay, of_results)
+        return (None,) * (2 + len(grads))

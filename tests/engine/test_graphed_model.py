@@ -1,0 +1,243 @@
+"""``cuda_graphs="auto"``: a model's calls, replayed without being asked, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.engine.graphs.graphed_model import GraphedCall, GraphedModel
+from tests.support.graphs import assert_same_tensors, batches, small_network
+from tests.support.models import squared_loss
+from tests.support.oracle import assert_close, per_sample_truth
+
+
+class PlayedByHand(GraphedModel):
+    """Captures and replays without a device: the forward runs again, unseen."""
+
+    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
+        return torch.device("cpu")
+
+    def _record(self, graph: Any, work: Callable[[], Any], device: torch.device) -> Any:
+        call: GraphedCall = graph
+        first = not getattr(call, "forward", None)
+        if first:
+            call.forward = work  # type: ignore[attr-defined]
+        work()
+
+        def replay() -> None:
+            session = self.model._session
+            current = session._current_forward
+            params = list(self.model.parameters())
+            before = [p.grad for p in params]
+            known = list(session._forwards)
+            with session.captures() as again, torch.enable_grad():
+                for p in params:
+                    p.grad = None
+                output = call.forward()  # type: ignore[attr-defined]
+                if first:
+                    leaves = pytree.tree_leaves(call.output), pytree.tree_leaves(output)
+                    with torch.no_grad():
+                        for fixed, found in zip(*leaves, strict=True):
+                            fixed.copy_(found)
+                else:
+                    work()
+            with torch.no_grad():
+                for _, grad in call.grads:
+                    grad.fill_(torch.nan)
+                pairs = zip(call.of_modules[0][1].norms, again.norms, strict=not first)
+                for (_, *fixed), (_, *new) in () if first else pairs:
+                    for held, now in zip(fixed, new, strict=True):
+                        held.copy_(now)
+                for param, fixed in () if first else call.grads:
+                    fixed.copy_(param.grad)
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+            for forward in session._forwards:
+                forward.spent |= forward not in known
+            session._current_forward = current
+
+        call.replay = replay
+        return None
+
+
+class Training:
+    def __init__(self, graphed: bool, plain: nn.Module | None = None, **options: Any):
+        self.plain = small_network() if plain is None else plain
+        options = {"max_grad_norm": 0.5} | options
+        self.model: Any = GradSampleModuleFlashClipping(self.plain, **options)
+        if graphed:
+            self.model._graphs = PlayedByHand(self.model, self.model._module)
+
+    @property
+    def replays(self) -> int:
+        return int(self.model._graphs.replays)
+
+    def results(self, x: Tensor) -> list[Tensor]:
+        self.model.zero_grad(set_to_none=True)
+        losses = squared_loss(self.model, (x,))
+        losses.mean().backward()
+        found = [losses.detach(), self.model.get_norm_sample(), self.model.get_clipping_coef()]
+        return found + [p.grad.clone() for p in self.plain.parameters() if p.grad is not None]
+
+
+def warmed(**options: Any) -> tuple[Training, Training]:
+    graphed, eager = Training(True, **options), Training(False, **options)
+    for x in batches(5):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.replays == 2
+    return graphed, eager
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "automatic"}, {"loss_reduction": "mean"}])
+def test_replays_leave_what_calls_leave(options: dict[str, Any]) -> None:
+    graphed, eager = warmed(**options)
+    for x in batches(4, start=10):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.replays == 6
+
+
+def test_norms_of_a_replay_are_the_oracles() -> None:
+    graphed, _ = warmed()
+    (x,) = batches(1, start=20)
+    graphed.results(x)
+    assert graphed.replays == 3
+    truth = per_sample_truth(small_network(), (x,), squared_loss)
+    assert_close(graphed.model.get_norm_sample(), truth.norms, 1e-5, "norms")
+
+
+def test_gradients_of_several_backwards_add_up() -> None:
+    graphed, eager = warmed()
+    for training in (graphed, eager):
+        training.model.grad_accumulation_allowed = True
+        training.model.zero_grad(set_to_none=True)
+    found: list[list[Tensor]] = []
+    for training in (graphed, eager):
+        for x in batches(2, start=30):
+            squared_loss(training.model, (x,)).mean().backward()
+        found.append([p.grad.clone() for p in training.plain.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, 1e-6, "sums")
+    assert graphed.replays == 4
+
+
+def test_other_sizes_and_evaluation_run_as_they_are() -> None:
+    graphed, eager = warmed()
+    for x in batches(2, size=3):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    with torch.no_grad():
+        graphed.model(batches(1)[0])
+    assert graphed.replays == 2
+    assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
+    assert graphed.replays == 3
+
+
+def test_another_bound_is_captured_anew() -> None:
+    graphed, eager = warmed()
+    for training in (graphed, eager):
+        training.model.max_grad_norm = 0.01
+    for x in batches(6, start=40):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+
+
+def test_one_backward_of_two_calls_is_never_two_clipped_sums() -> None:
+    graphed, _ = warmed()
+    x, y = batches(2, start=50)
+    graphed.model.zero_grad(set_to_none=True)
+    first = squared_loss(graphed.model, (x,))  # a replay
+    second = squared_loss(graphed.model, (y,))  # runs as it is, beside it
+    with pytest.raises(FlashClippingError, match="several calls of the model"):
+        (first + second).mean().backward()
+
+
+def test_calls_of_two_in_one_backward_are_not_captured() -> None:
+    training = Training(True)
+    for x, y in zip(batches(6), batches(6, start=9), strict=True):
+        training.model.zero_grad(set_to_none=True)
+        both = squared_loss(training.model, (x,)) + squared_loss(training.model, (y,))
+        both.mean().backward()
+    assert training.replays == 0
+
+
+def test_a_second_backward_is_refused() -> None:
+    graphed, _ = warmed()
+    loss = squared_loss(graphed.model, (batches(1)[0],)).mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(FlashClippingError, match="second time"):
+        loss.backward()
+
+
+def test_another_loss_reduction_in_backward_is_refused() -> None:
+    graphed, _ = warmed()
+    loss = squared_loss(graphed.model, (batches(1)[0],)).sum()
+    with pytest.raises(FlashClippingError, match="loss_reduction"), graphed.model.summed_loss():
+        loss.backward()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 + torch.rand(()).item())
+
+
+class Remembering(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach() * 2
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Noisy, "random numbers on the host"), (Remembering, "Remembering.last")]
+)
+def test_given_up_with_one_line(make: Callable[[], nn.Module], why: str) -> None:
+    training = Training(True, make())
+    with pytest.warns(UserWarning, match=f"cuda_graphs='auto': .*{why}"):
+        for x in batches(6):
+            training.results(x)
+    assert training.replays == 0
+
+
+def test_given_up_where_others_hook_in() -> None:
+    graphed, _ = warmed()
+    seen: list[Any] = []
+    graphed.plain[0].register_forward_hook(lambda *args: seen.append(1))
+    with pytest.warns(UserWarning, match="hooks"):
+        graphed.results(batches(1)[0])
+    assert seen
+
+
+def test_make_private_takes_it() -> None:
+    data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+    options: dict[str, Any] = dict(noise_multiplier=1.0, max_grad_norm=1.0)
+    plain = nn.Linear(6, 3)
+    parts = dict(module=plain, optimizer=torch.optim.SGD(plain.parameters(), 0.1))
+    loader = DataLoader(data, batch_size=4)
+    with pytest.raises(ValueError, match="cuda_graphs='on' is unknown"):
+        FlashPrivacyEngine().make_private(**parts, data_loader=loader, **options, cuda_graphs="on")
+    with pytest.raises(ValueError, match="wrap_model=True"):
+        FlashPrivacyEngine().make_private(
+            **parts, data_loader=loader, **options, cuda_graphs="auto", wrap_model=False
+        )
+    plain = nn.Linear(6, 3)
+    model, optimizer, criterion, batches_of = FlashPrivacyEngine().make_private(
+        module=plain,
+        optimizer=torch.optim.SGD(plain.parameters(), 0.1),
+        data_loader=loader,
+        **options,
+        cuda_graphs="auto",
+    )
+    for x, y in batches_of:  # without a GPU calls run as they are
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert model._graphs.replays == 0
