@@ -172,7 +172,7 @@ def _rehearse(
     findings = _refused_now(findings, whole, session)
     if findings:
         refusal = _refusal(findings, runs)
-        if any(found.of_values or whole.notes[found.read].chosen for found in findings):
+        if any(whole.notes[found.read].chosen for found in findings):
             raise FlashClippingError(refusal)  # in the next batch they may lie otherwise
         raise RefusedRows(refusal, {found.read[0] for found in findings})
     for run in (whole, other):

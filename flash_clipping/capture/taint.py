@@ -154,6 +154,8 @@ class Taint(DispatchMode):
         A table that ids look up is none of the samples, so its rows lie as the ids do.
         """
         by_truth = any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if name.startswith("index_put") and by_truth and given[-1].numel() == 1:
+            return False  # rows stay in their places, as by ``masked_fill``
         if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or by_truth):
             return True  # an index of numbers has the shape of these, and is looked at below
         if name == "where" and len(given) == 3 and all(x in self for x in given):

@@ -115,8 +115,8 @@ def settle(
 
 
 def settled_by_probe(subject: Subject, paths: Collection[str]) -> bool:
-    """Whether a probe finds the samples where rehearsals did not, and the oracle, asked twice,
-    confirms all outputs; otherwise nothing is changed.
+    """Whether a probe finds the samples where rehearsals did not, and the oracle confirms all
+    outputs; otherwise nothing is changed.
 
     Modules without a rule, of these paths, are tried by the generic rule where that is not so.
     """
@@ -130,8 +130,9 @@ def settled_by_probe(subject: Subject, paths: Collection[str]) -> bool:
             tap.generic = generic
         try:
             settle(subject.root, session, probe(subject).layouts)
-            found = [examine(subject, audit=audit) for audit in (0, 1)]
-            if all(table.outputs and not table.unfit for table in found):
+            # The proof that follows looks at the other half of the samples.
+            table = examine(subject, audit=1)
+            if table.outputs and not table.unfit:
                 size = first_size(subject.args, subject.kwargs, session.batch_axis)
                 note_seen(session, subject.root, size, subject.args, subject.kwargs)
                 return True
