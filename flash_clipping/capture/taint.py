@@ -81,7 +81,7 @@ class Taint(DispatchMode):
         self._read = False
         self._looks_away = False
         for tensor in sources:
-            self._add(tensor)
+            self._add(tensor, of_floats=tensor.is_floating_point())
 
     def __contains__(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self._seen
@@ -125,9 +125,7 @@ class Taint(DispatchMode):
                 noted[key] = weak_storage(tensor.untyped_storage())
 
     def _is_of_floats(self, tensor: Tensor) -> bool:
-        if tensor not in self:
-            return False
-        return tensor.is_floating_point() or _storage(tensor) in self._of_floats
+        return _storage(tensor) in self._of_floats
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,7 +139,11 @@ class Taint(DispatchMode):
         result = calm_result(func, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
             chosen = any(self.is_chosen(x) for x in given) or self._chooses(func, name, given)
-            of_floats = any(self._is_of_floats(x) for x in given)
+            # A mask of integers stays one as floats; what a table or a weight meets does not.
+            of_floats = any(
+                self._is_of_floats(x) or (x.is_floating_point() and x.numel() > 1 and x not in self)
+                for x in given
+            )
             if name == "_local_scalar_dense":
                 self._read = self._read or of_floats
             for leaf in _tensors_in((result,)):

@@ -112,6 +112,8 @@ class ModelWatch:
             return self.sharded.rehearse(wanted, self.guards.count, run, forward)
         if wanted:
             self.rehearse(module, args, kwargs, call)
+        elif call is None and (audit := self._gate.due()):
+            self._compare(module, _own(module.forward), args, kwargs, audit)
         return wanted
 
     def rehearse(
@@ -129,9 +131,7 @@ class ModelWatch:
             NotImplementedError: the forward writes into a buffer.
         """
         self.session.epoch += 1
-        forward: Callable[..., Any] = module.forward
-        if isinstance(forward, TwoPassForward):
-            forward = forward.original
+        forward = _own(module.forward)
         if call is None and positions is None and not self.taps.regions.any_compiled:
             serves = self.taps.serves
             try:
@@ -152,12 +152,13 @@ class ModelWatch:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        audit: int = 0,
     ) -> None:
-        """See whether single samples' gradients are what autograd gives."""
+        """See whether samples' gradients are what autograd gives."""
         if self.sharded is None:  # others would have to run the model as often
             with self.taps.regions.as_compiled():
                 subject = Subject(module, forward, self.session, args, kwargs)
-                self._gate.examine(subject, self.guards.count)
+                self._gate.examine(subject, self.guards.count, audit)
 
     def _rehearse(
         self,
@@ -208,3 +209,8 @@ class ModelWatch:
         if torch.is_grad_enabled():
             self._structure.check()
             self._gate.refuse(module, self.session, args, kwargs, output)
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that ``mode="two_pass"`` stands around."""
+    return forward.original if isinstance(forward, TwoPassForward) else forward

@@ -20,6 +20,10 @@ from flash_clipping.finish.backward_pass import BackwardPass
 
 logger = logging.getLogger("flash_clipping")
 
+#: The first step that is audited; then every one that is twice as far: what all audits cost
+#: together grows as the logarithm of the steps.
+FIRST_AUDIT = 8
+
 #: How many tensors the model returned, and the number of one of them.
 _Place = tuple[int, int]
 
@@ -32,8 +36,17 @@ class Gate:
         self._why: dict[Hashable, dict[_Place, str]] = {}
         #: A number that is another one when other parameters are trainable.
         self._trainable = 0
+        self._steps = 0
 
-    def examine(self, subject: Subject, trainable: int) -> None:
+    def due(self) -> int:
+        """The number of the audit that the step that begins is due for, or 0. What chance decides
+        (a coin that is tossed for the batch) one proof may miss."""
+        self._steps += 1
+        if self._steps < FIRST_AUDIT or self._steps & (self._steps - 1):
+            return 0
+        return self._steps.bit_length() - FIRST_AUDIT.bit_length() + 1
+
+    def examine(self, subject: Subject, trainable: int, audit: int = 0) -> None:
         """Note which outputs of such a call are unfit.
 
         Nothing is noted where nothing can be compared: the model returns no tensor with a row for
@@ -42,6 +55,7 @@ class Gate:
         Args:
             subject: the call.
             trainable: a number that is another one when other parameters are trainable.
+            audit: 0 for the proof before the first step, then the number of the audit.
         """
         if trainable != self._trainable:
             self._trainable = trainable
@@ -54,7 +68,7 @@ class Gate:
         if not self._why:
             logger.info("checking which rows are samples")
         try:
-            table = examine(subject)
+            table = examine(subject, audit=audit)
         except FlashClippingError:
             raise
         except MODELS_OWN:  # an error of the model's own comes in its own forward

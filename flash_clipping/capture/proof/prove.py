@@ -1,9 +1,9 @@
 """Proof that what is clipped is each sample's own gradient.
 
 :mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
-the samples are in what layers return, :mod:`coverage` says when to look again. Nothing of the
-user's is changed: parameters, buffers, ``p.grad``, generators and hooks are afterwards what they
-were, bit for bit.
+the samples are in what layers return, :mod:`gate` asks before the first step and in some later
+ones. Nothing of the user's is changed: parameters, buffers, ``p.grad``, generators and hooks are
+afterwards what they were, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from flash_clipping.capture.batch_axis import note_seen
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
@@ -29,7 +28,7 @@ from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Rule
 
-__all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
+__all__ = ["CONSTANT", "SampleLayout", "Table", "prove", "prove_call"]
 
 
 def prove(

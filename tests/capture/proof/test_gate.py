@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.test_oracle import LATER
 from tests.support.models import CASES
@@ -41,8 +42,23 @@ def test_what_mixes_samples_is_refused_by_name(name: str) -> None:
     is released by 3.9 C where samples or features of them are mixed by the generators of PyTorch,
     NumPy or Python, by 3.3 C where a scale is taken over the batch (1.07 C of fp8 by tensor), and
     by 25 to 53 C where a hook or a function scales by the norm of the batch's gradient."""
-    with pytest.raises(FlashClippingError, match=r"expected|other samples|not the samples|samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone|Rows are|rows are"):
         first_step(Around(WRONG[name]))
+
+
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_what_chance_decides_is_refused_by_an_audit(name: str) -> None:
+    flash = GradSampleModuleFlashClipping(Around(WRONG[name]), strict=False)
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
+        for _ in range(4 * FIRST_AUDIT):
+            flash.zero_grad()
+            flash(torch.randn(B, T, K)).square().sum().backward()
+
+
+def test_audits_are_seldom() -> None:
+    gate = Gate()
+    audits = {step: number for step in range(1, 100) if (number := gate.due())}
+    assert audits == {8: 1, 16: 2, 32: 3, 64: 4}
 
 
 @pytest.mark.parametrize("name", WRONG_AFTER)
