@@ -14,6 +14,7 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.engine.graphs.graphed_model import replay_calls
 from tests.support.graphs import assert_same_tensors
 from tests.support.models import CASES
+from tests.support.oracle import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,12 @@ def test_every_rule(name: str, dtype: torch.dtype) -> None:
     ]
     graphed, eager = pair(plain)
     for batch in [first] * 4 + [second, first, second]:
-        assert_same_tensors(results(graphed, case.loss, batch), results(eager, case.loss, batch))
+        found, expected = results(graphed, case.loss, batch), results(eager, case.loss, batch)
+        if name == "conv2d_reflect":  # PyTorch's own backward adds in any order
+            for a, b in zip(found, expected, strict=True):
+                assert_close(a, b, 1e-5 if dtype == torch.float32 else 1e-2, name)
+        else:
+            assert_same_tensors(found, expected)
     assert graphed._graphs.off is None
     assert graphed._graphs.replays == 4
 
@@ -119,7 +125,7 @@ class Checkpointed(nn.Module):
 def test_training_goes_on_where_nothing_can_be_captured(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     graphed, eager = pair(make().to("cuda"))
-    with pytest.warns(UserWarning, match="cuda_graphs='auto'"):
+    with pytest.warns(UserWarning, match="cuda_graphs='auto': .*(waits|random)"):
         for seed in range(8):
             assert_same_tensors(
                 results(graphed, squares, inputs(seed)), results(eager, squares, inputs(seed))
@@ -161,3 +167,21 @@ def test_a_language_model_that_computes_its_loss() -> None:
         batch = (ids.to("cuda"),)
         assert_same_tensors(results(graphed, loss, batch), results(eager, loss, batch))
     assert graphed._graphs.replays == 5
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_dropout_in_a_checkpoint_is_the_same_in_both_directions(preserve: bool) -> None:
+    """Or nothing is replayed: a mask drawn anew in backward would be another gradient."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+    plain = Checkpointed(preserve_rng_state=preserve)
+    plain.layers = layers
+    graphed, _ = pair(plain.to("cuda"))
+    for seed in range(8):
+        graphed.zero_grad(set_to_none=True)
+        y = graphed(inputs(seed)[0][:1, 0])
+        y.sum().backward()
+        kept = plain.layers[0].bias.grad != 0
+        same = bool((kept == (y[0] != 0)).all())
+        assert same or not preserve  # without, PyTorch itself draws anew
+    assert graphed._graphs.replays == (0 if preserve else 5)

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import hooks_of_module, hooks_of_parameter, memory_id, pytree
+from flash_clipping._compat import (
+    has_lasting_node,
+    hooks_of_module,
+    hooks_of_parameter,
+    memory_id,
+    pytree,
+)
 from flash_clipping.capture.counts_of_samples import check_drawn
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
@@ -66,11 +72,13 @@ class GraphedCall(Graph):
 
     Attributes:
         use: what it was captured for.
+        differentiable: which of its results, by number, have a gradient.
         output_grads: by the number of the result, what backward reads its gradient from.
         replay_backward: launches the second graph.
     """
 
     use: Use = field(default_factory=Use)
+    differentiable: set[int] = field(default_factory=set)
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     replay_backward: Callable[[], None] = lambda: None
 
@@ -127,12 +135,12 @@ class GraphedModel(GraphedStep):
         if call is None:
             uses = self._uses.setdefault(name, [])
             ready = len(uses) >= self.warmup and uses[-1] == uses[-2] and uses[-1].grads
-            if not ready or not self._has_room(circumstances) or session.live_calls():
+            if not ready or not self._has_room(circumstances) or self._is_in_use():
                 return self._run_and_learn(uses, args, kwargs)
             try:
                 call = self._capture_call(uses[-1], leaves, structure, modules, device, name[1])
             except FlashClippingError as error:
-                return self._give_up(str(error), args, kwargs)
+                return self._give_up(str(error).splitlines()[0], args, kwargs)
             self._graphs[name] = call
         if not self._taken_back():
             return self.step(*args, **kwargs)
@@ -140,6 +148,12 @@ class GraphedModel(GraphedStep):
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies and pickles of the model run without graphs
+
+    def _is_in_use(self) -> bool:
+        """Whether somebody keeps a call whose nodes of autograd's a capture would meet."""
+        session = self.model._session
+        leaves = [session.anchor, *self.model.trainable_parameters]
+        return session.live_calls() > 0 or any([has_lasting_node(leaf) for leaf in leaves])
 
     # -- where graphs are exact ------------------------------------------------------------------
 
@@ -187,11 +201,14 @@ class GraphedModel(GraphedStep):
         output = self.step(*args, **kwargs)
         use = Use()
         for number, leaf in enumerate(pytree.tree_leaves(output)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if _has_gradient(leaf):
                 leaf.register_hook(partial(self._note, use, number))
         uses.append(use)
         del uses[: -self.warmup]
-        return output
+        leaves = pytree.tree_leaves(output)
+        if len(uses) < self.warmup - 1 or not any(_has_gradient(x) for x in leaves):
+            return output
+        return _apart(output, AsItIs(leaves))
 
     def _note(self, use: Use, number: int, grad: Tensor) -> None:
         session = self.model._session
@@ -257,6 +274,7 @@ class GraphedModel(GraphedStep):
                 param.grad = None
             with captures(model):
                 rehearse(trial, model, [model], device)
+            held.clear()  # with the nodes of parameters on this stream
             for param in params:
                 param.grad = None
             with ExitStack() as stack:
@@ -265,7 +283,10 @@ class GraphedModel(GraphedStep):
                 call.sources = stack.enter_context(sources_kept())
                 self._record(call, forward, device)
                 replay_forward = call.replay
+                leaves = pytree.tree_leaves(held[0])
+                call.differentiable = {i for i, x in enumerate(leaves) if _has_gradient(x)}
                 call.output = pytree.tree_map_only(Tensor, Tensor.detach, held[0])
+                del leaves
                 self._record(call, backward, device)
                 call.replay, call.replay_backward = replay_forward, call.replay
             held.clear()
@@ -312,13 +333,7 @@ class GraphedModel(GraphedStep):
         self.replays += 1
         replay = Replay(self, graphs, call)
         self._waiting = weakref.ref(replay)
-        results, structure = pytree.tree_flatten(graphs.output)
-        places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
-        anchor = torch.empty(0, requires_grad=True)
-        tensors_out = _Replayed.apply(anchor, replay, *[results[place] for place in places])
-        for place, x in zip(places, tensors_out, strict=True):
-            results[place] = x
-        return pytree.tree_unflatten(results, structure)
+        return _apart(graphs.output, replay)
 
     def _replay_backward(self, replay: Replay, grads: Sequence[Tensor | None]) -> None:
         graphs, call = replay.graphs, replay.call
@@ -360,26 +375,78 @@ class Replay:
 
     def __init__(self, model: GraphedModel, graphs: GraphedCall, call: ForwardCall):
         self.model, self.graphs, self.call = model, graphs, call
+        self.differentiable = graphs.differentiable
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        """``grads``: of every leaf of what the model returned."""
+        self.model._replay_backward(self, grads)
 
 
-class _Replayed(torch.autograd.Function):
-    """From copies of what a replayed forward wrote, back to the graph of its backward."""
+class AsItIs:
+    """One call that ran as it is.
 
+    Autograd's nodes of parameters belong to the stream that they were made on, and live as long as
+    somebody holds the loss. A capture needs new ones, so the loss is held apart from them.
+    """
+
+    def __init__(self, results: Sequence[Any]):
+        self.results: Sequence[Any] | None = results
+        self.differentiable = {i for i, x in enumerate(results) if _has_gradient(x)}
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        """The model's own backward, once."""
+        if self.results is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a flash-clipped model a second time."
+            )
+        given = [(x, g) for x, g in zip(self.results, grads, strict=True) if g is not None]
+        self.results = None
+        torch.autograd.backward([x for x, _ in given], [g for _, g in given])
+
+
+@dataclass
+class _Places:
+    """Of a model's results: how many leaves, which are tensors, and which of these are
+    differentiable."""
+
+    count: int
+    of_tensors: list[int]
+    differentiable: list[bool]
+
+
+def _has_gradient(result: Any) -> bool:
+    return isinstance(result, Tensor) and result.requires_grad
+
+
+def _apart(output: Any, call: Replay | AsItIs) -> Any:
+    """Copies of what the model returned, whose backward is the call's."""
+    results, structure = pytree.tree_flatten(output)
+    places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
+    anchor = torch.empty(0, requires_grad=True)
+    tensors = [results[place].detach() for place in places]
+    apart = _Places(len(results), places, [place in call.differentiable for place in places])
+    copies = _Apart.apply(anchor, call, apart, *tensors)
+    for place, x in zip(places, copies, strict=True):
+        results[place] = x
+    return pytree.tree_unflatten(results, structure)
+
+
+class _Apart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, replay: Replay, *written: Tensor) -> tuple[Tensor, ...]:
-        ctx.replay = replay
+    def forward(
+        ctx: Any, anchor: Tensor, call: Any, apart: _Places, *results: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.apart = call, apart
         ctx.set_materialize_grads(False)
-        results = pytree.tree_leaves(replay.graphs.output)
-        places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
-        ctx.places, ctx.count = places, len(results)
-        copies = tuple(x.clone() for x in written)
-        ctx.mark_non_differentiable(*[x for x in copies if not x.is_floating_point()])
+        copies = tuple(x.clone() for x in results)
+        pairs = zip(copies, apart.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[x for x, has_gradient in pairs if not has_gradient])
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        of_results: list[Tensor | None] = [None] * ctx.count
-        for place, grad in zip(ctx.places, grads, strict=True):
+        of_results: list[Tensor | None] = [None] * ctx.apart.count
+        for place, grad in zip(ctx.apart.of_tensors, grads, strict=True):
             of_results[place] = grad
-        ctx.replay.model._replay_backward(ctx.replay, of_results)
-        return (None,) * (2 + len(grads))
+        ctx.call.backward(of_results)
+        return (None,) * (3 + len(grads))

@@ -85,12 +85,21 @@ def _randomness_of_the_host() -> tuple[Any, ...]:
 def _as_if_captured() -> Iterator[None]:
     """Take the way that the capture will take: who asks whether a graph is being captured hears
     that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
-    before = torch.cuda.is_current_stream_capturing
+    before, state = torch.cuda.is_current_stream_capturing, torch.cuda.get_rng_state
     torch.cuda.is_current_stream_capturing = lambda: True
+    torch.cuda.get_rng_state = _no_state
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = before
+        torch.cuda.is_current_stream_capturing, torch.cuda.get_rng_state = before, state
+
+
+def _no_state(*_: Any) -> NoReturn:
+    refuse(
+        "reads the state of the GPU's random numbers, which every replay would find as it was for "
+        "the capture, and draw other masks in backward than in forward. Checkpoint with "
+        "preserve_rng_state=False where nothing random is inside"
+    )
 
 
 @contextmanager
