@@ -41,11 +41,6 @@ class SampleLayout:
             kind = f"in {outer} rounds of all samples" + (f", axis {axis}" if axis else "")
         return cls(kind, layout, parts)
 
-    @property
-    def is_regular(self) -> bool:
-        """Whether a sample's rows follow from its number."""
-        return self.layout is not None
-
 
 #: The output is the same for every batch: a table of positions, say.
 CONSTANT = SampleLayout("the same for all samples")

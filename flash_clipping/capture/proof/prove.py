@@ -1,4 +1,4 @@
-"""Proof that what is clipped is each sample's own gradient.
+"""Where a rehearsal does not find the samples, a probe does, if the oracle confirms it.
 
 :mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
 the samples are in what layers return, :mod:`gate` asks before the first step and in some later
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from flash_clipping.capture.batch_axis import note_seen
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
+from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
 from flash_clipping.capture.proof.runs import Subject
@@ -25,60 +23,7 @@ from flash_clipping.capture.rehearsal import first_size
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, merged
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Rule
-
-__all__ = ["CONSTANT", "SampleLayout", "Table", "prove", "prove_call"]
-
-
-def prove(
-    wrapped: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    session: ClippingSession | None = None,
-    *,
-    audit: int = 0,
-    settles: bool = False,
-    skip: Collection[str] = (),
-) -> Table:
-    """Show, on one batch, that each sample's gradient is its own and is booked to it.
-
-    Args:
-        wrapped: a wrapped model.
-        args, kwargs: what it is called with.
-        session: what its taps share.
-        audit: 0 for the proof before the first step, then the number of the audit.
-        settles: let taps go by what is found here of where the samples are.
-        skip: parts of the oracle to leave out, for tests.
-
-    Returns:
-        Where the samples are in what layers return (in a proof, not in an audit), and which outputs
-        may go backward.
-
-    Raises:
-        FlashClippingError: with the parameters or outputs, what was found and expected, and what to
-            write.
-    """
-    root = wrapped._module
-    forward = getattr(root.forward, "original", root.forward)
-    subject = Subject(root, forward, session or wrapped._session, args, kwargs)
-    return prove_call(subject, audit=audit, settles=settles, skip=skip)
-
-
-def prove_call(
-    subject: Subject, *, audit: int = 0, settles: bool = False, skip: Collection[str] = ()
-) -> Table:
-    """:func:`prove` for a model whose forward is given."""
-    layouts: Mapping[str, Sequence[SampleLayout]] = {}
-    if not audit:
-        layouts = probe(subject).layouts
-    if settles:
-        settle(subject.root, subject.session, layouts)
-    table = replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
-    if table.unfit and not table.outputs:
-        found = dict.fromkeys(table.unfit.values())
-        raise FlashClippingError("".join([_irregular(layouts), "\n".join(found)]))
-    return table
 
 
 def settle(
@@ -155,13 +100,3 @@ def has_own_axis(tap: Tap) -> bool:
     """Whether its rule knows by itself where samples are."""
     own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
     return own or tap.path in tap.session.folded_by_rule
-
-
-def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:
-    """One line for every layer whose rows are no sample's, or in no regular order."""
-    return "".join(
-        f"{path}: its rows are {layout.kind}.\n"
-        for path, calls in layouts.items()
-        for layout in calls
-        if layout in (ROUTED, SEVERAL)
-    )
