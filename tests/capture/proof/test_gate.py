@@ -78,8 +78,8 @@ def test_models_with_every_rule(name: str) -> None:
     case = CASES[name]
     flash = GradSampleModuleFlashClipping(case.make())
     output = flash(*case.batch())
-    assert not [why for found in flash._watch._gate._why.values() for why in found.values() if why]
-    assert flash._watch._gate._why and output is not None
+    assert not [why for found in flash._watch.gate._why.values() for why in found.values() if why]
+    assert flash._watch.gate._why and output is not None
 
 
 @pytest.mark.parametrize("layout", ["ids", "sequence", "image"])
@@ -90,7 +90,7 @@ def test_random_architectures(layout: str) -> None:
         model = RandomModel(plan).double()
         flash = GradSampleModuleFlashClipping(model, batch_first=not plan.time_first)
         flash(*batch_of(plan))
-        why = [why for found in flash._watch._gate._why.values() for why in found.values()]
+        why = [why for found in flash._watch.gate._why.values() for why in found.values()]
         assert why and not any(why)
 
     check()
