@@ -71,7 +71,6 @@ RUN_BEFORE = (
     "rehearsals",
     "found_rows",
     "row_layouts",
-    "single_gradients",
     "hugging_face",
     "attention_biases",
 )
@@ -83,8 +82,8 @@ def _compared_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     it is a fifth of such a test's time."""
     name = request.path.stem.removeprefix("test_")
     if request.path.parent.name in COMPARE_THEMSELVES and name not in RUN_BEFORE:
-        comparison = "flash_clipping.capture.single_gradients._unfit_outputs"
-        monkeypatch.setattr(comparison, lambda *_: (0, {}))
+        comparison = "flash_clipping.capture.proof.gate.Gate.examine"
+        monkeypatch.setattr(comparison, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,18 @@ ATTEMPTS = 3
 NAMED = 20
 
 
+class RefusedRows(FlashClippingError):
+    """Rows that no rehearsal has shown to be samples; a probe may still find these.
+
+    Attributes:
+        paths: of the layers that read them.
+    """
+
+    def __init__(self, message: str, paths: set[str]) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+
 @dataclass(frozen=True)
 class _Finding:
     read: Read
@@ -159,15 +171,15 @@ def _rehearse(
         findings = _without_rounding(runs, whole, sources, findings)
     findings = _refused_now(findings, whole, session)
     if findings:
-        raise FlashClippingError(_refusal(findings, runs))
+        refusal = _refusal(findings, runs)
+        if any(whole.notes[found.read].chosen for found in findings):
+            raise FlashClippingError(refusal)  # in the next batch they may lie otherwise
+        raise RefusedRows(refusal, {found.read[0] for found in findings})
     for run in (whole, other):
         if run is not None and run.refused is not None:
             raise run.refused
     _conclude(session, whole, other)
-    seen = session.rehearsed_on.setdefault(runs.root.training, SeenShapes(session.batch_axis))
-    seen.note(whole.size, batched_inputs(runs.args, runs.kwargs))
-    if session.seen_kinds is not None and call is None:
-        session.seen_kinds.note(runs.root, runs.first_size(), runs.args, runs.kwargs)
+    note_seen(session, runs.root, whole.size, runs.args, runs.kwargs, is_late=call is not None)
     if found or laid_out or (call is None and session.folded - session.folded_by_rule):
         _check_reached(runs, whole, sources, found, laid_out)
     if call is None:
@@ -193,6 +205,22 @@ def _rehearse(
     return _keys(whole)
 
 
+def note_seen(
+    session: ClippingSession,
+    root: nn.Module,
+    size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_late: bool = False,
+) -> None:
+    """It was shown where ``size`` samples lie in a call with these arguments."""
+    seen = session.rehearsed_on.setdefault(root.training, SeenShapes(session.batch_axis))
+    seen.note(size, batched_inputs(args, kwargs))
+    if session.seen_kinds is not None and not is_late:
+        of_inputs = first_size(args, kwargs, session.batch_axis)
+        session.seen_kinds.note(root, of_inputs, args, kwargs)
+
+
 def _keys(whole: Run) -> set[str]:
     return {note.key for note in whole.notes.values() if note.answer and not note.beside}
 
@@ -216,7 +244,7 @@ def _check_reached(
         reached = Reached(set(), set())  # of a declaration, which holds without it
     if refused := ((found | laid_out) - reached.own) | reached.strays:
         session.evidence.forget(found | laid_out | reached.strays)
-        raise FlashClippingError(_refusal_of_strays(refused, whole, runs.root))
+        raise RefusedRows(_refusal_of_strays(refused, whole, runs.root), refused)
 
 
 def is_rehearsed(

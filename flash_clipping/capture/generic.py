@@ -94,6 +94,16 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
     sizes = {leaf.shape[axis] for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped}
     if not sizes:
         raise ReadsNoSamples
+    call = session.current_forward
+    B = 0 if call is None else call.batch_size or 0
+    # Heads or windows of each sample, one behind the other, beside other samples' plain rows.
+    parts = [1] * len(leaves)
+    if B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
+        for n, is_mapped in enumerate(mapped):
+            if is_mapped and (size := len(leaves[n])) != B:
+                parts[n] = size // B
+                leaves[n] = leaves[n].unflatten(0, (B, -1))
+        sizes = {B}
     if len(sizes) > 1:
         raise FlashClippingError(
             f"{tap.path}: its inputs have different numbers of samples along the batch axis: "
@@ -109,16 +119,17 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
 
     def one_sample(params: dict[str, Tensor], *sample: Any) -> Any:
         batch_of_one = [
-            leaf.unsqueeze(axis) if is_mapped else leaf
-            for leaf, is_mapped in zip(sample, mapped, strict=True)
+            leaf.unsqueeze(axis) if is_mapped and part == 1 else leaf
+            for leaf, is_mapped, part in zip(sample, mapped, parts, strict=True)
         ]
         one_args, one_kwargs = pytree.tree_unflatten(batch_of_one, spec)
         output = torch.func.functional_call(shim, params, one_args, one_kwargs)
         if any(x.dim() > axis and x.shape[axis] != 1 for x in tensors_in(output)):
             with torch.no_grad():
-                _refuse_folded(tap, output, shim(*args, **kwargs), axis)
+                folds[:] = _folds(tap, output, shim(*args, **kwargs), axis, batch_size)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.squeeze(axis), output)
 
+    folds: list[bool] = []
     with session.bypass(), _PaddingStays(tap):
         if batch_size == 0:
             # Nothing to map over. The empty views keep the output in the graph.
@@ -132,9 +143,10 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
         if not tap.loops:
             in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
             try:
-                return torch.func.vmap(
+                outputs = torch.func.vmap(
                     one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
                 )(views, *leaves)
+                return _folded_back(outputs, folds)
             except FlashClippingError:
                 raise
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
@@ -151,25 +163,32 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
                     "(flash_clipping.register_rule) makes it fast.",
                     stacklevel=2,
                 )
-                return outputs
-        return _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
+                return _folded_back(outputs, folds)
+        outputs = _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
+        return _folded_back(outputs, folds)
 
 
-def _refuse_folded(tap: GenericTap, alone: Any, together: Any, axis: int) -> None:
-    """Refuse outputs that hold several rows of each sample along the batch axis (heads, windows).
+def _folds(tap: GenericTap, alone: Any, together: Any, axis: int, B: int) -> list[bool]:
+    """Which outputs hold several rows of each sample along the batch axis (heads, windows), one
+    sample's behind the other's. The oracle compares afterwards whether they lie so.
 
     Args:
         alone: what the module returns for one sample.
-        together: what its own forward returns for all.
+        together: what its own forward returns for all ``B``.
 
     Raises:
-        FlashClippingError: there is one. Single samples' outputs would not lie like it.
+        FlashClippingError: there is one, and the oracle is not asked, or it lies otherwise.
     """
+    found = []
     for one, own in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=False):
+        found.append(False)
         if not isinstance(one, Tensor) or not isinstance(own, Tensor) or one.dim() <= axis:
             continue
         rows = one.shape[axis]
-        if rows != 1 and own.dim() == one.dim() and own.shape[axis] != rows:
+        if rows == 1 or own.dim() != one.dim() or own.shape[axis] == rows:
+            continue
+        found[-1] = _is_compared(tap.session, axis) and own.shape[axis] == rows * B
+        if not found[-1]:
             raise FlashClippingError(
                 f"{tap.path}: this module runs under torch.func.vmap, and returns a tensor of "
                 f"shape {tuple(own.shape)} with {rows} rows of each sample; expected one. Keep "
@@ -178,6 +197,21 @@ def _refuse_folded(tap: GenericTap, alone: Any, together: Any, axis: int) -> Non
                 "other layers; or write a rule for it (flash_clipping.register_rule)."
                 f"{to_freeze(tap.path)}"
             )
+    return found
+
+
+def _is_compared(session: ClippingSession, axis: int) -> bool:
+    """Whether the oracle will have seen that rows lie as they are taken to."""
+    return not axis and session.seen_kinds is not None and not session.units_of_calls.are_known
+
+
+def _folded_back(outputs: Any, folds: list[bool]) -> Any:
+    """Outputs ``[B, rows, ...]`` of those that fold as ``[B * rows, ...]``."""
+    if not any(folds):
+        return outputs
+    leaves, spec = pytree.tree_flatten(outputs)
+    found = [leaf.flatten(0, 1) if fold else leaf for leaf, fold in zip(leaves, folds, strict=True)]
+    return pytree.tree_unflatten(found, spec)
 
 
 #: What vmap's own errors speak of: itself, what it lacks for an operator, tensors of its that have
@@ -331,5 +365,9 @@ def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
             continue
         sure = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
         beside = leaf is not first
+        rows, plain = leaf.shape[axis], first.shape[axis]
+        if beside and sure and plain == call.batch_size and rows > plain and rows % plain == 0:
+            mapped.append(_is_compared(session, axis))  # heads that another layer has folded
+            continue
         mapped.append(session.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
     return mapped

@@ -81,7 +81,7 @@ class Taint(DispatchMode):
         self._read = False
         self._looks_away = False
         for tensor in sources:
-            self._add(tensor)
+            self._add(tensor, of_floats=tensor.is_floating_point())
 
     def __contains__(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self._seen
@@ -125,9 +125,7 @@ class Taint(DispatchMode):
                 noted[key] = weak_storage(tensor.untyped_storage())
 
     def _is_of_floats(self, tensor: Tensor) -> bool:
-        if tensor not in self:
-            return False
-        return tensor.is_floating_point() or _storage(tensor) in self._of_floats
+        return _storage(tensor) in self._of_floats
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,7 +139,11 @@ class Taint(DispatchMode):
         result = calm_result(func, args, kwargs)
         if name not in _SHAPE_ONLY and any(x in self for x in given):
             chosen = any(self.is_chosen(x) for x in given) or self._chooses(func, name, given)
-            of_floats = any(self._is_of_floats(x) for x in given)
+            # A mask of integers stays one as floats; what a table or a weight meets does not.
+            of_floats = any(
+                self._is_of_floats(x) or (x.is_floating_point() and x.numel() > 1 and x not in self)
+                for x in given
+            )
             if name == "_local_scalar_dense":
                 self._read = self._read or of_floats
             for leaf in _tensors_in((result,)):
@@ -154,6 +156,8 @@ class Taint(DispatchMode):
         A table that ids look up is none of the samples, so its rows lie as the ids do.
         """
         by_truth = any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if name.startswith("index_put") and by_truth and given[-1].numel() == 1:
+            return False  # rows stay in their places, as by ``masked_fill``
         if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or by_truth):
             return True  # an index of numbers has the shape of these, and is looked at below
         if name == "where" and len(given) == 3 and all(x in self for x in given):

@@ -286,6 +286,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             kind = self._watch.kind_of(module, tensors, args, kwargs)
             if kind != self._watch.covered:
                 self._rehearse_if_needed(kind, module, args, kwargs)
+            else:
+                gate = self._watch.gate
+                gate.calls += 1
+                if gate.calls == gate.next_audit:
+                    self._watch.audit(module, args, kwargs)
         call = session.begin_forward(tensors, units=units)
         call.made_up = made_up
         call.draw = draw

@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.batch_axis import rehearse
+from flash_clipping.capture.batch_axis import RefusedRows, rehearse
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.capture.position_rehearsal import rehearse_positions
+from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.proof.prove import settled_by_probe
+from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.single_gradients import UnfitOutputs
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
@@ -47,10 +49,6 @@ class ModelWatch:
         strict: whether buffers that forward changes are refused.
     """
 
-    #: Tests let another proof run beside this one, with the model, its forward, the session and the
-    #: arguments of the call, and with the outputs that were found to be unfit.
-    shadow: ClassVar[Callable[..., None] | None] = None
-
     def __init__(
         self,
         wrapper: nn.Module,
@@ -74,7 +72,7 @@ class ModelWatch:
         self._looked_around = False
         #: The kind of the last call, if nothing else decides whether one like it is rehearsed.
         self.covered: list[Any] | None = None
-        self._unfit = UnfitOutputs()
+        self.gate = Gate()
         #: Whether a pipeline's norms are those of all its stages.
         self.in_private_schedule = False
         guards.watch_new()
@@ -155,7 +153,16 @@ class ModelWatch:
             return self.sharded.rehearse(wanted, self.guards.count, run, forward)
         if wanted:
             self.rehearse(module, args, kwargs, call)
+        elif call is None and (audit := self.gate.due()):
+            self._compare(module, _own(module.forward), args, kwargs, audit)
         return wanted
+
+    def audit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare samples' gradients once more, if this call can be compared."""
+        if self.session.may_rehearse():
+            self._compare(module, _own(module.forward), args, kwargs, self.gate.take_audit())
+        else:
+            self.gate.next_audit += 1
 
     def rehearse(
         self,
@@ -172,9 +179,7 @@ class ModelWatch:
             NotImplementedError: the forward writes into a buffer.
         """
         self.session.epoch += 1
-        forward: Callable[..., Any] = module.forward
-        if isinstance(forward, TwoPassForward):
-            forward = forward.original
+        forward = _own(module.forward)
         if call is None and positions is None and not self.taps.regions.any_compiled:
             serves = self.taps.serves
             try:
@@ -195,14 +200,13 @@ class ModelWatch:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        audit: int = 0,
     ) -> None:
-        """See whether single samples' gradients are what autograd gives."""
+        """See whether samples' gradients are what autograd gives."""
         if self.sharded is None:  # others would have to run the model as often
             with self.taps.regions.as_compiled():
-                given = module, forward, self.session, args, kwargs
-                self._unfit.compare(*given, self.guards.count)
-                if (shadow := type(self).shadow) is not None:
-                    shadow(*given, self._unfit)
+                subject = Subject(module, forward, self.session, args, kwargs)
+                self.gate.examine(subject, self.guards.count, audit)
 
     def _rehearse(
         self,
@@ -221,11 +225,22 @@ class ModelWatch:
         given = module, forward, self.session, args, kwargs
         with self.taps.regions.as_compiled():
             if positions is None:
-                rehearse(*given, call)
+                try:
+                    rehearse(*given, call)
+                except RefusedRows as error:
+                    subject = Subject(*given)
+                    if call is not None or not self._may_probe():
+                        raise
+                    if not settled_by_probe(subject, error.paths):
+                        raise
             else:
                 rehearse_positions(*given, positions, self.guards.count)
         if self._buffers is not None:
             self._buffers.refuse_rehearsed()
+
+    def _may_probe(self) -> bool:
+        """Whether the oracle can be asked afterwards: rows are samples of one process."""
+        return self.sharded is None and not self.session.units_of_calls.are_known
 
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -241,4 +256,9 @@ class ModelWatch:
             self._buffers.after_forward(args, kwargs)
         if torch.is_grad_enabled():
             self._structure.check()
-            self._unfit.refuse(module, self.session, args, kwargs, output)
+            self.gate.refuse(module, self.session, args, kwargs, output)
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that ``mode="two_pass"`` stands around."""
+    return forward.original if isinstance(forward, TwoPassForward) else forward

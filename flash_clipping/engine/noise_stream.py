@@ -17,9 +17,9 @@ IN_CHECKPOINTS = "noise_stream_state_dict"
 
 
 def stream_of(
-    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool
+    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool = False
 ) -> SecretStream:
-    """The stream of an optimizer that was given these.
+    """The stream of an optimizer, or a loader, that was given these.
 
     Args:
         stream: taken as it is; ``None``: one with a key of its own.

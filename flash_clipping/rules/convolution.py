@@ -39,10 +39,10 @@ class ConvolutionRule(Rule):
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
             assert weight is not None
-        padding = kernel_padding(layer)
+        read, padding = padded(layer, x)
         none = [0] * len(padding)
         output = torch.convolution(
-            padded(layer, x),
+            read,
             weight,
             bias,
             layer.stride,
@@ -58,7 +58,7 @@ class ConvolutionRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, weight = saved
-        read, padding = padded(layer, x), kernel_padding(layer)
+        read, padding = padded(layer, x)
         grad_input = None
         if needs.input:
             grad_input = torch.ops.aten.convolution_backward(
@@ -92,17 +92,20 @@ def kernel_padding(layer: Any) -> list[int]:
     return [0] * len(layer.stride)
 
 
-def padded(layer: Any, x: Tensor) -> Tensor:
-    """The layer's input as the kernel reads it."""
+def padded(layer: Any, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The layer's input as the kernel reads it, and what the kernel itself adds."""
+    padding = layer.padding
+    if padding.__class__ is tuple and layer.padding_mode == "zeros":
+        return x, [*padding]  # the usual case
     if sides := own_padding(layer):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        return F.pad(x, sides, mode=mode)
-    return x
+        x = F.pad(x, sides, mode=mode)
+    return x, kernel_padding(layer)
 
 
 def _padding_backward(layer: Any, x: Tensor, grad_padded: Tensor) -> Tensor:
     """The gradient of padding, which is autograd's to give; only its shape depends on ``x``."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        read = padded(layer, leaf)
+        read, _ = padded(layer, leaf)
     return torch.autograd.grad(read, leaf, grad_padded)[0]

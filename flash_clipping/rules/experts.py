@@ -12,7 +12,6 @@ differentiates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -96,22 +95,23 @@ def arithmetic_of(
     layer: Any,
     params: Sequence[Tensor],
     prefix: str = "",
-    low_ranks: Mapping[str, Sequence[LowRank]] = MappingProxyType({}),
+    low_ranks: Mapping[str, Sequence[LowRank]] | None = None,
 ) -> RoutedRows:
     """What experts compute with these tensors for their parameters.
 
     ``prefix``: stands before their names. ``low_ranks``: what is added to a parameter's matrices.
     """
-    names, half = names_of(layer), len(params) // 2
-    projections = []
-    for i in (0, half):
-        name, transposed = names[i], layer.is_transposed
+    names, transposed, half = names_of(layer), layer.is_transposed, len(params) // 2
+
+    def projection(i: int) -> Projection:
+        name, bias, of_bias = names[i], None, ""
+        if layer.has_bias:
+            bias, of_bias = params[i + 1], prefix + names[i + 1]
         matrices = params[i].mT if transposed else params[i]
-        bias, bias_name = (params[i + 1], names[i + 1]) if layer.has_bias else (None, "")
-        named = prefix + name, bias, prefix + bias_name
-        projections.append(Projection(matrices, *named, transposed, low_ranks.get(name, ())))
-    first, second = projections
-    return RoutedRows(first, second, _Gate(layer))
+        added = () if low_ranks is None else low_ranks.get(name, ())
+        return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
+
+    return RoutedRows(projection(0), projection(half), _Gate(layer))
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:

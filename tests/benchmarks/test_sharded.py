@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo"),
+]
 
 
-@pytest.mark.parametrize(
-    ("shards", "first"),
-    [("fsdp2", "all-gather"), pytest.param("tp", "all-reduce", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("shards", "first"), [("fsdp2", "all-gather"), ("tp", "all-reduce")])
 def test_two_processes(shards: str, first: str, tmp_path: Path) -> None:
     path = tmp_path / "sharded.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

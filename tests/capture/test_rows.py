@@ -146,8 +146,7 @@ class WindowsInFront(nn.Module):
 
 def test_windows_in_front_of_the_batch() -> None:
     torch.manual_seed(0)
-    with pytest.raises(FlashClippingError, match="mix"):
-        check_by_autograd(WindowsInFront().double(), float64s(3, 6, 4), squares)
+    check_by_autograd(WindowsInFront().double(), float64s(3, 6, 4), squares)
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def test_arguments_are_as_they_were() -> None:
     seen: list[Any] = []
     model.embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     GradSampleModuleFlashClipping(model)(batch)
-    assert seen == [5, 4, 5, 5, 5]
+    assert seen == [5, 4, 5, 4, 5]
     assert batch.ids is ids and batch.inner["fields"][0].length == 5
 
 
@@ -265,7 +264,7 @@ def test_state_is_that_of_one_forward() -> None:
 
     probed.mix.register_forward_hook(count)
     assert run(flash) == expected
-    assert runs == 10  # the rehearsals, and runs whose gradients are compared, did happen
+    assert runs == 14  # the rehearsals, and runs that the oracle compares, did happen
     assert (probed.calls, probed.seen_by, probed.cache is x) == (1, 4, True)
     assert probed.in_place == probed.rebound == 1 and probed.alias is probed.in_place
     assert probed.state_dict().keys() == plain.state_dict().keys()
@@ -329,8 +328,8 @@ def test_a_model_of_one_batch_size_is_run_on_other_samples() -> None:
     flash = GradSampleModuleFlashClipping(model)
     for _ in range(3):
         squares(flash, float64s(5, 5, 5)).backward()
-    # On 5, 4, 6 and 5 samples; two runs whose gradients are compared; the steps.
-    assert len(runs) == (2 + 2 + 2 + 2) + (2 + 2) + 2 + 2 + 2
+    # On 5, 4, 6 and 5 samples; two runs that the oracle compares, and one it cannot; the steps.
+    assert len(runs) == (2 + 2 + 2 + 2) + (2 + 2 + 2) + 2 + 2 + 2
 
 
 class SometimesSkipped(nn.Module):

@@ -24,9 +24,9 @@ class Scaled(nn.Linear):
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.growth:
+        if self.growth:  # nothing reads it: an output that it scaled would mix samples
             self.scale += self.growth * x.detach().mean()
-        return super().forward(x) * self.scale
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

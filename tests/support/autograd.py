@@ -88,11 +88,13 @@ def check_by_autograd(
     tolerance: float = TOLERANCE,
     loss_reduction: str = "mean",
     steps: int = 2,
+    **options: Any,
 ) -> None:
     """Norms, norms of each parameter and clipped sums, for two steps in turn."""
     truth = truth_by_autograd(copy.deepcopy(model), batch, loss)
     bound = truth.norms.median().item()
-    flash = WRAPPERS[wrapper](model, max_grad_norm=bound, mode=mode, loss_reduction=loss_reduction)
+    options |= {"mode": mode, "loss_reduction": loss_reduction}
+    flash = WRAPPERS[wrapper](model, max_grad_norm=bound, **options)
     for _ in range(steps):
         model.zero_grad(set_to_none=True)
         loss(flash if wrapper == "wrapped" else model, batch).backward()

@@ -504,7 +504,7 @@ class ConvolutionWiring(Wiring):
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x, weight, bias = operands_of(x, layer.weight, layer.bias)
         return _ConvolutionFunction.apply(
-            padded(layer, x),
+            padded(layer, x)[0],
             weight,
             bias,
             list(layer.stride),

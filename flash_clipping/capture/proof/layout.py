@@ -41,11 +41,6 @@ class SampleLayout:
             kind = f"in {outer} rounds of all samples" + (f", axis {axis}" if axis else "")
         return cls(kind, layout, parts)
 
-    @property
-    def is_regular(self) -> bool:
-        """Whether a sample's rows follow from its number."""
-        return self.layout is not None
-
 
 #: The output is the same for every batch: a table of positions, say.
 CONSTANT = SampleLayout("the same for all samples")
@@ -92,12 +87,14 @@ class Table:
         unfit: outputs from which no gradient may come back, by number, and why.
         outputs: the numbers of the outputs that were shown to be each sample's own.
         notes: what could not be looked at.
+        returned: how many tensors the model returned.
     """
 
     layouts: Mapping[str, Sequence[SampleLayout]] = field(default_factory=dict)
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
+    returned: int = 0
 
     def of(self, path: str, call: int = 0) -> SampleLayout | None:
         """The layout of one call of a layer; ``None`` where the layer was not called."""

@@ -129,10 +129,10 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
             and ``"SEEDS"``.
 
     Returns:
-        Which outputs may go backward.
+        Which outputs may go backward, and why others may not.
 
     Raises:
-        FlashClippingError: none may, and why.
+        FlashClippingError: the forward through the taps does.
         torch.OutOfMemoryError: two samples do not fit.
         or whatever the model raises on this batch.
     """
@@ -140,18 +140,15 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
         with perturbed(subject.session.trainable()):
             return examine(subject, audit=audit, skip={*skip, "PERTURB"})
     axis = subject.session.batch_axis
-    failures: list[Table | FlashClippingError] = []
+    unfit: list[Table] = []
     samples = Samples(subject.args, subject.kwargs, axis)
     try:
         for narrow in range(4) if samples.is_ambiguous else (0,):
             of = Samples(subject.args, subject.kwargs, axis, narrow)
-            try:
-                found = _Oracle(subject, of, audit, frozenset(skip)).table()
-                if not found.unfit or narrow == 3:
-                    return found
-                failures.append(found)
-            except FlashClippingError as error:
-                failures.append(error)
+            found = _Oracle(subject, of, audit, frozenset(skip)).table()
+            if not found.unfit:
+                return found
+            unfit.append(found)
     except _NotFinite as error:
         kept = error.finite
     except torch.OutOfMemoryError:
@@ -159,9 +156,7 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
             raise
         kept = [*range(samples.count // 2)]
     else:
-        if isinstance(failures[0], FlashClippingError):
-            raise failures[0]
-        return failures[0]
+        return min(unfit, key=lambda table: len(table.unfit))
     if not kept:
         return Table(notes=["no sample has a finite gradient: nothing was compared"])
     args, kwargs = samples.batch(kept)
@@ -196,7 +191,7 @@ class _Oracle:
         """The result of the round.
 
         Raises:
-            FlashClippingError: no output may go backward.
+            FlashClippingError: the forward through the taps does.
         """
         if not self.B or not self.runs.params:
             return Table(notes=["there are no samples, or nothing is trainable"])
@@ -220,14 +215,15 @@ class _Oracle:
         if several and why is not None and self.returned - self.unfit.keys():
             self.runs.only = self.returned - self.unfit.keys()
             why = self._judge()
-        fit = tuple(sorted(self.returned - self.unfit.keys()))
-        if why is None and not fit and self.unfit:
-            raise FlashClippingError("\n".join(self.unfit.values()))
+        if isinstance(why, FlashClippingError) and not self.returned:
+            raise why
         if why is not None:
-            raise why if isinstance(why, FlashClippingError) else FlashClippingError(why.text())
-        if not fit and not self.notes:
+            of_all = dict.fromkeys(self.returned, _text(why))
+            self.unfit = {n: self.unfit.get(n, of_all[n]) for n in sorted(of_all)}
+        fit = tuple(sorted(self.returned - self.unfit.keys()))
+        if not fit and not self.unfit and not self.notes:
             self.notes.append("no output has a row for each sample: nothing was compared")
-        return Table(unfit=self.unfit, outputs=fit, notes=self.notes)
+        return Table(unfit=self.unfit, outputs=fit, notes=self.notes, returned=self.runs.returned)
 
     def _judge(self) -> Complaint | FlashClippingError | None:
         """The finding for the outputs that may go backward; ``None`` if all is well."""

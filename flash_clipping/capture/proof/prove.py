@@ -1,80 +1,29 @@
-"""Proof that what is clipped is each sample's own gradient.
+"""Where a rehearsal does not find the samples, a probe does, if the oracle confirms it.
 
 :mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
-the samples are in what layers return, :mod:`coverage` says when to look again. Nothing of the
-user's is changed: parameters, buffers, ``p.grad``, generators and hooks are afterwards what they
-were, bit for bit.
+the samples are in what layers return, :mod:`gate` asks before the first step and in some later
+ones. Nothing of the user's is changed: parameters, buffers, ``p.grad``, generators and hooks are
+afterwards what they were, bit for bit.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from flash_clipping.capture.proof.coverage import Coverage
-from flash_clipping.capture.proof.layout import CONSTANT, ROUTED, SEVERAL, SampleLayout, Table
+from flash_clipping.capture.batch_axis import note_seen
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import probe
 from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.row_layouts import TOGETHER, Layout
+from flash_clipping.capture.rehearsal import first_size
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, merged
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Rule
-
-__all__ = ["CONSTANT", "Coverage", "SampleLayout", "Table", "prove", "prove_call"]
-
-
-def prove(
-    wrapped: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    session: ClippingSession | None = None,
-    *,
-    audit: int = 0,
-    settles: bool = False,
-    skip: Collection[str] = (),
-) -> Table:
-    """Show, on one batch, that each sample's gradient is its own and is booked to it.
-
-    Args:
-        wrapped: a wrapped model.
-        args, kwargs: what it is called with.
-        session: what its taps share.
-        audit: 0 for the proof before the first step, then the number of the audit.
-        settles: let taps go by what is found here of where the samples are.
-        skip: parts of the oracle to leave out, for tests.
-
-    Returns:
-        Where the samples are in what layers return (in a proof, not in an audit), and which outputs
-        may go backward.
-
-    Raises:
-        FlashClippingError: with the parameters or outputs, what was found and expected, and what to
-            write.
-    """
-    root = wrapped._module
-    forward = getattr(root.forward, "original", root.forward)
-    subject = Subject(root, forward, session or wrapped._session, args, kwargs)
-    return prove_call(subject, audit=audit, settles=settles, skip=skip)
-
-
-def prove_call(
-    subject: Subject, *, audit: int = 0, settles: bool = False, skip: Collection[str] = ()
-) -> Table:
-    """:func:`prove` for a model whose forward is given."""
-    layouts: Mapping[str, Sequence[SampleLayout]] = {}
-    if not audit:
-        layouts = probe(subject).layouts
-    if settles:
-        settle(subject.root, subject.session, layouts)
-    try:
-        return replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
-    except FlashClippingError as error:
-        raise FlashClippingError(f"{_irregular(layouts)}{error}") from error
 
 
 def settle(
@@ -103,7 +52,41 @@ def settle(
         if {*seen} - {1} and all(layout.axis == 0 for layout in seen.values()):
             session.folded.add(name)
         if not plain or {*seen} - {1}:
-            session.layouts = {**session.layouts, name: seen}
+            session.layouts = {
+                **session.layouts,
+                name: merged(name, session.layouts.get(name, {}), seen),
+            }
+
+
+def settled_by_probe(subject: Subject, paths: Collection[str]) -> bool:
+    """Whether a probe finds the samples where rehearsals did not, and the oracle confirms all
+    outputs; otherwise nothing is changed.
+
+    Modules without a rule, of these paths, are tried by the generic rule where that is not so.
+    """
+    session = subject.session
+    before = copy.deepcopy(vars(session.evidence))
+    rows = session.folded.copy(), session.layouts, session.laid_out
+    taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
+    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
+    for generic in (False, True) if unruled else (False,):
+        for tap in unruled:
+            tap.generic = generic
+        try:
+            settle(subject.root, session, probe(subject).layouts)
+            # The proof that follows looks at the other half of the samples.
+            table = examine(subject, audit=1)
+            if table.outputs and not table.unfit:
+                size = first_size(subject.args, subject.kwargs, session.batch_axis)
+                note_seen(session, subject.root, size, subject.args, subject.kwargs)
+                return True
+        except MODELS_OWN:
+            pass
+        vars(session.evidence).update(copy.deepcopy(before))
+        session.folded, session.layouts, session.laid_out = rows[0].copy(), *rows[1:]
+    for tap in unruled:
+        tap.generic = False
+    return False
 
 
 def tap_of(module: nn.Module) -> Tap | None:
@@ -117,13 +100,3 @@ def has_own_axis(tap: Tap) -> bool:
     """Whether its rule knows by itself where samples are."""
     own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
     return own or tap.path in tap.session.folded_by_rule
-
-
-def _irregular(layouts: Mapping[str, Sequence[SampleLayout]]) -> str:
-    """One line for every layer whose rows are no sample's, or in no regular order."""
-    return "".join(
-        f"{path}: its rows are {layout.kind}.\n"
-        for path, calls in layouts.items()
-        for layout in calls
-        if layout in (ROUTED, SEVERAL)
-    )

@@ -104,6 +104,8 @@ class Runs:
         self.chosen_axes: dict[int, int] = {}
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
+        #: How many tensors the model returned.
+        self.returned = 0
 
     def run(
         self,
@@ -148,6 +150,7 @@ class Runs:
                 for param in self.params:
                     param.grad = None
                 tensors = tensors_in(self.forward(*args, **kwargs))
+                self.returned = len(tensors)
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()

@@ -22,6 +22,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
+from flash_clipping.engine.noise_stream import stream_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
@@ -66,22 +67,6 @@ class BatchSizeNotifier:
         self.draws.give(draw)
 
 
-def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
-    """What a loader draws with: a key of the operating system's, unless the user asks for a seed.
-
-    Args:
-        generator: a ``torch.Generator`` that the user gave to the private loader: one number is
-            drawn from it, and is the seed.
-        seed: the seed.
-
-    Warns:
-        SeededNoiseWarning: there is a seed.
-    """
-    if generator is not None:
-        seed = int(torch.randint(1 << 62, (1,), generator=generator))
-    return SecretStream(seed=seed)
-
-
 class PoissonSampler(UniformWithReplacementSampler):
     """Batches of indices: every step draws every sample independently, with the same probability.
 
@@ -118,7 +103,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
-        self.stream = sampling_stream(generator) if stream is None else stream
+        self.stream = stream_of(None, generator) if stream is None else stream
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()

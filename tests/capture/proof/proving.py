@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture import batch_axis, single_gradients
-from flash_clipping.capture.proof.layout import Table
-from flash_clipping.capture.proof.prove import prove
+from flash_clipping.capture import batch_axis
+from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.proof.layout import ROUTED, SEVERAL, SampleLayout, Table
+from flash_clipping.capture.proof.oracle import examine
+from flash_clipping.capture.proof.probe import probe
+from flash_clipping.capture.proof.prove import settle
+from flash_clipping.capture.proof.runs import Subject
 
 
 @contextlib.contextmanager
@@ -22,7 +27,7 @@ def nothing_else_is_shown() -> Iterator[None]:
     with (
         mock.patch.object(batch_axis, "_findings", lambda *_: []),
         mock.patch.object(batch_axis, "_check_reached", lambda *_: None),
-        mock.patch.object(single_gradients, "_unfit_outputs", lambda *_: (0, {})),
+        mock.patch.object(Gate, "examine", lambda *_: None),
     ):
         yield
 
@@ -34,6 +39,45 @@ def wrapped(model: nn.Module, *args: Any, **options: Any) -> GradSampleModuleFla
     with nothing_else_is_shown():
         flash(*args, **kwargs)
     return flash
+
+
+def prove(
+    wrapped: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    audit: int = 0,
+    settles: bool = False,
+    skip: Collection[str] = (),
+) -> Table:
+    """The oracle's table of a call of a wrapped model, with layouts by the probe in a proof.
+
+    Args:
+        wrapped: a wrapped model.
+        args, kwargs: what it is called with.
+        audit: 0 for the proof before the first step, then the number of the audit.
+        settles: let taps go by what is found here of where the samples are.
+        skip: parts of the oracle to leave out.
+
+    Raises:
+        FlashClippingError: no output may go backward.
+    """
+    root, session = wrapped._module, wrapped._session
+    forward = getattr(root.forward, "original", root.forward)
+    subject = Subject(root, forward, session, args, kwargs)
+    layouts: Mapping[str, Sequence[SampleLayout]] = {} if audit else probe(subject).layouts
+    if settles:
+        settle(root, session, layouts)
+    table = replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
+    if table.unfit and not table.outputs:
+        irregular = [
+            f"{path}: its rows are {layout.kind}."
+            for path, calls in layouts.items()
+            for layout in calls
+            if layout in (ROUTED, SEVERAL)
+        ]
+        raise FlashClippingError("\n".join([*irregular, *dict.fromkeys(table.unfit.values())]))
+    return table
 
 
 def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -> Table:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, register_rule
 from flash_clipping.capture.proof.oracle import WORDS
-from flash_clipping.capture.proof.prove import prove
 from flash_clipping.factors import Factor
 from flash_clipping.rules.linear import LinearRule
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.proving import (
     nothing_else_is_shown,
+    prove,
     table_of,
     why_refused,
     wrapped,

@@ -54,8 +54,8 @@ def rolled_by_hand(m: nn.Module, h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("inner", "name"),
     [
-        (shuffled_back, r"layer\.weight.* rows of other samples"),
-        (folded_by_where, r"gain: .* by autograd"),
+        (shuffled_back, r"layer\.weight.* expected rounding alone"),
+        (folded_by_where, r"gain.*expected rounding alone"),
     ],
 )
 def test_what_values_do_not_show_is_refused(inner: Layers, name: str, mode: Any) -> None:
@@ -82,14 +82,14 @@ def test_a_gradient_of_the_right_norm_is_refused(mode: Any) -> None:
     model.embed.requires_grad_(False)
     model.layer.requires_grad_(False)  # of what is behind signs, other norms would show it
     flash = GradSampleModuleFlashClipping(model, mode=mode)
-    with pytest.raises(FlashClippingError, match="gain: .*differs by .* by autograd"):
+    with pytest.raises(FlashClippingError, match="gain.*expected rounding alone"):
         squares(flash, float64s(3, 3)).backward()
 
 
 def test_equal_samples_that_reach_each_other_are_refused() -> None:
     flash = GradSampleModuleFlashClipping(Around(rolled_by_hand).double())
     (x,) = float64s(1, 5, 3)
-    with pytest.raises(FlashClippingError, match="rows of other samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
         squares(flash, (x.expand(4, 5, 3),)).backward()
 
 
@@ -111,7 +111,7 @@ def test_only_a_gradient_of_the_unfit_output_is_refused(by: Any) -> None:
     flash(x)["rows"].square().sum().backward()
     assert flash.get_norm_sample().shape == (4,)
     flash.zero_grad()
-    with pytest.raises(FlashClippingError, match="rows of other samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
         flash(x)["pairs"].square().sum().backward()
 
 
@@ -133,7 +133,7 @@ def test_what_one_kind_of_call_may_not_give_is_refused_beside_another(unfit_firs
         flash(x)
     flash(x, pairs=False)[1].square().sum().backward()
     flash.zero_grad()
-    with pytest.raises(FlashClippingError, match="rows of other samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
         flash(x)[1].square().sum().backward()
 
 
@@ -143,7 +143,7 @@ def test_an_unfit_output_behind_many_others_is_refused() -> None:
     (x,) = float64s(4, 5, 3)
     flash(x, before=20)[0][0].square().sum().backward()
     flash.zero_grad()
-    with pytest.raises(FlashClippingError, match="rows of other samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
         flash(x, before=20)[1].square().sum().backward()
 
 
@@ -164,7 +164,7 @@ def test_an_unfit_output_at_another_place_is_refused() -> None:
     assert model.calls < 10
     model.calls = 10
     flash.zero_grad()
-    with pytest.raises(FlashClippingError, match="rows of other samples"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone"):
         flash(x)[1].square().sum().backward()
 
 

@@ -1,0 +1,111 @@
+"""Gradients of outputs that are not each sample's own are refused in backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.oracle import examine
+from flash_clipping.capture.proof.runs import Subject
+from flash_clipping.capture.seen_kinds import of_arguments
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
+
+logger = logging.getLogger("flash_clipping")
+
+#: The first step that is audited; then every one that is twice as far: what all audits cost
+#: together grows as the logarithm of the steps.
+FIRST_AUDIT = 8
+
+#: How many tensors the model returned, and the number of one of them.
+_Place = tuple[int, int]
+
+
+class Gate:
+    """Asks the oracle about calls of a model, and lets only gradients of fit outputs back."""
+
+    def __init__(self) -> None:
+        #: Why an output is unfit, or "", by the kind of the call and by its place.
+        self._why: dict[Hashable, dict[_Place, str]] = {}
+        #: A number that is another one when other parameters are trainable.
+        self._trainable = 0
+        #: Calls that were counted, and at which of them the next audit is due.
+        self.calls, self.next_audit = 0, FIRST_AUDIT
+
+    def due(self) -> int:
+        """The number of the audit that the call that begins is due for, or 0. What chance decides
+        (a coin that is tossed for the batch) one proof may miss."""
+        self.calls += 1
+        return self.take_audit() if self.calls == self.next_audit else 0
+
+    def take_audit(self) -> int:
+        """The number of the audit that is due now; the next is due after twice as many calls."""
+        self.next_audit = 2 * self.calls
+        return self.calls.bit_length() - FIRST_AUDIT.bit_length() + 1
+
+    def examine(self, subject: Subject, trainable: int, audit: int = 0) -> None:
+        """Note which outputs of such a call are unfit.
+
+        Nothing is noted where nothing can be compared: the model returns no tensor with a row for
+        each sample, it does not run on this batch, or two samples do not fit into memory.
+
+        Args:
+            subject: the call.
+            trainable: a number that is another one when other parameters are trainable.
+            audit: 0 for the proof before the first step, then the number of the audit.
+        """
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._why.clear()
+        session, args, kwargs = subject.session, subject.args, subject.kwargs
+        if session.units_of_calls.are_known or session.backward_pass_class is not BackwardPass:
+            return  # rows are no samples; or somebody else watches
+        if not any(x.dim() > session.batch_axis for x in batched_inputs(args, kwargs)):
+            return
+        if not self._why:
+            logger.info("checking which rows are samples")
+        try:
+            table = examine(subject, audit=audit)
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:  # an error of the model's own comes in its own forward
+            return
+        known = self._why.setdefault(_kind(subject.root, args, kwargs), {})
+        for number in range(table.returned):  # what was shown once stays
+            place = table.returned, number
+            known[place] = known.get(place) or table.unfit.get(number, "")
+
+    def refuse(
+        self,
+        root: nn.Module,
+        session: ClippingSession,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Refuse gradients that come back to unfit outputs of a call with these arguments."""
+        all_whys = [why for found in self._why.values() for why in found.values() if why]
+        if not session.enabled or not all_whys:
+            return
+        tensors = tensors_in(output)
+        known = self._why.get(_kind(root, args, kwargs), {})
+        for number, tensor in enumerate(tensors):
+            # One that was never compared may be any of them.
+            if tensor.requires_grad and (why := known.get((len(tensors), number), all_whys[0])):
+                tensor.register_hook(partial(_refuse_gradient, session, why))
+
+
+def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    return tuple([module.training for module in root.modules()]), of_arguments(args, kwargs)
+
+
+def _refuse_gradient(session: ClippingSession, why: str, _: Any) -> None:
+    if session.enabled:
+        raise FlashClippingError(why)
