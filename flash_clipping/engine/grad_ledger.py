@@ -140,13 +140,18 @@ class GradLedger:
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""
         foreign = self._foreign
-        left: dict[int, weakref.ref[Tensor]] = {}
-        versions: dict[int, int] = {}
+        known: list[nn.Parameter] = []
+        grads: list[Tensor] = []
+        versions: list[int] = []
         for param in params:
-            grad, key = param.grad, id(param)
-            if grad is not None and not (foreign and key in foreign):
-                left[key], versions[key] = weakref.ref(grad), grad._version
-        self._versions = versions
+            grad = param.grad
+            if grad is not None and not (foreign and id(param) in foreign):
+                known += (param,)
+                grads += (grad,)
+                versions += (grad._version,)
+        keys = [*map(id, known)]
+        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
+        self._versions = dict(zip(keys, versions, strict=True))
         self._left = left  # the last: an interrupt before it leaves nothing known
 
     def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:

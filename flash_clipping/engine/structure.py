@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -36,13 +38,10 @@ class Structure:
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
         """Children and parameters of all modules that are known."""
         # Flat: walking the tree of modules takes milliseconds in every step.
-        parts: list[nn.Module | nn.Parameter | None] = []
+        held: list[Any] = []
         for module in self.modules:
-            if module._modules:
-                parts += module._modules.values()
-            if module._parameters:
-                parts += module._parameters.values()
-        return parts
+            held += (module._modules, module._parameters)
+        return [*chain.from_iterable(map(operator.methodcaller("values"), filter(None, held)))]
 
     def check(self) -> None:
         """Refuse trainable parameters that have come since the model was wrapped.

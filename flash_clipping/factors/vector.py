@@ -117,11 +117,13 @@ class VectorStack:
         cls, keys: list[int], factors: Sequence[RowSum], backend: str, memo: Memo | None = None
     ) -> VectorStack:
         """Of sums over as many positions and in one dtype, of any sizes."""
-        rows, x_hats, sizes = [], [], []
+        rows: list[Tensor] = []
+        x_hats: list[Normalized | None] = []
+        sizes: list[int] = []
         for factor in factors:
-            rows.append(factor.rows_BTn)
-            x_hats.append(factor.normalized)
-            sizes.append(factor.rows_BTn.shape[2])
+            rows += (factor.rows_BTn,)
+            x_hats += (factor.normalized,)
+            sizes += (factor.rows_BTn.shape[2],)
         grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
         return cls(keys, sizes, grads_BN, sq_PB)
 

@@ -45,9 +45,10 @@ class GroupedFactors:
         self.others: dict[int, Factor] = {}
         # Without comprehensions: they cost small models, which wait for the host.
         for number, keys in enumerate(plan.linear):
-            A_BTd, Gs = factors[keys[0]].A_BTd, []
+            A_BTd = factors[keys[0]].A_BTd
+            Gs: list[Tensor] = []
             for key in keys:
-                Gs.append(factors[key].G_BTp)
+                Gs += (factors[key].G_BTp,)
             self.linear[number] = A_BTd, Gs
         take = factors.__getitem__
         for keys in plan.sums:
@@ -77,9 +78,9 @@ class GroupedFactors:
             memo = plan.memos["linear_sqnorms"]
             groups = list(self.linear.values())
             for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
-                keys = []
+                keys: list[int] = []
                 for group, layer in block.order:
-                    keys.append(plan.linear[group][layer])
+                    keys += (plan.linear[group][layer],)
                 blocks.append((keys, block.sq_RB))
                 if block.doubt_RB is not None:
                     doubts.append((keys, block.doubt_RB))
