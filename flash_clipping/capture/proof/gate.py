@@ -22,7 +22,7 @@ logger = logging.getLogger("flash_clipping")
 
 #: The first step that is audited; then every one that is twice as far: what all audits cost
 #: together grows as the logarithm of the steps.
-FIRST_AUDIT = 8
+FIRST_AUDIT = 32
 
 #: How many tensors the model returned, and the number of one of them.
 _Place = tuple[int, int]

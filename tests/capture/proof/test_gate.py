@@ -49,7 +49,7 @@ def test_what_mixes_samples_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(LATER))
 def test_what_chance_decides_is_refused_by_an_audit(name: str) -> None:
     flash = GradSampleModuleFlashClipping(Around(WRONG[name]), strict=False)
-    with pytest.raises(FlashClippingError, match="expected rounding alone"):
+    with pytest.raises(FlashClippingError, match="expected rounding alone|Rows are"):
         for _ in range(4 * FIRST_AUDIT):
             flash.zero_grad()
             flash(torch.randn(B, T, K)).square().sum().backward()
@@ -58,7 +58,7 @@ def test_what_chance_decides_is_refused_by_an_audit(name: str) -> None:
 def test_audits_are_seldom() -> None:
     gate = Gate()
     audits = {step: number for step in range(1, 100) if (number := gate.due())}
-    assert audits == {8: 1, 16: 2, 32: 3, 64: 4}
+    assert audits == {32: 1, 64: 2}
 
 
 @pytest.mark.parametrize("name", WRONG_AFTER)
