@@ -28,8 +28,7 @@ from benchmarks.measure import settle
 from benchmarks.options import DTYPES
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import HyperConnections
-from flash_clipping.layers.ops import hyper_connections as ops
-from flash_clipping.layers.ops import stream_mix as mixing
+from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
 
 SHAPES = {
     "cuda": [(4, 4096, 4, 2048), (4, 4096, 4, 2560), (4, 4096, 4, 4096)],

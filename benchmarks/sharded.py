@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import agreement, environment, models, options

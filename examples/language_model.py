@@ -30,8 +30,7 @@ from pydoc_data.topics import topics
 import sharding
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from training import InMemoryDataset, Report, Task, argument_parser, run
 
 from flash_clipping.layers import (

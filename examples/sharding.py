@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 
 def start(device: str) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
@@ -200,7 +199,7 @@ def without(b: int, x: Tensor) -> Tensor:
 def test_sensitivity_fp32(name: str) -> None:
     """At most ``C (1 + 1e-5)``, for any batch and any sample of it."""
 
-    @profile(15)
+    @profile(8)
     @given(
         size=st.integers(1, 6),
         seed=st.integers(0, 10**6),

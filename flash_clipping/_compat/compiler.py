@@ -76,8 +76,10 @@ def is_autograd_compiled() -> bool:
     """Whether backward passes are compiled (compiled autograd) now. Without: not noticed before
     norms are missing."""
     found = sys.modules.get("torch._dynamo.compiled_autograd")  # who has not imported it has not
-    names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
-    return found is not None and any(bool(getattr(found, name, False)) for name in names)
+    return found is not None and bool(
+        getattr(found, "compiled_autograd_enabled", False)
+        or getattr(found, "in_compiled_autograd_region", False)
+    )
 
 
 def is_fake(x: Any) -> bool:

@@ -32,6 +32,9 @@ class FactorSource:
             session.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
+        #: In which epoch ``F.linear`` of a parameter of it was called with samples, in which dtype,
+        #: and how many axes these had.
+        self.linear_when: Any = None
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
 
@@ -105,7 +108,7 @@ class FactorSource:
         if self.folded and not self.session.keeps_rows:
             if readers is not None:
                 samples = readers[0].batch_size
-            factors = [self._fold(factor, samples) for factor in factors]
+            factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
         backward_pass.record(self.path, params, factors, readers)
 
     def _fold(self, factor: Factor, samples: int | None) -> Factor:

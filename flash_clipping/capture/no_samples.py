@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, MutableMapping
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,50 +71,32 @@ def of_no_samples(
         TypeError: unless ``lenient``, something that is neither the same in both nor known to hold
             samples.
     """
-
-    def between(a: Any, b: Any, depth: int = depth) -> Any:
-        return of_no_samples(a, b, tensor, lenient=lenient, depth=depth)
-
     if two is three:
         return two
-    if type(two) is not type(three):
-        pass
-    elif isinstance(two, Tensor):
-        if two.dim() == three.dim():
-            return tensor(two, three)
-    elif isinstance(two, bool | str | bytes):
-        if two == three:
-            return two
-    elif isinstance(two, int):
-        return 3 * two - 2 * three
-    elif isinstance(two, float | complex):
-        return two if two == three else math.nan  # a mean, say
-    elif isinstance(two, list | tuple) and len(two) != len(three):
-        return type(two)(two[: size_of_none(len(two), len(three))])
-    elif _is_node(two):
-        parts, spec = pytree.tree_flatten(two, is_leaf=lambda part: part is not two)
-        other_parts, other_spec = pytree.tree_flatten(three, is_leaf=lambda part: part is not three)
-        if spec == other_spec:
-            found = [between(a, b) for a, b in zip(parts, other_parts, strict=True)]
-            return pytree.tree_unflatten(found, spec)
-    elif type(two).__module__ == "numpy" and hasattr(two, "shape"):
-        sizes = zip(two.shape, three.shape, strict=True)
-        return type(two)(tuple(size_of_none(*pair) for pair in sizes), dtype=two.dtype)
-    elif depth and isinstance(two, MutableMapping):
-        if two.keys() == three.keys():
-            changed = copy.copy(two)
-            for key in two:
-                changed[key] = between(two[key], three[key], depth - 1)
-            return changed
-    elif depth and hasattr(two, "__dict__") and vars(two).keys() == vars(three).keys():
-        content = {k: between(v, vars(three)[k], depth - 1) for k, v in vars(two).items()}
-        changed = copy.copy(two)
-        vars(changed).update(content)
-        return changed
-    else:
-        with contextlib.suppress(Exception):  # devices, types, members of enumerations
-            if two == three:
-                return two
+    if type(two) is type(three):
+        if isinstance(two, Tensor):
+            if two.dim() == three.dim():
+                return tensor(two, three)
+        elif isinstance(two, int) and not isinstance(two, bool):
+            return 3 * two - 2 * three
+        elif isinstance(two, float | complex):
+            return two if two == three else math.nan  # a mean, say
+        elif isinstance(two, list | tuple) and len(two) != len(three):
+            return type(two)(two[: size_of_none(len(two), len(three))])
+        elif type(two).__module__ == "numpy" and hasattr(two, "shape"):
+            return type(two)(tuple(shape_of_none(two, three)), dtype=two.dtype)
+        elif (opened := _opened(two, depth)) and (other := _opened(three, depth)):
+            if opened.structure == other.structure:
+                pairs = zip(opened.parts, other.parts, strict=True)
+                found = [
+                    of_no_samples(*pair, tensor, lenient=lenient, depth=opened.depth)
+                    for pair in pairs
+                ]
+                return opened.rebuilt(found)
+        else:
+            with contextlib.suppress(Exception):  # strings, devices, members of enumerations
+                if two == three:
+                    return two
     if lenient:
         return two
     raise TypeError(
@@ -124,9 +106,31 @@ def of_no_samples(
     )
 
 
-def _is_node(value: Any) -> bool:
-    parts = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
-    return len(parts) != 1 or parts[0] is not value
+class _Opened(NamedTuple):
+    """A container or an object: what it looks like, its parts, and how others are put in."""
+
+    structure: Any
+    parts: list[Any]
+    rebuilt: Callable[[list[Any]], Any]
+    depth: int
+
+
+def _opened(value: Any, depth: int) -> _Opened | None:
+    """Look into a value; ``None`` if it has no parts, or lies deeper than ``depth`` objects."""
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if len(parts) != 1 or parts[0] is not value:
+        return _Opened(spec, parts, lambda found: pytree.tree_unflatten(found, spec), depth)
+    is_mapping = isinstance(value, MutableMapping)
+    content = value if is_mapping else getattr(value, "__dict__", None)
+    if content is None or not depth:
+        return None
+
+    def rebuilt(found: list[Any]) -> Any:
+        changed = copy.copy(value)
+        (changed if is_mapping else vars(changed)).update(zip(content, found, strict=True))
+        return changed
+
+    return _Opened([*content], [*content.values()], rebuilt, depth - 1)
 
 
 def _described(value: Any) -> str:
@@ -195,32 +199,40 @@ class EmptyBatchForward(RootForward):
         self.watched = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session = self.session
-        if not self.watched and session.recording and not is_dynamo_compiling():
-            with NoRenormalisation():
-                output = self._forward(args, kwargs)
-            self.watched = True
-            return output
-        return self._forward(args, kwargs)
+        forward = self._without_samples if self._is_empty() else self.original
+        if self.watched or not self.session.recording or is_dynamo_compiling():
+            return forward(*args, **kwargs)
+        with NoRenormalisation():
+            output = forward(*args, **kwargs)
+        self.watched = True
+        return output
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_empty(self) -> bool:
+        """Whether the running call is recorded, and has no samples."""
         session = self.session
         call = session.current_forward
         if call is None or not session.recording:
-            return self.original(*args, **kwargs)
-        positions = session.positions
-        if positions is not None and not len(positions.map):  # [1, 0], say
-            return self._without_samples(args, kwargs)
-        if call.batch_sizes[:1] != (0,):
-            return self.original(*args, **kwargs)
-        if self.has_bags and any(call.batch_sizes):
-            return self.original(*args, **kwargs)
-        return self._without_samples(args, kwargs)
+            return False
+        if session.positions is not None and not len(session.positions.map):  # [1, 0], say
+            return True
+        return call.batch_sizes[:1] == (0,) and not (self.has_bags and any(call.batch_sizes))
 
-    def _without_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_samples(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         anchor = torch.empty(0, requires_grad=True)
         params = session.trainable()
+        tensors = [*batched_inputs(args, kwargs), *session.state()]
+        devices = [*{x.device for x in tensors if x.is_cuda}]
+
+        def output_of(count: int, fill: int) -> Any:
+            made_args, made_kwargs = made_up(args, kwargs, session.batch_axis, count, fill)
+            with (
+                untouched(self.layer),
+                random_state(devices, seed=0),
+                session.bypass(),
+                torch.enable_grad(),  # to see which outputs require grad; the graph goes with them
+            ):
+                return self.original(*made_args, **made_kwargs)
 
         def tensor(two: Tensor, three: Tensor) -> Tensor:
             shape = shape_of_none(two, three)
@@ -231,8 +243,7 @@ class EmptyBatchForward(RootForward):
         failure: Exception | None = None
         for fill in (0, 1):  # lengths, for one, must not be 0
             try:
-                two, three = (self._run_on(count, fill, args, kwargs) for count in (2, 3))
-                return of_no_samples(two, three, tensor, lenient=True)
+                return of_no_samples(output_of(2, fill), output_of(3, fill), tensor, lenient=True)
             except torch.OutOfMemoryError:
                 raise
             except _DID_NOT_RUN as error:
@@ -247,20 +258,6 @@ class EmptyBatchForward(RootForward):
                 "on zeros of its inputs' shapes and types and returns tensors, numbers or strings "
                 f"in containers. The first error was {type(failure).__name__}: {failure}"
             ) from failure
-
-    def _run_on(self, count: int, fill: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns for so many samples that are all zeros, or all ones."""
-        session = self.session
-        made_up_args, made_up_kwargs = made_up(args, kwargs, session.batch_axis, count, fill)
-        tensors = [*batched_inputs(args, kwargs), *session.state()]
-        devices = {x.device for x in tensors if x.is_cuda}
-        with (
-            untouched(self.layer),
-            random_state(list(devices), seed=0),
-            session.bypass(),
-            torch.enable_grad(),  # to see which outputs require grad; the graph goes with them
-        ):
-            return self.original(*made_up_args, **made_up_kwargs)
 
 
 class _NoSamples(torch.autograd.Function):
@@ -316,10 +313,9 @@ class CollateWithEmpty:
 
     def _learned(self) -> Any:
         def tensor(two: Tensor, three: Tensor) -> Tensor:
-            shape = shape_of_none(two, three)
-            if two.shape != three.shape or torch.equal(two, three):
-                return two.new_zeros(shape) if two.shape != three.shape else two
-            return 3 * two - 2 * three  # a count of samples, say
+            if two.shape != three.shape:
+                return two.new_zeros(shape_of_none(two, three))
+            return two if torch.equal(two, three) else 3 * two - 2 * three  # a count of samples
 
         # Fetched anew: a collate function may take its samples apart.
         two, three = (

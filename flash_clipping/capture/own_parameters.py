@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -86,8 +86,8 @@ class OwnParameters:
         ]
         found = [(prefix + name, param) for prefix, name, param in named]
         self._own_names = [name for _, name, _ in named]
+        self._attributes = len(vars(self.layer))
         if self.has_rule:
-            self._attributes = len(vars(self.layer))
             self.computed = self._computes_weights(found)
         names, params = self._trainable
         if [name for name, _ in found] != names or any(
@@ -120,12 +120,6 @@ class OwnParameters:
         )
 
 
-class Recording(Protocol):
-    """The session, as far as guards are concerned."""
-
-    enabled: bool
-
-
 class Guard:
     """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
 
@@ -135,7 +129,7 @@ class Guard:
         session: knows whether backward passes are recorded.
     """
 
-    def __init__(self, name: str, why: str, session: Recording):
+    def __init__(self, name: str, why: str, session: Any):
         self.name, self.why, self.session = name, why, session
 
     def __call__(self, grad: Tensor | None) -> None:

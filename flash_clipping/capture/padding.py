@@ -9,7 +9,7 @@ Shape suffixes: ``B`` rows of the batch, ``P`` parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -121,16 +121,13 @@ class Padding:
 EVERY_ROW = CountedRows()
 
 
-def counted_rows(of_calls: Iterable[CountedRows | None]) -> CountedRows:
-    """The rows of calls of the model whose gradients are one.
+def refuse_several() -> NoReturn:
+    """Refuse a backward pass through calls of which other rows count.
 
     Raises:
-        FlashClippingError: they are of several batches.
+        FlashClippingError: always.
     """
-    found = {id(rows): rows for rows in of_calls if rows is not None}
-    if len(found) > 1:
-        raise FlashClippingError(
-            "the model: it was called with several padded batches before backward, of which "
-            "other rows are padding. Call backward() for each batch before the next is taken."
-        )
-    return found.popitem()[1] if found else EVERY_ROW
+    raise FlashClippingError(
+        "the model: it was called with several padded batches before backward, of which "
+        "other rows are padding. Call backward() for each batch before the next is taken."
+    )

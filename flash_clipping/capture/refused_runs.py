@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch.cuda import is_current_stream_capturing
 
-from flash_clipping._compat import is_autograd_compiled
 from flash_clipping.errors import FlashClippingError
 
 
-def refuse_compiled_autograd() -> None:
+def refuse_compiled_autograd() -> NoReturn:
     """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old.
 
     Raises:
-        FlashClippingError: compiled autograd is on.
+        FlashClippingError: always.
     """
-    if is_autograd_compiled():
-        raise FlashClippingError(
-            "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
-            "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
-            "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
-            "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
-            "outside of torch.compile."
-        )
+    raise FlashClippingError(
+        "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
+        "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
+        "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
+        "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
+        "outside of torch.compile."
+    )
 
 
 def refuse_graph_capture() -> None:
@@ -33,7 +30,7 @@ def refuse_graph_capture() -> None:
     Raises:
         FlashClippingError: the current stream is being captured.
     """
-    if torch.cuda.is_initialized() and is_current_stream_capturing():
+    if is_current_stream_capturing():
         raise FlashClippingError(
             "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
             "would read tables that are gone by then, and leave no norms: capture the step "

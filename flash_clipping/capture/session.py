@@ -11,6 +11,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,15 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import at_end_of_backward, graph_task, is_fake
+from flash_clipping._compat import (
+    at_end_of_backward,
+    graph_task,
+    is_autograd_compiled,
+    is_fake,
+)
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Witness, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
-from flash_clipping.capture.padding import CountedRows, Padding, counted_rows
-from flash_clipping.capture.refused_runs import refuse_compiled_autograd, refuse_graph_capture
+from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
+from flash_clipping.capture.refused_runs import (
+    refuse_compiled_autograd,
+    refuse_graph_capture,
+    refuse_threads,
+)
 from flash_clipping.capture.row_layouts import Seen
-from flash_clipping.capture.running_forward import RunningForward
 from flash_clipping.capture.seen_kinds import SeenKinds
 from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
@@ -163,7 +172,9 @@ class ClippingSession:
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
-        self._running = RunningForward()
+        # The thread that runs the root's forward, under the one key that is ever used: setting a
+        # default is one step for all threads.
+        self._running: dict[str, int] = {}
         self._backward_pass: weakref.ref[BackwardPass] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +184,7 @@ class ClippingSession:
             _forwards=[],
             _current_forward=None,
             returning=None,
-            _running=RunningForward(),
+            _running={},
             _backward_pass=None,
             two_passes=None,
             two_pass_in=None,
@@ -206,12 +217,22 @@ class ClippingSession:
         Raises:
             FlashClippingError: another thread runs the model's forward or backward.
         """
-        self._running.enter(self.backward_pass)
+        if graph_task() != -1:  # recomputed, in a thread of autograd's, maybe
+            return
+        thread = threading.get_ident()
+        if self._running.setdefault("forward", thread) != thread:
+            refuse_threads("forward", "forward")
+        if self._backward_pass is not None:
+            running = self._backward_pass()
+            if running is not None and running.thread not in (None, thread):
+                self.leave_forward()
+                refuse_threads("forward", "backward")
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
         self.proven_call = None
-        self._running.leave()
+        if self._running.get("forward") == threading.get_ident() and graph_task() == -1:
+            del self._running["forward"]
 
     def check_thread(self, call: ForwardCall) -> None:
         """Refuse a backward of ``call`` while another thread's forward or backward runs.
@@ -219,7 +240,11 @@ class ClippingSession:
         Raises:
             FlashClippingError: it would be recorded as a part of that.
         """
-        self._running.check(call, self.backward_pass)
+        running = None if self._backward_pass is None else self._backward_pass()
+        if running is not None and running.thread not in (None, call.thread):
+            refuse_threads("backward", "backward")
+        if self._running.get("forward", call.thread) != call.thread:
+            refuse_threads("backward", "forward")
 
     def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
         """The loader's batch that the root is called with.
@@ -231,21 +256,22 @@ class ClippingSession:
         Raises:
             FlashClippingError: a call that is recorded is of several, or of other rows.
         """
-        if in_backward() or self.captured is not None:
+        draws = self.draws
+        if not (draws.waiting or draws.strict) or in_backward() or self.captured is not None:
             return None
         axis = self.batch_axis
         sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
         sizes = [0] if made_up else sizes
         if not torch.is_grad_enabled():
-            self.draws.look(sizes)
+            draws.look(sizes)
             return None
-        if self.draws.paused:
+        if draws.paused:
             return None
-        if not self.draws.strict and (
+        if not draws.strict and (
             self.drawn is not None or self.units_of_calls.sample_of is not None
         ):
-            return self.draws.next()  # somebody else counts; or rows are no samples
-        return self.draws.of_forward(tensors, sizes, axis)
+            return draws.next()  # somebody else counts; or rows are no samples
+        return draws.of_forward(tensors, sizes, axis)
 
     def units_of(
         self, given: Any, tensors: list[Tensor], draw: DrawnBatch | None = None
@@ -270,7 +296,13 @@ class ClippingSession:
         units: Units | None = None,
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs."""
-        if not in_backward():
+        if graph_task() == -1 and (
+            self._backward_pass is not None
+            or self.bypassed
+            or self.by_itself
+            or self.comparing
+            or self.stood_in
+        ):
             self.recover()  # also from a rehearsal that was broken off
         axis = self.batch_axis
         sizes: dict[int, None] = {}  # in order
@@ -429,6 +461,21 @@ class ClippingSession:
         self._guess(call, read, answer, x, axis, rows, free)
         return call.note_answer(path, x, answer)
 
+    def knows_reads(self, call: ForwardCall, path: str, answers: list[bool]) -> bool:
+        """Whether a rehearsal has given these answers to the next reads of this layer, which count
+        as read then. Their shapes are those of reads before them in this call."""
+        turn = call.turns.get(path)
+        if turn is None or self.positions is not None:
+            return False
+        if path in self.evidence.proven:
+            return all(answers)
+        of_call, place = turn
+        known = self.evidence.reads.get(path, ())
+        if of_call >= len(known) or known[of_call][place : place + len(answers)] != answers:
+            return False
+        turn[1] += len(answers)
+        return True
+
     @staticmethod
     def _guess(
         call: ForwardCall,
@@ -494,21 +541,35 @@ class ClippingSession:
 
     def units(self) -> Units | None:
         """The units of the calls whose norms have not been taken, all the same."""
-        if not self.units_of_calls.are_known:
+        if self.units_of_calls.sample_of is None and not self.units_of_calls.from_loader:
             return None
         return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
 
     def counted_rows(self) -> CountedRows:
         """Which rows of the calls whose norms have not been taken are no padding."""
-        return counted_rows(f.counted_rows for f in self._forwards if not f.spent and f.recorded)
+        found: dict[int, CountedRows] = {}
+        for forward in self._forwards:
+            if not forward.spent and forward.recorded and forward.counted_rows is not None:
+                found[id(forward.counted_rows)] = forward.counted_rows
+        if len(found) > 1:
+            refuse_several()
+        return found.popitem()[1] if found else EVERY_ROW
 
     def draw_of_calls(self) -> DrawnBatch | None:
         """The draw of the calls whose norms have not been taken."""
-        return of_one_draw(f.draw for f in self._forwards if not f.spent and f.recorded)
+        draws: list[DrawnBatch] = []
+        for forward in self._forwards:
+            if forward.draw is not None and forward.recorded and not forward.spent:
+                draws.append(forward.draw)
+        return of_one_draw(draws) if draws else None
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
-        return {f.batch_sizes[0] for f in self._forwards if not f.spent and f.batch_sizes}
+        sizes: set[int] = set()
+        for forward in self._forwards:
+            if forward.batch_sizes and not forward.spent:
+                sizes.add(forward.batch_sizes[0])
+        return sizes
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
@@ -531,10 +592,11 @@ class ClippingSession:
 
         ``call`` is the call of the root whose output it has reached.
         """
-        refuse_compiled_autograd()
+        if is_autograd_compiled():
+            refuse_compiled_autograd()
         if call is not None:
             self.check_thread(call)
-        backward_pass = self.backward_pass
+        backward_pass = None if self._backward_pass is None else self._backward_pass()
         if backward_pass is None:
             backward_pass = self.new_backward_pass()
             backward_pass.thread = None if call is None else call.thread
@@ -543,10 +605,9 @@ class ClippingSession:
         return backward_pass
 
     def new_backward_pass(self) -> BackwardPass:
-        if self.captured is None:
+        if self.captured is None and torch.cuda.is_initialized():
             refuse_graph_capture()
         backward_pass = self.backward_pass_class(self)
-        backward_pass.stand_in()
         self._backward_pass = weakref.ref(backward_pass)
         return backward_pass
 
@@ -574,7 +635,6 @@ class ClippingSession:
         Args:
             coef: coefficients, which are 0 for such samples and positive for all others.
         """
-        coef = self.counted_rows().positive(coef)
         if self.captured is None:
             self.non_finite.note(coef)
         elif not self.non_finite.warned and coef.numel():

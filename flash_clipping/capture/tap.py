@@ -134,7 +134,7 @@ class Tap(FactorSource):
         self._proven_for: list[tuple[str, nn.Parameter | None, bool]] = []
         self.trainable_when_proven: Trainable = [], []
         self._proven_in = -1
-        self._worth_storing: dict[Any, bool] = {}
+        self.worth_storing: dict[Any, bool] = {}
         self.shared = 0
         self.is_simple = False
         self._ordinary_in = -1  # epoch of the last call, if that was an ordinary one
@@ -211,14 +211,11 @@ class Tap(FactorSource):
     def stored_where_cheaper(
         self, factors: Sequence[Factor], shape: torch.Size
     ) -> Sequence[Factor]:
-        """Per-sample gradients, formed now, where that is cheapest; decided once for each shape of
-        the output's gradient."""
-        worth = self._worth_storing.get(shape)
-        if worth is False:
-            return factors
+        """Per-sample gradients, formed now, where that is cheapest; whether it ever is for this
+        shape of the output's gradient is in ``worth_storing`` then."""
         found = stored_where_cheaper(factors, lambda: self.shared, self.session.backend)
-        if worth is None:
-            self._worth_storing[shape] = found is not factors
+        if shape not in self.worth_storing:
+            self.worth_storing[shape] = found is not factors
         return found
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -15,37 +15,12 @@ from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
-from flash_clipping.finish.session import Readers
-from flash_clipping.rules.registry import Needs, Rule, own
+from flash_clipping.rules.registry import own
 
 _NO_SECOND = (
     "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
     "have. Call backward() without create_graph, or take such gradients on the unwrapped model."
 )
-
-
-class RuledTap(Protocol):
-    """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
-
-    layer: Any
-    path: str
-    session: ClippingSession
-    rule: Rule | None
-    #: Whether its rule returned one tensor in its last call, and saved nothing but tensors.
-    is_simple: bool
-
-    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs: ...
-
-    def note_recorded(self, trainable: Trainable, shared: int) -> None: ...
-
-    def record(
-        self,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        recomputed: bool,
-        readers: Readers | None = None,
-        rows: DeclaredRows | None = None,
-    ) -> None: ...
 
 
 class TappedLayer(torch.autograd.Function):
@@ -63,7 +38,7 @@ class TappedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tap: RuledTap,
+        tap: Any,
         trainable: Trainable,
         call: ForwardCall | None,
         place: int,
@@ -80,13 +55,18 @@ class TappedLayer(torch.autograd.Function):
         elif output._is_view():
             output = _fresh(output, inputs)
         # Tensors go through autograd's own saving (checkpointing, version checks); the rest not.
-        ctx.others = None
-        for value in saved:
-            if value is not None and not isinstance(value, Tensor):
-                ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
-                saved = tuple(value if isinstance(value, Tensor) else None for value in saved)
-                break
-        tap.is_simple = ctx.others is None and isinstance(output, Tensor)
+        others = {
+            i: value
+            for i, value in enumerate(saved)
+            if value is not None and not isinstance(value, Tensor)
+        }
+        if others:
+            tensors = list(saved)
+            for i in others:
+                tensors[i] = None
+            saved = tuple(tensors)
+        ctx.others = others
+        tap.is_simple = not others and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
         ctx.tap, ctx.trainable, ctx.recomputed = tap, trainable, recomputed
         ctx.call, ctx.place, ctx.rows = call, place, rows
@@ -104,7 +84,7 @@ def backward_of(
 ) -> Any:
     """The backward of a tapped layer. ``hand_on`` makes of its inputs' gradients what is returned;
     it is told of saved values as well, which can be asked for once."""
-    tap: RuledTap = ctx.tap
+    tap: Any = ctx.tap
     names, params = ctx.trainable
     rule = tap.rule
     assert rule is not None
@@ -112,11 +92,10 @@ def backward_of(
         raise FlashClippingError(_NO_SECOND.format(tap.path))
     grad_output = grad_outputs[0] if len(grad_outputs) == 1 else grad_outputs
     saved = ctx.saved_tensors
-    if ctx.others is not None:
-        saved = tuple(
-            other if tensor is None else tensor
-            for tensor, other in zip(saved, ctx.others, strict=True)
-        )
+    if ctx.others:
+        saved = list(saved)
+        for place, value in ctx.others.items():
+            saved[place] = value
     session = tap.session
     needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
     grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
@@ -178,15 +157,17 @@ class ProvenLayer(torch.autograd.Function):
         names, params = ctx.trainable
         needs = tap.needs(ctx.needs_input_grad[4:5], names)
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
-        factors = [by_name[name] for name in names]
+        factors = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
         running = None if running is None else running()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
-        if running.holds_factors:
-            factors = tap.stored_where_cheaper(factors, grad_output.shape)
+        if running.coef is None and not running.norms_only:
+            shape = grad_output.shape
+            if tap.worth_storing.get(shape) is not False:
+                factors = tap.stored_where_cheaper(factors, shape)
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 

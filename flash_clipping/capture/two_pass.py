@@ -18,6 +18,7 @@ from flash_clipping._compat import (
     at_end_of_backward,
     backward_runs_again,
     graph_task,
+    is_autograd_compiled,
     pytree,
     will_run,
 )
@@ -195,7 +196,8 @@ class _TwoPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
-        refuse_compiled_autograd()
+        if is_autograd_compiled():
+            refuse_compiled_autograd()
         call: _Call = ctx.call
         if call.seed is None:
             raise FlashClippingError(

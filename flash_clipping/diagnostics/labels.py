@@ -12,7 +12,7 @@ import math
 import torch
 
 from flash_clipping.diagnostics.batch import Samples, Task, cast
-from flash_clipping.diagnostics.subject import Subject
+from flash_clipping.diagnostics.watch import Subject
 
 #: What ``cross_entropy`` ignores by default, and what others are often told to ignore.
 IGNORED = (-100, -1)

@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 from flash_clipping.diagnostics.oracle import FLOOR, largest_norm_error
 from flash_clipping.diagnostics.report import RemovalReport
-from flash_clipping.diagnostics.subject import Subject, described
-from flash_clipping.diagnostics.watch import Flash, fallbacks, floats
+from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
 
 #: Of every sample, over all parameters.
 Norms: TypeAlias = tuple[float, ...]

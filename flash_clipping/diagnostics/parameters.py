@@ -18,8 +18,7 @@ from flash_clipping.diagnostics.report import (
     SectionReport,
 )
 from flash_clipping.diagnostics.sections import owned_parameters, section_axis
-from flash_clipping.diagnostics.subject import Subject
-from flash_clipping.diagnostics.watch import Flash, floats
+from flash_clipping.diagnostics.watch import Flash, Subject, floats
 
 
 def compared_parameter(

@@ -18,8 +18,7 @@ from flash_clipping._compat import pytree
 from flash_clipping.diagnostics.batch import cast
 from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, largest_norm_error
 from flash_clipping.diagnostics.other_batches import LARGEST_SIZE, Norms
-from flash_clipping.diagnostics.subject import Subject, described
-from flash_clipping.diagnostics.watch import Flash, fallbacks, floats, narrowest
+from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats, narrowest
 
 #: How many samples are replaced, one at a time.
 REPLACED = 4

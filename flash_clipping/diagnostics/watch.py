@@ -15,23 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.diagnostics.batch import Task
+from flash_clipping.diagnostics.batch import Samples, Task
 from flash_clipping.diagnostics.oracle import TOLERANCE
 from flash_clipping.diagnostics.sections import section_axis
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.factors import (
-    Convolution,
-    Dense,
-    Factor,
-    Lookup,
-    Outer,
-    RowSum,
-    TiedEmbedding,
-)
+from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer, RowSum, TiedEmbedding
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
-from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.runtime import backend as backends, cost
 
 
 @dataclass
@@ -135,16 +126,13 @@ class Flash:
         # One that is frozen by now is refused when norms are taken.
         factors = {key: factor for key, factor in factors.items() if key in params}
         for key, factor in factors.items():
-            if isinstance(factor, Outer):
+            if isinstance(factor, Outer | TiedEmbedding):
                 seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = [], []
-                shared = readers[factor.shares_input_with()]
+                shared = 1
+                if isinstance(factor, Outer):
+                    shared = readers[factor.shares_input_with()]
                 self._note(seen, _algorithm(factor, shared=shared), factor)
-        for key, factor in factors.items():
-            if isinstance(factor, TiedEmbedding):
-                seen = self.seen[self.names[params[key]]]
-                seen.algorithms, seen.backends = [], []
-                self._note(seen, _algorithm(factor), factor)
 
     def _note(self, seen: _Seen, algorithm: str, factor: Factor) -> None:
         backend = _backend(algorithm, factor, self.module.backend)
@@ -273,3 +261,35 @@ def narrowest(dtypes: Any) -> torch.dtype:
 
 def floats(norms: Tensor) -> tuple[float, ...]:
     return tuple(norms.detach().double().cpu().tolist())
+
+
+@dataclass
+class Subject:
+    """A model with a batch and a loss.
+
+    Attributes:
+        plain: the model, without dropout; copies of it run.
+        samples, task: the batch and the loss.
+        sections: names of the equal parts of parameters, by name.
+        options: of :class:`~flash_clipping.GradSampleModuleFlashClipping`.
+        notes, failures: for the report, in the order in which they were found.
+    """
+
+    plain: nn.Module
+    samples: Samples
+    task: Task
+    sections: dict[str, Sequence[str]]
+    options: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def wrapped(self) -> Flash:
+        """A new wrapped copy of the model."""
+        return Flash(self.plain, self.task, self.options, self.sections)
+
+
+def described(error: BaseException) -> str:
+    """What an error says, with its type where it is not this library's own."""
+    text = str(error).strip() or repr(error)
+    kind = type(error).__name__
+    return text if kind == "FlashClippingError" else f"{text} ({kind})"

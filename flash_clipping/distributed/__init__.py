@@ -7,14 +7,13 @@ the module runs it is the whole, unsharded parameter: that is what layers comput
 
 * ``parameter_slots.py``: the slots of a model, and which tensors were in them;
 * ``supported.py``: what is refused, by name;
-* ``process_groups.py``: which processes have other samples, and which share them;
+* ``process_groups.py``: which processes have other samples, and which share them; the key of noise
+  that they agree on, and the number of a shard;
 * ``backward_pass.py``: one backward pass; norms need no other process, sums go to the shards;
-* ``ordered_sums.py``: clipped sums in an order that all processes share;
-* ``reducer.py``: sums of all processes into the shards, some at a time;
+* ``reducer.py``: clipped sums in an order that all processes share, into the shards;
 * ``synchronized_probe.py``: rehearsals that all processes run at the same time;
-* ``shard_noise.py``: the key that processes agree on, and the number of a shard;
-* ``no_samples.py``: a process whose local batch is empty takes part in all that the others do;
-* ``model.py``: puts these in the place of what an ordinary model has;
+* ``model.py``: puts these in the place of what an ordinary model has; a process whose local batch
+  is empty takes part in all that the others do;
 * ``tensor/``: layers that are cut over processes which share their samples.
 
 But for ``tensor/`` a process has its own samples, so their norms and coefficients are its own.

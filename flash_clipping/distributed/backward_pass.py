@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.distributed.ordered_sums import OrderedSums
 from flash_clipping.distributed.parameter_slots import ParameterSlots
-from flash_clipping.distributed.reducer import LocalSums, Reducer
+from flash_clipping.distributed.reducer import LocalSums, OrderedSums, Reducer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -19,12 +18,7 @@ from flash_clipping.finish.session import Readers
 
 
 class ShardedBackwardPass(BackwardPass):
-    """Factors belong to unsharded parameters; sums go to the shards that take their places.
-
-    Args:
-        session: of the model.
-        slots: of the model.
-    """
+    """Factors belong to unsharded parameters; sums go to the shards that take their places."""
 
     def __init__(self, session: ClippingSession, slots: ParameterSlots):
         super().__init__(session)

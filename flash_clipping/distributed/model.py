@@ -8,14 +8,16 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.no_samples import made_up
 from flash_clipping.capture.own_parameters import Guard
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass
-from flash_clipping.distributed.no_samples import EmptyBatches
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.synchronized_probe import SynchronizedProbe
@@ -24,13 +26,59 @@ from flash_clipping.distributed.tensor.transformers_plan import lay_out_by_hooks
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
+#: How many samples are made up.
+_COUNT = 2
+
+
+class EmptyBatches:
+    """Hooks of a sharded model's root, around all others.
+
+    Attributes:
+        running: whether the call of the model that runs is one without samples.
+    """
+
+    def __init__(self, root: nn.Module, session: ClippingSession):
+        self.session = session
+        self.running = False
+        self._has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before all other hooks: the arguments with samples, where there are none."""
+        session = self.session
+        self.running = False
+        if not session.recording:
+            return None
+        axis = session.batch_axis
+        sizes = [x.shape[axis] for x in batched_inputs(args, kwargs) if x.dim() > axis]
+        if not sizes or sizes[0] or (self._has_bags and any(sizes)):
+            return None
+        self.running = True
+        # Of ones: lengths, and masks of what is to be seen, must not be 0.
+        return made_up(args, kwargs, axis, _COUNT, fill=1)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After all other hooks: what the model returned, without rows."""
+        if not self.running:
+            return None
+        self.running = False
+        return map_tensors(self._without_rows, output, packed=True)
+
+    def _without_rows(self, x: Tensor) -> Tensor:
+        """Zeros without rows, whose backward goes on with gradients of 0."""
+        axis = self.session.batch_axis
+        if x.dim() <= axis:
+            return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
+        if x.shape[axis] % _COUNT:
+            raise FlashClippingError(
+                f"the model: called with an empty batch, it was run on {_COUNT} samples, and "
+                f"returned a tensor of shape {tuple(x.shape)}. Expected samples along axis "
+                f"{axis} of all that it returns."
+            )
+        return x.narrow(axis, 0, 0)
+
 
 class ShardedModel:
     """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session.
-
-    Args:
-        root: the model.
-        session: what its taps share; told where parameters, sums and norms go.
 
     Attributes:
         processes: those that run the model, and which of them have other samples.
@@ -106,11 +154,7 @@ class ShardedModel:
         return self._empty.running
 
     def rehearse(
-        self,
-        wanted: bool,
-        watched: int,
-        rehearse: Callable[[], None],
-        forward: Callable[[], Any],
+        self, wanted: bool, watched: int, rehearse: Callable[[], None], forward: Callable[[], Any]
     ) -> bool:
         """As :meth:`SynchronizedProbe.rehearse`; samples that were made up show nothing."""
         return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)

@@ -33,11 +33,6 @@ class Slot:
 class ParameterSlots:
     """All slots of a model, as it is when it is wrapped.
 
-    Args:
-        root: the model; ``fully_shard`` was applied to it.
-        watch: told of every unsharded parameter when it is seen for the first time: its name in the
-            model, its destination and itself.
-
     Attributes:
         destinations: the parameters in the model's order; shards, or frozen and left alone.
     """

@@ -12,12 +12,68 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.distributed.process_groups import device_of
 from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.grouped_factors import GroupedFactors
+from flash_clipping.finish.plan import Plan
+from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
+from flash_clipping.ops.outer import weighted_sums_many
+
+
+class OrderedSums:
+    """The sums that :meth:`GroupedFactors.add_clipped_sums` gives in the order that suits launches.
+
+    Parameters that share an input come together, and small ones all at once; the sum of any other
+    is computed when it is asked for. Parameters go by their ``id``.
+    """
+
+    def __init__(self, groups: GroupedFactors, plan: Plan, coef: Coefficients):
+        self.groups, self.plan, self.coef = groups, plan, coef
+        self.backend = groups.backend
+        self._group = {key: number for number, keys in enumerate(plan.linear) for key in keys}
+        self._ready: dict[int, Tensor] = {}
+        while groups.stacks:
+            stack = groups.stacks.pop()
+            sums = stack.clipped_sums([coef[key] for key in stack.keys], self.backend)
+            self._ready.update(zip(stack.keys, sums, strict=True))
+
+    def take(self, key: int) -> Tensor | None:
+        """The clipped sum of a parameter; ``None`` where backward did not reach it."""
+        groups = self.groups
+        if key in self._ready:
+            return self._ready.pop(key)
+        if key in groups.stored:
+            grads = [groups.stored.pop(key).dense()]
+            return weighted_sums_many(grads, self.coef[key], backend=self.backend)[0]
+        if key in groups.others:
+            return groups.others.pop(key).clipped_sum(self.coef[key], self.backend)
+        if self._group.get(key) in groups.linear:
+            self._multiply(self._group[key])
+            return self._ready.pop(key)
+        return None
+
+    def _multiply(self, number: int) -> None:
+        """Linear maps that read one input."""
+        A_BTd, Gs = self.groups.linear.pop(number)
+        pairs = {key: (A_BTd, G) for key, G in zip(self.plan.linear[number], Gs, strict=True)}
+        # Per-layer clipping weights a shared input differently for every reader.
+        for keys in self.coef.alike(pairs):
+            operands = [pairs.pop(key) for key in keys]
+            for part in in_turn(operands, backend=self.backend):
+                members = [keys[i] for i in part]
+                sums = clipped_sums_many(
+                    [operands[i] for i in part],
+                    self.coef[keys[0]],
+                    backend=self.backend,
+                    checked=True,
+                    memo=self.plan.memos["ordered", *members],
+                )
+                self._ready.update(zip(members, sums, strict=True))
+
 
 #: Its older name is deprecated.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -44,48 +100,30 @@ class _Flight:
 class Reducer:
     """Adds clipped sums up over processes, and adds each shard into its ``p.grad``.
 
-    Args:
-        bucket: bytes of one bucket.
-
-    Attributes:
-        launched: buckets so far.
-        peak: the most bytes of unsharded sums that it has held at once.
-
     Guarantees:
         Sums are added up in their own dtype, whatever the mixed-precision policy says of gradients.
     """
 
-    def __init__(self, bucket: int | None = None):
-        self.bytes_of_bucket = BUCKET if bucket is None else bucket
-        self.launched = self.peak = 0
+    def __init__(self) -> None:
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
         self._bytes = 0
-        self._held = 0
         self._kind: Any = None
         self._flying: deque[_Flight] = deque()
 
     def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any.
-
-        Args:
-            destination: the shard, a ``DTensor`` parameter.
-            total: of as many elements as the parameter has while its module runs.
-            dtype: what sums of it are added up in.
-        """
+        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any."""
         mesh, placements = destination.device_mesh, tuple(destination.placements)
         shape = _gathered_shape(destination)
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=device_of(mesh))
         total = total.to(dtype).reshape(shape)
         kind = mesh, placements, dtype, total.device
-        full = self._bytes + total.nbytes > self.bytes_of_bucket
+        full = self._bytes + total.nbytes > BUCKET
         if self._waiting and (kind != self._kind or full):
             self._launch()
         self._kind = kind
         self._waiting.append((destination, total))
         self._bytes += total.nbytes
-        self._held += total.nbytes
-        self.peak = max(self.peak, self._held)
 
     def finish(self) -> None:
         """Wait (on a GPU: let its stream wait) until all sums are in ``p.grad``."""
@@ -113,7 +151,6 @@ class Reducer:
         arrives = sent.new_empty(sent.numel() // ranks)
         work = _reduce_scatter(arrives, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
         self._flying.append(_Flight(work, sent, arrives, destinations, shapes))
-        self.launched += 1
         while len(self._flying) > IN_FLIGHT:
             self._land()
 
@@ -130,7 +167,6 @@ class Reducer:
             flight.destinations, flight.shapes, pieces, strict=True
         ):
             _add_shard(destination, piece.view(shape).movedim(0, dim))
-        self._held -= flight.sent.nbytes
 
 
 class LocalSums:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 from flash_clipping._compat import applied_to
 from flash_clipping.capture.session import ClippingSession

@@ -28,14 +28,7 @@ _SETTLED, _UNSETTLED, _RUNS, _FAILED = range(4)
 
 
 class SynchronizedProbe:
-    """Agrees on rehearsals with the other processes.
-
-    Args:
-        root: the model.
-        session: what its taps share.
-        slots: its slots.
-        processes: all that run the model.
-    """
+    """Agrees on rehearsals with the other processes."""
 
     def __init__(
         self, root: Any, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups
@@ -47,11 +40,7 @@ class SynchronizedProbe:
         self._failure: BaseException | None = None
 
     def rehearse(
-        self,
-        wanted: bool,
-        watched: int,
-        run: Callable[[], None],
-        forward: Callable[[], Any],
+        self, wanted: bool, watched: int, run: Callable[[], None], forward: Callable[[], Any]
     ) -> bool:
         """Rehearse with the others, if anyone wants to.
 

@@ -14,12 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from opacus.accountants import (
-    IAccountant,
-    PRVAccountant,
-    RDPAccountant,
-    register_accountant,
-)
+from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant, register_accountant
 
 from flash_clipping.errors import FlashClippingError, missing_extra
 from flash_clipping.randomness.mechanisms import (

@@ -76,14 +76,7 @@ class AdaptiveBound:
         return float((accounted**-2 - of_count**-2) ** -0.5)
 
     def next_bound(self, bound: float, noisy_count: float, batch_size: float) -> float:
-        """The bound of the next step.
-
-        Args:
-            bound: that of the step which has ended.
-            noisy_count: ``unclipped`` of the step record
-                (:class:`~flash_clipping.engine.step_record.StepRecord`), with noise.
-            batch_size: as in :meth:`noise_multiplier`.
-        """
+        """The bound of the next step."""
         fraction = 0.5 + noisy_count / batch_size
         change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
         return min(max(bound * math.exp(change), self.min_clipbound), self.max_clipbound)

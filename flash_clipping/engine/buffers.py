@@ -34,6 +34,8 @@ from flash_clipping.errors import module_at
 #: A module and the name of one of its buffers.
 _Place = tuple[nn.Module, str]
 
+_NONE: dict[str, Tensor | None] = {}
+
 
 @dataclass
 class _Before:
@@ -66,11 +68,11 @@ class BufferWatch:
     def before_forward(self) -> None:
         """Note what is there."""
         self._written = None
-        self._before = [
-            _Before(module, vars(module).copy(), buffers.copy(), _versions_in(module, buffers))
-            for module in self.structure.modules
-            if (buffers := module._buffers)
-        ]
+        self._before = []
+        for module in self.structure.modules:
+            if buffers := module._buffers:
+                versions = _versions_in(module, buffers)
+                self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward``, which runs on copies of buffers and notes one that it writes in place."""
@@ -111,27 +113,26 @@ class BufferWatch:
         found, self._before = self._before, None
         if found is None:
             return
+        olds: dict[nn.Module, dict[str, Tensor | None]] = {}
         for before in found:
+            olds[before.module] = before.buffers
             if before.versions is not None and _versions(before.buffers) != before.versions:
                 now = [_versions({name: x}) for name, x in before.buffers.items()]
                 changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
                 names = [*before.buffers]
                 self._refuse_written(before.module, names[changed.index(True)])
-        olds = {before.module: before.buffers for before in found}
-        assigned = [
-            (module, name)
-            for module in self.structure.modules
-            if module._buffers or module in olds
-            for name in module._buffers.keys() | olds.get(module, {}).keys()
-            if module._buffers.get(name) is not olds.get(module, {}).get(name)
-        ]
-        if assigned and self.session.captured is not None:
-            self._refuse(*assigned[0], "assigns it anew while a CUDA graph is captured")
-        doubtful = [
-            (module, name)
-            for module, name in assigned
-            if not _same_bits(module._buffers.get(name), olds.get(module, {}).get(name))
-        ]
+        doubtful: list[_Place] = []
+        for module in self.structure.modules:
+            new, old = module._buffers, olds.get(module, _NONE) if olds else _NONE
+            if not (new or old):
+                continue
+            for name in new.keys() | old.keys():
+                if new.get(name) is old.get(name):
+                    continue
+                if self.session.captured is not None:
+                    self._refuse(module, name, "assigns it anew while a CUDA graph is captured")
+                if not _same_bits(new.get(name), old.get(name)):
+                    doubtful.append((module, name))
         if doubtful:
             self._refuse_of_samples(doubtful, found, args, kwargs)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import functions_of_optimizer
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError
@@ -20,15 +19,9 @@ from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, OneStepNoise
 
-_check_unused, _mark_used = functions_of_optimizer()
-
 
 class CorrelatedNoise:
     """Rows of ``inv(C) Z``, one after the other.
-
-    Args:
-        mechanism: says what ``C`` is.
-        stream: where ``Z`` comes from.
 
     Raises:
         FlashClippingError: in :meth:`next`, sums of other shapes than in the steps before.
@@ -150,12 +143,11 @@ class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
                 "with which it is accounted for as one run. Leave noise_multiplier and "
                 "max_grad_norm as they are while noise is correlated, without schedulers."
             )
-        for p in self.params:
-            _check_unused(p.summed_grad)
-        sums = [p.summed_grad for p in self.params]
+        sums = self._unused_sums()
         rows = self._noise.next(sums)
         self._settings = settings
+        noisy = []
         for p, summed, row in zip(self.params, sums, rows, strict=True):
-            noisy = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
-            p.grad = noisy.to(self._noisy_dtype(p)).view_as(p)
-            _mark_used(p.summed_grad)
+            mean = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
+            noisy.append(mean.to(self._noisy_dtype(p)))
+        self._release(noisy)

@@ -7,7 +7,7 @@ clipped by, and the optimizer is given the record of these, or an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -85,7 +85,8 @@ class GradLedger:
         if running is not None and (not running.backwards or len(foreign) == held):
             running = None
         before = running
-        if before is None and (follower := self.follower) is not None:
+        follower = None if self._follower is None else self._follower()
+        if before is None and follower is not None:
             before = follower.step_record
         bound = tuple(self.bound) if isinstance(self.bound, list) else self.bound
         if before is not None:
@@ -114,19 +115,16 @@ class GradLedger:
         if self.counts_unclipped:
             within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
             unclipped = added(unclipped, within)
-        draw = of_one_draw((record.draw, draw))
+        if record.draw is not draw:
+            draw = of_one_draw((record.draw, draw))
         self.record = replace(
             record, backwards=record.backwards + 1, unclipped=unclipped, draw=draw
         )
 
-    def note_sums(self, params: Iterable[nn.Parameter]) -> None:
-        """The sums of these parameters are in ``p.grad``."""
-        self._remember(params, self._foreign)
-
     def note_cleared(self, params: Iterable[nn.Parameter]) -> None:
         """Gradients were cleared: those of these parameters that are there are zero."""
-        self.record = None
-        self._remember(params, ())
+        self.record, self._foreign = None, set()
+        self.note_sums(params)
 
     def note_moved(self, param: nn.Parameter, before: Tensor) -> None:
         """``p.grad`` is a copy of what it was, made by this library."""
@@ -139,16 +137,15 @@ class GradLedger:
         """The sums in ``p.grad`` were taken, or cleared."""
         self.record, self._left = None, {}
 
-    def _remember(self, params: Iterable[nn.Parameter], foreign: Container[int]) -> None:
-        found = [
-            (param, grad)
-            for param in params
-            if (grad := param.grad) is not None and not (foreign and id(param) in foreign)
-        ]
-        keys = [id(param) for param, _ in found]
-        grads = [grad for _, grad in found]
-        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
-        versions = dict(zip(keys, [grad._version for grad in grads], strict=True))
+    def note_sums(self, params: Iterable[nn.Parameter]) -> None:
+        """What ``p.grad`` of these parameters holds is known: their sums are there."""
+        foreign = self._foreign
+        left: dict[int, weakref.ref[Tensor]] = {}
+        versions: dict[int, int] = {}
+        for param in params:
+            grad, key = param.grad, id(param)
+            if grad is not None and not (foreign and key in foreign):
+                left[key], versions[key] = weakref.ref(grad), grad._version
         self._versions = versions
         self._left = left  # the last: an interrupt before it leaves nothing known
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Unpack
 
@@ -24,6 +25,7 @@ from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.padding import EVERY_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
@@ -144,7 +146,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._session = ClippingSession(
             clip=self._clip,
             note_sums=self._note_sums,
-            trainable=self._trainable,
+            trainable=partial(trainable_parameters, self._owners),
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
@@ -155,6 +157,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
         if self._sharded is not None:
+            self._session.trainable = self._sharded.slots.trainable
             self._session.seen_kinds = None  # its processes rehearse at the beginning only
         GradSampleHooksFastGradientClipping.__init__(
             self,
@@ -254,40 +257,69 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        session = self._session
-        given, kwargs = session.units_of_calls.argument(module, args, kwargs)
+        # Small models wait for the host: what a plain call does not need costs it an attribute.
+        session, losses = self._session, self._losses
+        units_of_calls = session.units_of_calls
+        given = None
+        if units_of_calls.sample_of is not None:
+            given, kwargs = units_of_calls.argument(module, args, kwargs)
         if not session.enabled:
             return args, kwargs
-        self._losses.refuse_penalty(kwargs)
+        if losses.penalised:
+            losses.refuse_penalty(kwargs)
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
-        self.inputs_want_gradients |= any(x.requires_grad for x in tensors)
+        for x in tensors:
+            if x.requires_grad:
+                self.inputs_want_gradients = True
         made_up = self._sharded is not None and self._sharded.is_empty
-        draw = session.draw_of(tensors, made_up)
-        units = session.units_of(given, tensors, draw)
-        if session.may_rehearse() and units is not None and units.by_position:
-            self._watch.rehearse(module, args, kwargs, positions=units)
-        elif session.may_rehearse():
-            wanted = (
-                session.rehearsed != self._guards.count
-                or may_tell_more(session, args, kwargs)
-                or not is_rehearsed(session, module.training, args, kwargs)
-            )
-            if self._watch.rehearse_if(wanted, module, args, kwargs):
-                session.rehearsed = self._guards.count
+        draw = units = None
+        if session.draws.waiting or session.draws.strict:
+            draw = session.draw_of(tensors, made_up)
+        if units_of_calls.from_loader or units_of_calls.sample_of is not None:
+            units = session.units_of(given, tensors, draw)
+        if units is not None and units.by_position:
+            if session.may_rehearse():
+                self._watch.rehearse(module, args, kwargs, positions=units)
+        else:
+            kind = self._watch.kind_of(module, tensors, args, kwargs)
+            if kind != self._watch.covered:
+                self._rehearse_if_needed(kind, module, args, kwargs)
         call = session.begin_forward(tensors, units=units)
         call.made_up = made_up
         call.draw = draw
-        call.counted_rows = session.padding.of_call(draw, session.captured is not None)
-        check_drawn(session, call)
-        self.running_step.awaits_backward |= call.recorded
+        call.counted_rows = EVERY_ROW
+        if session.padding.rows is not None:
+            call.counted_rows = session.padding.of_call(draw, session.captured is not None)
+        if draw is not None or session.drawn is not None:
+            check_drawn(session, call)
         session.returning = call
-        # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
-        if call.recorded and units is None and session.backward_pass_class is BackwardPass:
-            session.proven_call = call
-        self._losses.before_forward()
+        if call.recorded:
+            self.running_step.awaits_backward = True
+            # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
+            if units is None and session.backward_pass_class is BackwardPass:
+                session.proven_call = call
+        for stand_in in losses.stand_ins:
+            stand_in.calls = 0
         return args, kwargs
+
+    def _rehearse_if_needed(
+        self, kind: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """See which rows are samples, unless that is known of a call of this kind."""
+        session = self._session
+        if not session.may_rehearse():
+            return
+        wanted = (
+            session.rehearsed != self._guards.count
+            or may_tell_more(session, args, kwargs)
+            or not is_rehearsed(session, module.training, args, kwargs)
+        )
+        if self._watch.rehearse_if(wanted, module, args, kwargs):
+            session.rehearsed = self._guards.count
+        else:
+            self._watch.note_covered(kind)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -300,8 +332,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not torch.is_grad_enabled():
             return
         call.ended = True
-        self._watch.rehearse_if(bool(call.guesses), module, args, kwargs, call)
-        self._losses.after_forward(kwargs, output)
+        if call.guesses or self._sharded is not None:
+            self._watch.rehearse_if(bool(call.guesses), module, args, kwargs, call)
+        if self._losses.of_library:
+            self._losses.after_forward(kwargs, output)
         if self.mode == "two_pass":
             return
 
@@ -309,7 +343,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if session.enabled:
                 session.begin_backward(call)
 
-        for leaf in tensors_in(output):
+        for leaf in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if leaf.requires_grad:
                 leaf.register_hook(start_backward)
 
@@ -357,21 +391,30 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         captured, step = self._session.captured, self.running_step
         step.awaits_backward = False
         counted = self._session.counted_rows()
-        norms_PB = counted.norms(norms_PB)
+        is_padded = counted.rows is not None
+        if is_padded:
+            norms_PB = counted.norms(norms_PB)
         if captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         norms.publish(params, norms_PB, one_device)
-        total_B = self.per_sample_gradient_norms = total_norm(norms_PB)
+        total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:
             upper = doubts.bound_total(total_B)
-        self.upper_bounds = upper = counted.bounds(upper)
+        if is_padded:
+            upper = counted.bounds(upper)
+        # Past what stands around the wrapper's attributes, which are the model's as well.
+        held = self.__dict__
+        held["_per_sample_gradient_norms"], held["upper_bounds"] = total_B, upper
         if captured is None:
             step.count_backward(total_B, self._session.draw_of_calls())
         else:
             captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
-        return self._coefficients(upper)
+        coef = self._coefficients(upper)
+        # A coefficient of 0 is of a sample that is not finite, or of padding.
+        self._session.note_non_finite(counted.positive(coef) if is_padded else coef)
+        return coef
 
     def _coefficients(self, upper: Tensor) -> Tensor:
         """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""
@@ -469,16 +512,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trainable now, in the model's order."""
-        return self._trainable()
+        return self._session.trainable()
 
     @trainable_parameters.setter
     def trainable_parameters(self, value: Any) -> None:
         """Opacus assigns the list once; ours follows ``requires_grad``."""
-
-    def _trainable(self) -> list[nn.Parameter]:
-        if self._sharded is not None:
-            return self._sharded.slots.trainable()
-        return trainable_parameters(self._owners)
 
     def _state(self) -> Iterator[Tensor]:
         return chain(self._module.parameters(), self._module.buffers())
@@ -509,9 +547,11 @@ class GradSampleModuleFlashClipping(
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        if self._graphs is None:
-            return self._module(*args, **kwargs)
-        return self._graphs(*args, **kwargs)
+        if self._graphs is not None:
+            return self._graphs(*args, **kwargs)
+        model = self._modules["_module"]  # past two ``__getattr__``
+        assert model is not None
+        return model(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""

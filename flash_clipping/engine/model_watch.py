@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.batch_axis import rehearse
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
@@ -21,7 +23,12 @@ from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.installed_taps import InstalledTaps
-from flash_clipping.engine.parallel import refuse_around, refuse_in_pipeline, refuse_since
+from flash_clipping.engine.parallel import (
+    PIPELINES,
+    refuse_around,
+    refuse_in_pipeline,
+    refuse_since,
+)
 from flash_clipping.engine.parameter_guards import ParameterGuards
 from flash_clipping.engine.structure import Structure
 from flash_clipping.engine.unsupported import batch_norms_of, refuse_batch_norms
@@ -53,7 +60,7 @@ class ModelWatch:
         guards: ParameterGuards,
         strict: bool,
     ):
-        self.wrapper = wrapper
+        self.wrapper, self.root = wrapper, root
         self.session = session
         self.taps = taps
         self.guards = guards
@@ -65,6 +72,8 @@ class ModelWatch:
         self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
+        #: The kind of the last call, if nothing else decides whether one like it is rehearsed.
+        self.covered: list[Any] | None = None
         self._unfit = UnfitOutputs()
         #: Whether a pipeline's norms are those of all its stages.
         self.in_private_schedule = False
@@ -81,11 +90,13 @@ class ModelWatch:
             NotImplementedError: an embedding was given a ``max_norm``, or a batch normalization
                 is in train mode.
         """
-        refuse_around(module)
-        if not self.in_private_schedule:
+        refuse_around(module, module is not self.root)
+        if PIPELINES in sys.modules and not self.in_private_schedule:
             refuse_in_pipeline(module)
-        refuse_max_norm(self._embeddings)
-        refuse_batch_norms(self._batch_norms)
+        if self._embeddings:
+            refuse_max_norm(self._embeddings)
+        if self._batch_norms:
+            refuse_batch_norms(self._batch_norms)
         if self._buffers is not None:
             self._buffers.before_forward()
         if self.guards.watch_new():
@@ -97,6 +108,36 @@ class ModelWatch:
         if not is_dynamo_compiling():
             self.taps.find_compiled()
         self._looked_around = True
+
+    def kind_of(
+        self,
+        module: nn.Module,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        """What decides whether a call must be rehearsed: its arguments but for their values, and
+        what may have changed since the last one. ``tensors`` are those in its arguments."""
+        kind: list[Any] = [self.session.epoch, self.guards.count]
+        kind += (module.training, torch.is_grad_enabled())
+        for x in tensors:
+            kind.append(x.shape)
+        if kwargs or len(args) != 1 or args[0] is not tensors[0]:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            kind.append(structure)
+            for leaf in leaves:
+                plain = leaf is None or isinstance(leaf, bool | int | float | str)
+                kind.append((type(leaf), leaf if plain else None))
+        return kind
+
+    def note_covered(self, kind: list[Any]) -> None:
+        """Nothing has to be rehearsed for a call of this kind, nor for the next one."""
+        session = self.session
+        # Processes of shards must ask each other; and what is known may depend on the mode of every
+        # module, or on values.
+        depends_on_more = session.layouts or not session.folded <= session.folded_by_rule
+        steady = self.sharded is None and not depends_on_more and not session.saw_no_two_samples()
+        self.covered = kind if steady else None
 
     def rehearse_if(
         self,

@@ -17,9 +17,9 @@ IN_CHECKPOINTS = "noise_stream_state_dict"
 
 
 def stream_of(
-    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool
+    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool = False
 ) -> SecretStream:
-    """The stream of an optimizer that was given these.
+    """The stream of an optimizer, or a loader, that was given these.
 
     Args:
         stream: taken as it is; ``None``: one with a key of its own.
@@ -101,11 +101,7 @@ class SecretNoiseEngine(PrivacyEngine):
         )
 
     def save_checkpoint(
-        self,
-        *,
-        optimizer: Any = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, *, optimizer: Any = None, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
         state = getattr(optimizer, "stream", self.stream).state_dict()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.noise_stream import stream_of
-from flash_clipping.engine.sampling.units import refuse_split_units
+from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
     StepRecord,
@@ -348,16 +348,37 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def add_noise(self) -> None:
         """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
         std, divisor = self._noise_std(), self._divisor()
+        noisy = noisy_means(
+            [self._own(summed) for summed in self._unused_sums()],
+            std,
+            divisor,
+            draw=self.stream.draw(Purpose.NOISE),
+            shards=self._shards(),
+            dtypes=[self._noisy_dtype(p) for p in self.params],
+            grid=self.noise_grid,
+        )
+        self._release(noisy)
+
+    def _unused_sums(self) -> list[Tensor]:
+        """The sums of all parameters, of which no step has released any."""
         for p in self.params:
             _check_unused(p.summed_grad)
-        sums = [p.summed_grad for p in self.params]
-        dtypes = [self._noisy_dtype(p) for p in self.params]
-        draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
-        shards = self._shards()
-        noisy = noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
-        for p, grad in zip(self.params, noisy, strict=True):
-            p.grad = grad.view_as(p)
+        return [p.summed_grad for p in self.params]
+
+    def _release(self, grads: Sequence[Tensor]) -> None:
+        """Leave these in ``p.grad``; no step takes the sums that they are made of again."""
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = self._placed(p, grad)
             _mark_used(p.summed_grad)
+
+    def _own(self, tensor: Any) -> Tensor:
+        """What this process has of a parameter or its sum."""
+        found: Tensor = tensor
+        return found
+
+    def _placed(self, param: Any, own: Tensor) -> Tensor:
+        """A gradient as the parameter wants it, from what this process has of it."""
+        return own.view_as(param)
 
     def _shards(self) -> list[int] | None:
         """Which part of the noise of each parameter's number is this process's; ``None``: all."""
@@ -468,11 +489,7 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         if self.rank == 0:
             FlashDPOptimizer.add_noise(self)
             return
-        divisor = self._divisor()
-        for p in self.params:
-            _check_unused(p.summed_grad)
-            p.grad = (p.summed_grad / divisor).view_as(p)
-            _mark_used(p.summed_grad)
+        self._release([summed / self._divisor() for summed in self._unused_sums()])
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         # The other workers' part has no noise of its own: it is not rounded by itself.

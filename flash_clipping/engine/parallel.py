@@ -12,8 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch.nn.functional as F
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -29,6 +28,9 @@ from flash_clipping.errors import FlashClippingError
 
 #: Where context_parallel stands, in PyTorch.
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
+
+#: Where stages of pipelines run models. Nobody has such a stage before it is imported.
+PIPELINES = "torch.distributed.pipelining.stage"
 
 _INSTEAD = (
     "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or call "
@@ -68,7 +70,7 @@ def refuse_inside(path: str, module: nn.Module) -> None:
         )
 
 
-def refuse_around(module: nn.Module) -> None:
+def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
     """Refuse a forward of a private model that runs inside another's.
 
     Raises:
@@ -86,7 +88,7 @@ def refuse_around(module: nn.Module) -> None:
         )
     if runs_in_ddp():
         found = "DistributedDataParallel"
-    elif is_replica(module):
+    elif may_be_replica and is_replica(module):
         found = "DataParallel"
     else:
         return
@@ -103,11 +105,11 @@ def refuse_in_pipeline(module: nn.Module) -> None:
     Raises:
         FlashClippingError: every stage would clip by its own norms.
     """
-    if "torch.distributed.pipelining.stage" not in sys.modules or is_dynamo_compiling():
+    if is_dynamo_compiling():
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+        if frame.f_globals.get("__name__") == PIPELINES:
             raise FlashClippingError(
                 f"the model ({type(module).__name__}): found a stage of "
                 "torch.distributed.pipelining that runs a private model. Every stage would clip by "

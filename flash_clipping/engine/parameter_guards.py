@@ -25,13 +25,12 @@ _PAST_THE_TAP = (
 def trainable_parameters(owners: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of these modules that are trainable now, each once, in their order."""
     # Not named_parameters(): walking the module tree takes milliseconds in every step.
-    found = [
-        param
-        for owner in owners
-        for param in owner._parameters.values()
-        if param is not None and param.requires_grad
-    ]
-    return [*dict(zip(map(id, found), found, strict=True)).values()]
+    found: dict[int, nn.Parameter] = {}
+    for owner in owners:
+        for param in owner._parameters.values():
+            if param is not None and param.requires_grad:
+                found[id(param)] = param
+    return [*found.values()]
 
 
 class ParameterGuards:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from flash_clipping.distributed import has_shards
-from flash_clipping.distributed.pipeline.noise import shared_by_stages
+from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 
 
@@ -44,10 +43,6 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
 
 def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
     """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
-
-    Args:
-        pipeline: ``True`` for all processes, or a process group.
-        settings: the other arguments of ``make_private``, .
 
     Raises:
         ValueError: ``torch.distributed`` does not run.

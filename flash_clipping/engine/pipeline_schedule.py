@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in

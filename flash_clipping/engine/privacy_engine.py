@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, ove
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, processes_of
-from flash_clipping.distributed.pipeline.noise import shared_by_stages
+from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.accounting import (
     PldAccountant,
     Process,
@@ -24,17 +24,17 @@ from flash_clipping.engine.accounting import (
     relation_of,
     without_hints,
 )
-from flash_clipping.engine.asked_process import asked_process, planned_noise
+from flash_clipping.engine.correlated_noise import CorrelatedFlashDPOptimizer
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_model import replay_calls
-from flash_clipping.engine.keywords import ADAPTIVE, check_keywords
 from flash_clipping.engine.noise_stream import SecretNoiseEngine
-from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
+    ADAPTIVE,
     Backend,
     CudaGraphs,
     EpsilonOptions,
@@ -43,21 +43,24 @@ from flash_clipping.engine.options import (
     Reduction,
     Sampling,
     SumDtype,
+    check_keywords,
     check_one_of,
+    planned_noise,
+    requested_process,
 )
 from flash_clipping.engine.parallel import refuse_alone
-from flash_clipping.engine.pipeline_optimizer import pipeline_group
-from flash_clipping.engine.private_optimizer import private_optimizer
-from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
-from flash_clipping.engine.sampling.units import (
+from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
+from flash_clipping.engine.sampling.loaders import (
+    PoissonLoader,
     UnitLoader,
     UnitsOfRows,
     plain_dataset,
+    refuse_loader,
     refuse_units,
+    watch_sampling,
 )
-from flash_clipping.engine.sampling.watch import watch_sampling
 from flash_clipping.engine.unsupported import validate
-from flash_clipping.randomness.mechanisms import NoiseMechanism
+from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
@@ -163,7 +166,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
         grad_sample_mode: str,
-        wrap_model: bool = True,
         **options: Any,
     ) -> Any: ...
 
@@ -285,20 +287,12 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
         if criterion is not None:
             kwargs["criterion"] = criterion
-        kwargs.update(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            wrap_model=wrap_model,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            noise_generator=noise_generator,
-            rand_on_empty=rand_on_empty,
-        )
-        process = asked_process(
+        kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
+        kwargs.update(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
+        kwargs.update(wrap_model=wrap_model, batch_first=batch_first, loss_reduction=loss_reduction)
+        kwargs.update(poisson_sampling=poisson_sampling, noise_generator=noise_generator)
+        kwargs.update(rand_on_empty=rand_on_empty)
+        process = requested_process(
             self.accountant,
             sampling=sampling,
             noise=noise,
@@ -308,10 +302,9 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
         )
         if grad_sample_mode != "flash":
-            if sample_of is not None:
-                raise ValueError("sample_of: found with another grad_sample_mode than 'flash'.")
-            if noise_grid:
-                raise ValueError("noise_grid: found with another grad_sample_mode than 'flash'.")
+            for name, given in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
+                if given:
+                    raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._use_opacus_randomness()
             self._explain(grad_sample_mode)
             return super().make_private(
@@ -372,9 +365,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
         grad_sample_mode: Literal["flash"] = "flash",
         wrap_model: Literal[True] = True,
         **options: Unpack[EpsilonOptions],
@@ -384,9 +374,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
         grad_sample_mode: Literal["flash"] = "flash",
         wrap_model: Literal[False],
         **options: Unpack[EpsilonOptions],
@@ -400,7 +387,6 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         target_delta: float,
         epochs: int,
         grad_sample_mode: str,
-        wrap_model: bool = True,
         **options: Any,
     ) -> Any: ...
 
@@ -471,11 +457,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         validate(module)
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
-            expected = {
-                key: value
-                for key, value in kwargs.items()
-                if key in ("batch_first", "loss_reduction")
-            }
+            expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
             defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
             defaults |= {"folded_modules": (), "sample_of": None}
             for key, default in defaults.items():  # asked for by name
@@ -593,34 +575,40 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             # Opacus counted rows.
             kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
         generator = kwargs.pop("noise_generator", None)
-        return private_optimizer(
-            self,
-            optimizer,
+        kwargs.update(
             stream=self.stream if generator is None else None,
             generator=generator,
             secure_mode=self.secure_mode,
-            distributed=kwargs.pop("distributed", False),
-            **kwargs,
         )
+        return self._private_optimizer(optimizer, kwargs.pop("distributed", False), **kwargs)
 
-    def _prepare_criterion(
-        self,
-        *,
-        module: Any,
-        optimizer: Any,
-        criterion: Any,
-        loss_reduction: str = "mean",
-        **kwargs: Any,
-    ) -> Any:
-        if isinstance(module, GradSampleHooksFlashClipping):
-            if self._adaptive:
-                settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
-                return FlashAdaptiveLoss(module, optimizer, criterion, loss_reduction, **settings)
-            return FlashLoss(module, optimizer, criterion, loss_reduction)
-        return super()._prepare_criterion(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            **kwargs,
-        )
+    def _private_optimizer(
+        self, optimizer: Any, distributed: bool, **kwargs: Any
+    ) -> FlashDPOptimizer:
+        """Of the class for how noise is made, and how the model is spread over processes."""
+        if not isinstance(self._process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            kwargs.update(mechanism=self._process.noise, before_noise=self._sampler.check_step)
+            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
+            self.accountant.before_run = correlated.begin_run
+            return correlated
+        kwargs["noise_grid"] = self._noise_grid
+        if self._is_sharded:
+            from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+
+            if distributed:
+                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+            return ShardedFlashDPOptimizer(optimizer, **kwargs)
+        if self._pipeline is not None:
+            return PipelineFlashDPOptimizer(optimizer, group=self._pipeline, **kwargs)
+        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        return cls(optimizer, **kwargs)
+
+    def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, GradSampleHooksFlashClipping):
+            return super()._prepare_criterion(module=module, **kwargs)
+        parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
+        if self._adaptive:
+            settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
+            return FlashAdaptiveLoss(*parts, **settings)
+        return FlashLoss(*parts)

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import assert_async, functions_of_optimizer
-from flash_clipping.distributed.process_groups import device_of
+from flash_clipping._compat import assert_async
+from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.distributed.reducer import as_sharded
-from flash_clipping.distributed.shard_noise import shard_of
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.sampling.samplers import ShardedPoissonSampler
 from flash_clipping.engine.step_record import StepRecord
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.ops.noise import noisy_means
-from flash_clipping.randomness import Purpose
 
-_check_unused, _mark_used = functions_of_optimizer()
-
+_NO_MODEL = (
+    "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+    "optimizer.follow(wrapped_model) first (make_private does)."
+)
 _CHANGED = (
     "p.grad of a shard is not the clipped sum that backward() left: noise for the clipping bound "
     "would not hide a sample. Leave p.grad alone between backward() and step(), without "
@@ -35,8 +34,9 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` for shards: ``DTensor`` parameters.
 
     Every process adds noise to its own shards
-    (:mod:`flash_clipping.distributed.shard_noise`): together that is one draw for every element, as
-    in one process. No process holds noise of a whole parameter, and replicas stay bitwise equal.
+    (:func:`~flash_clipping.distributed.process_groups.shard_number`): together that is one draw for
+    every element, as in one process. No process holds noise of a whole parameter, and replicas stay
+    bitwise equal.
 
     Args:
         optimizer: made of the model's parameters after ``fully_shard``.
@@ -89,10 +89,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)
         if record is None:
-            raise FlashClippingError(
-                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
-                "optimizer.follow(wrapped_model) first (make_private does)."
-            )
+            raise FlashClippingError(_NO_MODEL)
         slots = self._module._sharded.slots
         same = torch.stack([slots.unchanged(p) for p in params])
         if same.is_cuda:
@@ -103,25 +100,18 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
 
     def add_noise(self) -> None:
         if self._processes is None:
-            raise FlashClippingError(
-                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
-                "optimizer.follow(wrapped_model) first (make_private does)."
-            )
-        std, divisor = self._noise_std(), self._divisor()
-        for p in self.params:
-            _check_unused(p.summed_grad)
-        noisy = noisy_means(
-            [local_of(p.summed_grad) for p in self.params],
-            std,
-            divisor,
-            draw=self.stream.draw(Purpose.NOISE),
-            shards=[shard_of(p) for p in self.params],
-            dtypes=[self._noisy_dtype(p) for p in self.params],
-            grid=self.noise_grid,
-        )
-        for p, shard in zip(self.params, noisy, strict=True):
-            p.grad = as_sharded(p, shard.view(local_of(p).shape))
-            _mark_used(p.summed_grad)
+            raise FlashClippingError(_NO_MODEL)
+        super().add_noise()
+
+    def _own(self, tensor: Any) -> Tensor:
+        found: Tensor = local_of(tensor)
+        return found
+
+    def _placed(self, param: Any, own: Tensor) -> Tensor:
+        return as_sharded(param, own.view(local_of(param).shape))
+
+    def _shards(self) -> list[int]:
+        return [shard_of(p) for p in self.params]
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
         """All processes count their samples, each of them once, and draw the same noise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from itertools import chain
 
 from torch import nn
 
@@ -37,8 +36,13 @@ class Structure:
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
         """Children and parameters of all modules that are known."""
         # Flat: walking the tree of modules takes milliseconds in every step.
-        dicts = [d for m in self.modules for d in (m._modules, m._parameters) if d]
-        return [*chain.from_iterable(map(operator.methodcaller("values"), dicts))]
+        parts: list[nn.Module | nn.Parameter | None] = []
+        for module in self.modules:
+            if module._modules:
+                parts += module._modules.values()
+            if module._parameters:
+                parts += module._parameters.values()
+        return parts
 
     def check(self) -> None:
         """Refuse trainable parameters that have come since the model was wrapped.

@@ -100,11 +100,6 @@ class SampleMeans:
 
     Where nothing is recorded, the loss function itself.
 
-    Args:
-        original: of transformers, one of those that are means over tokens.
-        path: of the module whose loss it is.
-        session: of the wrapped model.
-
     Attributes:
         calls: how often a recorded loss was computed.
     """
@@ -163,21 +158,18 @@ class SampleMeans:
 
 
 class ModelLosses:
-    """The losses that a model of transformers computes itself.
-
-    Args:
-        root: the model that is wrapped.
-        session: of the wrapped model.
-    """
+    """The losses that a model of transformers computes itself."""
 
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
         self._root = root
-        self._stand_ins: list[tuple[nn.Module, SampleMeans, list[str]]] = []
+        #: What stands in for the models' loss functions; where, and what else was set for that.
+        self.stand_ins: list[SampleMeans] = []
+        self._places: list[tuple[nn.Module, list[str]]] = []
         #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
         adapters = getattr(root, "peft_config", {})
-        self._penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
-        self._of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
+        self.penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
+        self.of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
         for path, module in root.named_modules():
             if not is_of(type(module), "transformers") or not _takes_labels(module):
                 continue
@@ -186,15 +178,17 @@ class ModelLosses:
                 stand_in, before = SampleMeans(original, path, session), {*vars(module)}
                 module.loss_function = stand_in  # its public setter
                 added = [name for name in vars(module) if name not in before]
-                self._stand_ins.append((module, stand_in, added))
+                self.stand_ins.append(stand_in)
+                self._places.append((module, added))
 
     def remove(self) -> None:
         """The models' loss functions are again what they were."""
-        for module, stand_in, added in self._stand_ins:
+        for stand_in, (module, added) in zip(self.stand_ins, self._places, strict=True):
             module.loss_function = stand_in.original
             for name in added:
                 delattr(module, name)
-        self._stand_ins.clear()
+        self.stand_ins.clear()
+        self._places.clear()
 
     def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
         """A forward that is recorded or rehearsed begins.
@@ -203,18 +197,13 @@ class ModelLosses:
             FlashClippingError: the model adds a penalty on weights to its own loss. What computes
                 it are weights alone, so that no layer could be found to be at fault.
         """
-        if self._penalised and kwargs.get("labels") is not None:
+        if self.penalised and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
                 "whose gradient is no sample's and would not be clipped. Call the model without "
                 "labels. "
                 + _INSTEAD.format(shift=", shift=True", reduction=self.session.loss_reduction)
             )
-
-    def before_forward(self) -> None:
-        """A recorded forward begins."""
-        for _, stand_in, _ in self._stand_ins:
-            stand_in.calls = 0
 
     def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
         """Let a backward pass fail that reaches a loss which samples share.
@@ -224,8 +213,6 @@ class ModelLosses:
         Raises:
             FlashClippingError: units are parts of rows, and the loss is a mean over these.
         """
-        if not self._of_library:
-            return
         loss = _loss_of(output)
         if loss is None or not loss.requires_grad:
             return
@@ -259,7 +246,7 @@ class ModelLosses:
             )
         reduction = self.session.loss_reduction
         by_position = self.session.positions is not None
-        means = any(stand_in.calls for _, stand_in, _ in self._stand_ins)
+        means = any(stand_in.calls for stand_in in self.stand_ins)
         if means and not by_position:
             return ""
         for name, labels in kwargs.items():

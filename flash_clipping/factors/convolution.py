@@ -7,6 +7,7 @@ elements of what one of these sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -80,18 +81,8 @@ class Convolution(Factor):
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         x, G = self.x, self.G
-        if x.dtype != G.dtype or not self.batch_size:
-            return False
-        replaced = x[0].numel() + G[0].numel()  # the patches themselves are not kept
-        if self.weight_shape.numel() > cost.STORE_BUDGET * replaced:
-            return False
-        if x.is_cuda and self.geometry.is_depthwise(x):
-            return readers() > 0  # a kernel forms them at once, whatever is asked for
-        groups = self.geometry.groups
-        d, p = self.weight_shape[1:].numel(), self.weight_shape[0] // groups
-        B, T = self.batch_size * groups, G.shape[2:].numel()
-        algorithm = cost.choose_for_convolution(G.device.type, B, T, d, p, G.element_size())
-        return algorithm == "outer_store" and readers() > 0
+        like = x.dtype, G.dtype, G.device.type
+        return fits(x.shape, G.shape, self.weight_shape, *like) and readers() > 0
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""
@@ -114,3 +105,23 @@ class Convolution(Factor):
             with full_precision(self.G.device):
                 grads = G_NTp.mT.to(dtype) @ A_NTd.to(dtype)
             yield rows, grads.reshape(-1, *self.weight_shape)
+
+
+@lru_cache(maxsize=1024)
+def fits(
+    x: torch.Size, G: torch.Size, weight: torch.Size, of_x: torch.dtype, of_G: torch.dtype, on: str
+) -> bool:
+    """Whether per-sample gradients of this shape are cheapest to form at once, and take no more
+    memory than the operands; the patches themselves are not kept."""
+    if (
+        of_x != of_G
+        or not x[0]
+        or weight.numel() > cost.STORE_BUDGET * (x[1:].numel() + G[1:].numel())
+    ):
+        return False
+    groups = x[1] // weight[1]
+    if on == "cuda" and groups == x[1]:
+        return True  # depthwise: a kernel forms them at once, whatever is asked for
+    d, p, T = weight[1:].numel(), weight[0] // groups, G[2:].numel()
+    algorithm = cost.choose_for_convolution(on, x[0] * groups, T, d, p, of_G.itemsize)
+    return algorithm == "outer_store"

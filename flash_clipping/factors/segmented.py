@@ -33,7 +33,8 @@ class SegmentedOuter(Factor):
     def __init__(
         self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments, stacked: bool = True
     ):
-        self.A, self.G = (x if isinstance(x, Rows) else Rows(x) for x in (A, G))
+        self.A = A if isinstance(A, Rows) else Rows(A)
+        self.G = G if isinstance(G, Rows) else Rows(G)
         self.segments, self.stacked = segments, stacked
         self._norms: tuple[Tensor, Tensor] | None = None
 

@@ -117,15 +117,18 @@ class VectorStack:
         cls, keys: list[int], factors: Sequence[RowSum], backend: str, memo: Memo | None = None
     ) -> VectorStack:
         """Of sums over as many positions and in one dtype, of any sizes."""
-        rows = [factor.rows_BTn for factor in factors]
-        x_hats = [factor.normalized for factor in factors]
+        rows, x_hats, sizes = [], [], []
+        for factor in factors:
+            rows.append(factor.rows_BTn)
+            x_hats.append(factor.normalized)
+            sizes.append(factor.rows_BTn.shape[2])
         grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
-        return cls(keys, [x.shape[2] for x in rows], grads_BN, sq_PB)
+        return cls(keys, sizes, grads_BN, sq_PB)
 
     def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> Sequence[Tensor]:
         """One clipped sum per parameter, ``[n]`` or in its shape where all have one, in order and
         in fp32 (float64 for float64)."""
-        if all(coef is coefs[0] for coef in coefs):
+        if len(coefs) == 1 or all(coef is coefs[0] for coef in coefs):
             sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
             if self.shape is None:
                 return sums_N.split(self.sizes)

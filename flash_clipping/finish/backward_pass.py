@@ -9,6 +9,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session, Units
-from flash_clipping.ops.runtime.backend import asked_for
+from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
 from flash_clipping.ops.runtime.upload import to_device
 
 
@@ -45,6 +46,8 @@ class BackwardPass:
     def __init__(self, session: Session):
         self.session = session
         self.backend = session.backend
+        #: Which privacy unit each row belongs to that layers record.
+        self.units: Units | None = session.units()
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -61,7 +64,7 @@ class BackwardPass:
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
         #: handled together.
         self.params: dict[int, nn.Parameter] = {}
-        self.groups = GroupedFactors(self.backend)
+        self.groups: GroupedFactors
         self.plan: Plan | None = None
         self.batch_size: int | None = None
         self.first_path = ""
@@ -78,18 +81,22 @@ class BackwardPass:
         #: re-entrant checkpoints only in a backward for all parameters, so it is taken for one.
         self.is_checkpointed = False
 
-        self._stand_ins = ExitStack()
+        self._stand_ins: ExitStack | None = None
+        if session.recomputed:
+            self.stand_in()
 
     # -- recording ----------------------------------------------------------------------------
 
     def stand_in(self) -> None:
         """Let checkpoints recompute with stand-ins, as they computed."""
+        self._stand_ins = ExitStack()
         for make in self.session.recomputed.values():
             self._stand_ins.enter_context(make())
 
     def put_back(self) -> None:
         """The parameters themselves again."""
-        self._stand_ins.close()
+        if self._stand_ins is not None:
+            self._stand_ins.close()
 
     def record(
         self,
@@ -109,7 +116,7 @@ class BackwardPass:
                 units.of_units(path, factor, param.device)
                 for param, factor in zip(params, factors, strict=True)
             ]
-        if not self.holds_factors:
+        if self.coef is not None or self.norms_only:  # they are used as they come
             self._use_now(path, params, factors)
             return
         if readers is not None:
@@ -120,19 +127,9 @@ class BackwardPass:
         self.used.append(params)
         self.factors += factors
 
-    @property
-    def holds_factors(self) -> bool:
-        """Whether factors are held to the end, and not used as they come."""
-        return self.coef is None and not self.norms_only
-
     def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
         """Take note of a batch without samples, which used these parameters."""
         self.without_samples = params
-
-    @cached_property
-    def units(self) -> Units | None:
-        """Which privacy unit each row belongs to that layers record."""
-        return self.session.units()
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -193,16 +190,21 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Norms, coefficients, clipped sums into ``p.grad``; never waits for the device."""
-        norms_taken = False
+        norms_taken = done = False
         with torch.no_grad():
             try:
-                self.put_back()
+                if self._stand_ins is not None:
+                    self.put_back()
                 if self._is_for_parameters():
                     norms_taken = True
-                    self.take_norms()
-                    self.add_clipped_sums()
+                    first = self.used[0] if self.used else self.without_samples
+                    with full_precision(first[0].device, ends_step=True):
+                        self.take_norms()
+                        self.add_clipped_sums()
+                done = True
             finally:
-                self.forget()
+                if not done:  # its frames may be kept
+                    self.forget()
                 self.session.end_backward(norms_taken)
 
     def _is_for_parameters(self) -> bool:
@@ -239,7 +241,8 @@ class BackwardPass:
         self.calls.clear()
         self.used.clear()
         self.factors.clear()
-        self.groups.forget()
+        if self.plan is not None:
+            self.groups.forget()
 
     def take_norms(self) -> None:
         """Complete the norms of all parameters and turn them into coefficients."""
@@ -249,32 +252,35 @@ class BackwardPass:
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
         of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
-        layout = (of_step, asked_for(self.backend), self.norms_only)
+        layout = (of_step, self.backend, os.environ.get(ENVIRONMENT_VARIABLE), self.norms_only)
         plans, number = self.session.plans, hash(layout)
         plan = plans.find(number, layout)
-        self._check_uses(first_only=plan is not None)
+        if plan is None:
+            self._check_uses()
+        elif self.factors and self.factors[0].batch_size != self.batch_size:
+            self._check_batch_size(self.calls[0], self.factors[0].batch_size)  # it speaks for all
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
             plans.keep(number, layout, plan)
+        self.groups = GroupedFactors(self.backend, factors, plan)
         self.plan = plan
-        self.groups.take(factors, plan)
         del factors
         # Squared norms [n, B] of several parameters at a time, and whose they are; and what
         # rounding may hide of those that are released by another product.
         blocks, doubts = self.groups.sqnorms(plan)
-        blocks = [*_one_by_one(self.sqnorms_B), *blocks]
-        doubts = [*_one_by_one(self.doubts_B), *doubts]
-        self.sqnorms_B.clear()
-        self.doubts_B.clear()
-        norms_PB = self._norms(params, blocks, plan)
-        if self.units is not None:
-            norms_PB = self.units.without_lost(norms_PB)
+        if self.sqnorms_B:
+            blocks = [*_one_by_one(self.sqnorms_B), *blocks]
+            doubts = [*_one_by_one(self.doubts_B), *doubts]
+            self.sqnorms_B.clear()
+            self.doubts_B.clear()
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = self._own_gradient_scale()
+        norms_PB = self._norms(params, blocks, plan, scale)
+        if self.units is not None:
+            norms_PB = self.units.without_lost(norms_PB)
         norms_PB, found = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
         coef = self._clip(params, norms_PB, found, plan.one_device)
-        self.session.note_non_finite(coef)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _clip(
@@ -283,18 +289,15 @@ class BackwardPass:
         """Coefficients by these norms."""
         return self.session.clip(params, norms_PB, doubts, one_device)
 
-    def _check_uses(self, first_only: bool) -> None:
-        """Look at the batch size of every use of a parameter; of a layout that has been met before
-        the first speaks for all."""
-        calls = zip(self.calls, self.used, strict=True)
-        paths = (path for path, params in calls for _ in params)
-        for path, factor in zip(paths, self.factors, strict=True):
-            if factor.batch_size != self.batch_size:
-                self._check_batch_size(path, factor.batch_size)
-            if first_only:
-                return
+    def _check_uses(self) -> None:
+        """Look at the batch size of every use of a parameter."""
+        factors = iter(self.factors)
         for path, params in zip(self.calls, self.used, strict=True):
-            self.paths.update((id(param), path) for param in params)
+            for param in params:
+                size = next(factors).batch_size
+                if size != self.batch_size:
+                    self._check_batch_size(path, size)
+                self.paths[id(param)] = path
 
     def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
         """One factor per parameter: all of its uses are in."""
@@ -326,13 +329,20 @@ class BackwardPass:
         """Norms and doubts of all of the gradients, where this process has parts of them only."""
         return norms_PB, doubts
 
-    def _norms(self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan) -> Tensor:
-        """Norms ``[P, B]`` of every sample's own gradient; 0 for what backward did not reach."""
+    def _norms(
+        self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan, scale: float
+    ) -> Tensor:
+        """Norms ``[P, B]`` of every sample's own gradient, which is what arrived times ``scale``; 0
+        for what backward did not reach."""
         device = blocks[0][1].device if blocks else params[0].device
-        kinds = {(sq.dtype, sq.device) for _, sq in blocks}
-        wide = any(dtype == torch.float64 for dtype, _ in kinds)
-        dtype = torch.float64 if wide else torch.float32
-        rows_of = [key for keys, _ in blocks for key in keys]
+        dtype = torch.float32
+        rows_of: list[int] = []
+        found: list[Tensor] = []
+        for keys, sq in blocks:
+            rows_of += keys
+            found.append(sq)
+            if sq.dtype == torch.float64:
+                dtype = torch.float64
         if plan.order is None or plan.rows_of != rows_of:  # blocks are cut as whoever ran cuts them
             row_of = {key: row for row, key in enumerate(rows_of)}
             plan.order = None  # until the rest is there: an interrupt may come at any line
@@ -340,15 +350,15 @@ class BackwardPass:
             plan.unreached = [key for key in plan.trainable if key not in row_of]
             rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
             plan.order = to_device(rows, device, torch.int64)
-        found = [sq for _, sq in blocks]
-        if kinds != {(dtype, device)}:  # norms are few: once per step, and without waiting
-            found = [sq.to(device=device, dtype=dtype, non_blocking=True) for sq in found]
+        for i, sq in enumerate(found):  # they are few, and none waits
+            if sq.dtype != dtype or sq.device != device:
+                found[i] = sq.to(device=device, dtype=dtype, non_blocking=True)
         if plan.unreached:
             found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
         sq_PB = torch.cat(found).index_select(0, plan.order)
         # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
         sq_PB = sq_PB.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp_(min=0)
-        return sq_PB.sqrt_().mul_(self._own_gradient_scale())
+        return sq_PB.sqrt_().mul_(scale)
 
     def add_clipped_sums(self) -> None:
         """Add every parameter's clipped sum into ``p.grad``, letting go of factors on the way."""

@@ -30,29 +30,34 @@ class GroupedFactors:
     """One factor for each parameter, by how they are handled together; norms, then clipped sums.
 
     Parameters go by their ``id``.
+
+    Args:
+        factors: one for each parameter.
+        plan: puts them together.
     """
 
-    def __init__(self, backend: str):
+    def __init__(self, backend: str, factors: Mapping[int, Any], plan: Plan):
         self.backend = backend
         #: Linear maps that read one input, by their number in the plan.
         self.linear: dict[int, Group] = {}
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
-
-    def take(self, factors: Mapping[int, Any], plan: Plan) -> None:
-        """Put factors together as the plan has it."""
+        # Without comprehensions: they cost small models, which wait for the host.
         for number, keys in enumerate(plan.linear):
-            Gs = [factors[key].G_BTp for key in keys]
-            self.linear[number] = factors[keys[0]].A_BTd, Gs
+            A_BTd, Gs = factors[keys[0]].A_BTd, []
+            for key in keys:
+                Gs.append(factors[key].G_BTp)
+            self.linear[number] = A_BTd, Gs
+        take = factors.__getitem__
         for keys in plan.sums:
-            sums = [factors[key] for key in keys]
-            memo = plan.memo(("row_sums", keys[0]))
-            self.stacks.append(VectorStack.of_sums(keys, sums, self.backend, memo))
+            memo = plan.memos["row_sums", keys[0]]
+            self.stacks.append(VectorStack.of_sums(keys, [*map(take, keys)], self.backend, memo))
         for keys in plan.vectors:
-            self.stacks.append(VectorStack.of_dense(keys, [factors[key] for key in keys]))
-        self.stored = {key: factors[key] for key in plan.stored}
-        self.others = {key: factors[key] for key in plan.others}
+            self.stacks.append(VectorStack.of_dense(keys, [*map(take, keys)]))
+        for held, chosen in ((self.stored, plan.stored), (self.others, plan.others)):
+            for key in chosen:
+                held[key] = factors[key]
 
     def forget(self) -> None:
         """Let go of all of them."""
@@ -68,16 +73,21 @@ class GroupedFactors:
         product."""
         blocks: Blocks = []
         doubts: Blocks = []
-        memo = plan.memo("linear_sqnorms")
-        groups = list(self.linear.values())
-        for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
-            keys = [plan.linear[group][layer] for group, layer in block.order]
-            blocks.append((keys, block.sq_RB))
-            if block.doubt_RB is not None:
-                doubts.append((keys, block.doubt_RB))
-        del groups
-        blocks += [(stack.keys, stack.sq_PB) for stack in self.stacks]
-        blocks += self._sqnorms_one_by_one()
+        if self.linear:
+            memo = plan.memos["linear_sqnorms"]
+            groups = list(self.linear.values())
+            for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
+                keys = []
+                for group, layer in block.order:
+                    keys.append(plan.linear[group][layer])
+                blocks.append((keys, block.sq_RB))
+                if block.doubt_RB is not None:
+                    doubts.append((keys, block.doubt_RB))
+            del groups
+        for stack in self.stacks:
+            blocks.append((stack.keys, stack.sq_PB))
+        if self.stored or self.others:
+            blocks += self._sqnorms_one_by_one()
         for key, factor in self.others.items():
             if (doubt_B := factor.doubt(self.backend)) is not None:
                 doubts.append(([key], doubt_B.unsqueeze(0)))
@@ -102,12 +112,14 @@ class GroupedFactors:
 
     def add_clipped_sums(self, plan: Plan, coef: Coefficients, add: Add) -> None:
         """Hand on every parameter's clipped sum, letting go of factors on the way."""
-        self._add_products(plan, coef, add)
+        if self.linear:
+            self._add_products(plan, coef, add)
         while self.stacks:
             stack = self.stacks.pop()
             coefs = [coef.one] if coef.one is not None else [coef[key] for key in stack.keys]
             add(stack.keys, stack.clipped_sums(coefs, self.backend))
-        self._add_stored(coef, add)
+        if self.stored:
+            self._add_stored(coef, add)
         while self.others:
             key, factor = self.others.popitem()
             add([key], [factor.clipped_sum(coef[key], self.backend)])
@@ -115,25 +127,25 @@ class GroupedFactors:
 
     def _add_products(self, plan: Plan, coef: Coefficients, add: Add) -> None:
         """Linear maps, as many at a time as one launch serves."""
-        pairs = {
-            key: (A_BTd, G)
-            for number, (A_BTd, Gs) in self.linear.items()
-            for key, G in zip(plan.linear[number], Gs, strict=True)
-        }
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for number, (A_BTd, Gs) in self.linear.items():
+            for key, G in zip(plan.linear[number], Gs, strict=True):
+                pairs[key] = A_BTd, G
         self.linear.clear()
         if plan.products is None:
             keys = [*pairs]
             parts = in_turn([*pairs.values()], backend=self.backend)
             plan.products = [[keys[i] for i in part] for part in parts]
-        for part in plan.products:
+        for number, part in enumerate(plan.products):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in coef.alike(part):
+            for keys in (part,) if coef.one is not None else coef.alike(part):
+                memo = plan.memos["clipped_sums", number, *(() if keys is part else keys)]
                 sums = clipped_sums_many(
-                    [pairs.pop(key) for key in keys],
-                    coef[keys[0]],
+                    [*map(pairs.pop, keys)],
+                    coef.one if coef.one is not None else coef[keys[0]],
                     backend=self.backend,
                     checked=True,
-                    memo=plan.memo(("clipped_sums", *keys)),
+                    memo=memo,
                 )
                 add(keys, sums)
 

@@ -8,10 +8,10 @@ so a session remembers its plans. A plan holds no tensor of a step.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.row_sum import WIDE
 from flash_clipping.ops.runtime.shapes import ALIGNMENT, Memo
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -52,11 +54,7 @@ class Plan:
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
     products: list[list[int]] | None = None
-    memos: dict[Hashable, Memo] = field(default_factory=dict)
-
-    def memo(self, name: Hashable) -> Memo:
-        """What one operation keeps."""
-        return self.memos.setdefault(name, {})
+    memos: defaultdict[Hashable, Memo] = field(default_factory=lambda: defaultdict(dict))
 
 
 class Plans:
@@ -96,8 +94,12 @@ def layout_of_step(
         params: the trainable parameters.
         done: ids of parameters whose norms are known already.
     """
-    of_factors = [factor.operands() for factor in factors]
-    operands = [*chain.from_iterable(of_factors)]
+    operands: list[Any] = []
+    counts: list[int] = []
+    for factor in factors:
+        of_factor = factor.operands()
+        operands += of_factor
+        counts.append(len(of_factor))
     # `map` costs half of a comprehension, and there are hundreds of tensors.
     are_tensors = [*map(isinstance, operands, repeat(Tensor))]
     tensors = [*compress(operands, are_tensors)]
@@ -108,18 +110,18 @@ def layout_of_step(
     return (
         tuple(keys),
         tuple(map(type, factors)),
-        tuple(map(len, of_factors)),
+        tuple(counts),
         tuple(are_tensors),
         tuple(compress(operands, map(operator.not_, are_tensors))),
-        tuple([x.shape for x in tensors]),
-        tuple([x.dtype for x in tensors]),
+        tuple(map(_SHAPE, tensors)),
+        tuple(map(_DTYPE, tensors)),
         # Along axes of one element they say nothing.
         tuple([None if ok else x.stride() for x, ok in zip(tensors, contiguous, strict=True)]),
-        tuple([address % ALIGNMENT for address in addresses]),
-        tuple([last[address] for address in addresses]),
+        tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
+        tuple(map(last.__getitem__, addresses)),
         tuple(map(Tensor.get_device, tensors)),
         tuple(map(id, params)),
-        tuple([param.dtype for param in params]),
+        tuple(map(_DTYPE, params)),
         tuple(map(Tensor.get_device, params)),
         tuple(done),
     )

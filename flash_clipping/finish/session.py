@@ -96,10 +96,6 @@ class Session(Protocol):
         """Sizes that the batch may have."""
         ...
 
-    def note_non_finite(self, coef: Tensor) -> None:
-        """Told of the coefficients, which are 0 for samples that are not finite."""
-        ...
-
     def end_backward(self, norms_taken: bool = True) -> None:
         """The backward pass has ended."""
         ...

@@ -5,13 +5,15 @@ from importlib import import_module
 
 _MOVED = {
     "graphed_step": "graphs.graphed_step",
-    "ordered_sampling": "sampling.ordered",
+    "fixed_shapes": "sampling.samplers",
+    "ordered_sampling": "sampling.samplers",
+    "private_optimizer": "privacy_engine",
     "samplers": "sampling.samplers",
     "sampling": "sampling.loaders",
-    "unit_sampling": "sampling.units",
+    "unit_sampling": "sampling.loaders",
 }
-_KEPT = """accounting adaptive correlated_noise criterion fixed_shapes ghost_norms
-grad_sample_module optimizer pipeline_optimizer pipeline_schedule privacy_engine private_optimizer
+_KEPT = """accounting adaptive correlated_noise criterion ghost_norms
+grad_sample_module optimizer pipeline_optimizer pipeline_schedule privacy_engine
 private_state sharded_optimizer token_losses"""
 
 for _name in (*_MOVED, *_KEPT.split()):

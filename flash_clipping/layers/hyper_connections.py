@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
-from flash_clipping.layers.ops import hyper_connections as ops
-from flash_clipping.layers.ops import stream_mix as mixing
+from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
 from flash_clipping.layers.ops.hyper_connections import reference as ops_reference
 from flash_clipping.layers.ops.stream_mix import reference as mixing_reference
 from flash_clipping.ops.runtime.backend import BACKENDS

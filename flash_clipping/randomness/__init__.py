@@ -5,11 +5,6 @@
 * ``choices.py``: coin tosses and subsets, of which batches are made.
 """
 
-from flash_clipping.randomness.stream import (
-    Draw,
-    Purpose,
-    SecretStream,
-    SeededNoiseWarning,
-)
+from flash_clipping.randomness.stream import Draw, Purpose, SecretStream, SeededNoiseWarning
 
 __all__ = ["Draw", "Purpose", "SecretStream", "SeededNoiseWarning"]

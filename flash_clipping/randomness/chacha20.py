@@ -17,12 +17,6 @@ BLOCK_BYTES, BLOCK_WORDS, MOST_BLOCKS = 64, 16, 1 << 32
 def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: int = 0) -> Tensor:
     """``[blocks, 16]``, int32 (the bits of unsigned words), on the CPU.
 
-    Args:
-        draw: whose words.
-        blocks: how many blocks of 16 words.
-        tensor, shard: which of the draw's nonces; see :meth:`Draw.nonce`.
-        first: counter of the first block.
-
     Raises:
         ValueError: blocks beyond the last: their counter would come back to the first.
     """

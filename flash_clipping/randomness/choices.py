@@ -33,12 +33,6 @@ def coin_tosses(draw: Draw, count: int, rate: float, *, tensor: int = 0, shard: 
     """``[N]``, bool: each true with probability ``floor(rate 2^64) / 2^64``, independently.
 
     That is ``rate`` rounded down, by less than ``2^-64``: never more than is accounted for.
-
-    Args:
-        draw: whose words; one of 64 bits for each toss.
-        count: N.
-        rate: a probability.
-        tensor, shard: which of the draw's nonces.
     """
     below = threshold(rate)
     drawn_N = np.ones(count, dtype=bool)
@@ -55,12 +49,6 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0, shard: int = 0
 
     Every ordered choice has the same probability: they are those with the least of ``count`` words
     of 64 bits, which are drawn again where two of them are equal.
-
-    Args:
-        draw: whose words.
-        count: how many to choose from.
-        size: K, how many to choose.
-        tensor, shard: which of the draw's nonces.
 
     Raises:
         ValueError: ``size`` is not between 0 and ``count``.

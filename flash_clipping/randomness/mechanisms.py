@@ -33,11 +33,6 @@ class NoiseMechanism(ABC):
 
     @property
     @abstractmethod
-    def bands(self) -> int | None:
-        """How many diagonals of ``C`` are not 0; ``None``: all of them."""
-
-    @property
-    @abstractmethod
     def settings(self) -> dict[str, float | str]:
         """What a checkpoint keeps of it: a name and numbers."""
 
@@ -68,10 +63,6 @@ class IndependentNoise(NoiseMechanism):
 
     def column(self, steps: int) -> np.ndarray:
         return np.eye(1, max(steps, 0))[0]
-
-    @property
-    def bands(self) -> int:
-        return 1
 
     @property
     def settings(self) -> dict[str, float | str]:
@@ -171,10 +162,6 @@ class BandedNoise(NoiseMechanism):
         return found
 
     @property
-    def bands(self) -> int:
-        return self.count
-
-    @property
     def settings(self) -> dict[str, float | str]:
         found: dict[str, float | str] = {"noise": "banded", "count": self.count}
         if self.weights is not None:
@@ -207,10 +194,6 @@ class OneStepNoise(NoiseMechanism):
 
     def column(self, steps: int) -> np.ndarray:
         return self.share ** np.arange(steps, dtype=np.float64)
-
-    @property
-    def bands(self) -> None:
-        return None
 
     @property
     def settings(self) -> dict[str, float | str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class ConvolutionRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         assert weight is not None
-        if x.dim() != weight.dim():
+        if x.ndim != weight.ndim:
             raise UnsupportedLayer(
                 f"a {type(layer).__name__} without a batch axis has no samples: expected an input "
                 f"of {weight.dim()} dimensions, found shape {tuple(x.shape)}. "
@@ -39,10 +39,18 @@ class ConvolutionRule(Rule):
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
             assert weight is not None
-        padded, padding = _padded(layer, x)
+        read, padding = padded(layer, x)
         none = [0] * len(padding)
         output = torch.convolution(
-            padded, weight, bias, layer.stride, padding, layer.dilation, False, none, layer.groups
+            read,
+            weight,
+            bias,
+            layer.stride,
+            padding,
+            layer.dilation,
+            False,
+            none,
+            layer.groups,
         )
         return output, (x, weight)
 
@@ -50,40 +58,54 @@ class ConvolutionRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, weight = saved
-        padded, padding = _padded(layer, x)
+        read, padding = padded(layer, x)
         grad_input = None
         if needs.input:
             grad_input = torch.ops.aten.convolution_backward(
-                *(grad_output, padded, weight, None, layer.stride, padding, layer.dilation),
+                *(grad_output, read, weight, None, layer.stride, padding, layer.dilation),
                 *(False, [0] * len(padding), layer.groups, [True, False, False]),
             )[0]
-            if padded is not x:
+            if read is not x:
                 grad_input = _padding_backward(layer, x, grad_input)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
             factors["weight"] = Convolution(
-                padded, grad_output, weight, layer.stride, padding, layer.dilation, layer.groups
+                read, grad_output, weight, layer.stride, padding, layer.dilation, layer.groups
             )
         if "bias" in needs.params:
             factors["bias"] = Dense(RowSum(grad_output.flatten(2).mT).dense())
         return grad_input, factors
 
 
-def _padded(layer: Any, x: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """The layer's input as the kernel reads it, and the zeros that the kernel itself adds on both
-    sides of each axis."""
+def own_padding(layer: Any) -> tuple[int, ...]:
+    """What is added by an operator of its own, as ``F.pad`` takes it."""
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        return ()
+    sides = tuple(padding_of(layer))
+    return sides if any(sides) else ()
+
+
+def kernel_padding(layer: Any) -> list[int]:
+    """The zeros that the kernel itself adds on both sides of each axis."""
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        return [*layer.padding]  # whatever it was set to since
+    return [0] * len(layer.stride)
+
+
+def padded(layer: Any, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The layer's input as the kernel reads it, and what the kernel itself adds."""
     padding = layer.padding
-    if layer.padding_mode == "zeros" and not isinstance(padding, str):
-        return x, [*padding]  # whatever it was set to since
-    if any(sides := padding_of(layer)):
+    if padding.__class__ is tuple and layer.padding_mode == "zeros":
+        return x, [*padding]  # the usual case
+    if sides := own_padding(layer):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, sides, mode=mode)
-    return x, [0] * len(layer.stride)
+    return x, kernel_padding(layer)
 
 
 def _padding_backward(layer: Any, x: Tensor, grad_padded: Tensor) -> Tensor:
     """The gradient of padding, which is autograd's to give; only its shape depends on ``x``."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        padded, _ = _padded(layer, leaf)
-    return torch.autograd.grad(padded, leaf, grad_padded)[0]
+        read, _ = padded(layer, leaf)
+    return torch.autograd.grad(read, leaf, grad_padded)[0]

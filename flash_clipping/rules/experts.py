@@ -12,7 +12,6 @@ differentiates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -60,9 +59,18 @@ def are_experts(layer: nn.Module) -> bool:
 
 def names_of(layer: Any) -> tuple[str, ...]:
     """Parameters of the first projection, then of the second: matrices, and biases if any."""
-    first = "gate_up_proj" if layer.has_gate else "up_proj"
-    kinds = ("", "_bias") if layer.has_bias else ("",)
-    return tuple(name + kind for name in (first, "down_proj") for kind in kinds)
+    return _NAMES[bool(layer.has_gate), bool(layer.has_bias)]
+
+
+_NAMES = {
+    (has_gate, has_bias): tuple(
+        name + kind
+        for name in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+        for kind in (("", "_bias") if has_bias else ("",))
+    )
+    for has_gate in (False, True)
+    for has_bias in (False, True)
+}
 
 
 class _Gate:
@@ -87,22 +95,23 @@ def arithmetic_of(
     layer: Any,
     params: Sequence[Tensor],
     prefix: str = "",
-    low_ranks: Mapping[str, Sequence[LowRank]] = MappingProxyType({}),
+    low_ranks: Mapping[str, Sequence[LowRank]] | None = None,
 ) -> RoutedRows:
     """What experts compute with these tensors for their parameters.
 
     ``prefix``: stands before their names. ``low_ranks``: what is added to a parameter's matrices.
     """
-    names, half = names_of(layer), len(params) // 2
-    projections = []
-    for i in (0, half):
-        name, transposed = names[i], layer.is_transposed
+    names, transposed, half = names_of(layer), layer.is_transposed, len(params) // 2
+
+    def projection(i: int) -> Projection:
+        name, bias, of_bias = names[i], None, ""
+        if layer.has_bias:
+            bias, of_bias = params[i + 1], prefix + names[i + 1]
         matrices = params[i].mT if transposed else params[i]
-        bias, bias_name = (params[i + 1], names[i + 1]) if layer.has_bias else (None, "")
-        named = prefix + name, bias, prefix + bias_name
-        projections.append(Projection(matrices, *named, transposed, low_ranks.get(name, ())))
-    first, second = projections
-    return RoutedRows(first, second, _Gate(layer))
+        added = () if low_ranks is None else low_ranks.get(name, ())
+        return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
+
+    return RoutedRows(projection(0), projection(half), _Gate(layer))
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:

@@ -32,6 +32,9 @@ def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
 class LinearRule(Rule):
     """Any number of axes between the batch and the features counts as positions."""
 
+    #: Whether the weight is ``d x p``: ``Y = A W + b`` and ``g_b = A_b^T G_b``.
+    transposed = False
+
     def works_by_position(self, layer: Any) -> bool:
         return True
 
@@ -40,45 +43,27 @@ class LinearRule(Rule):
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
         assert weight is not None
-        return own(F.linear(x, weight, bias)), (x, weight)
+        return own(F.linear(x, weight.mT if self.transposed else weight, bias)), (x, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, weight = saved
-        grad_input = grad_output @ weight if needs.input else None
+        grad_input = None
+        if needs.input:
+            grad_input = grad_output @ (weight.mT if self.transposed else weight)
         G_BTp = as_BTd(grad_output)
         factors: dict[str, Factor] = {}
         if "weight" in needs.params:
-            G_BTp = on_16_bytes(G_BTp)
-            factors["weight"] = Outer(as_BTd(x), G_BTp)
+            A_BTd, G_BTp = as_BTd(x), on_16_bytes(G_BTp)
+            factors["weight"] = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
         if "bias" in needs.params:
             factors["bias"] = bias_factor(G_BTp, needs)
         return grad_input, factors
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
-class TransposedLinearRule(Rule):
-    """``Y = A W + b`` with ``W`` stored ``d x p`` (GPT-2's ``Conv1D``): ``g_b = A_b^T G_b``."""
+class TransposedLinearRule(LinearRule):
+    """GPT-2's ``Conv1D``."""
 
-    def works_by_position(self, layer: Any) -> bool:
-        return True
-
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x, weight, bias = autocast_operands(x, layer.weight, layer.bias)  # type: ignore[assignment]
-        assert weight is not None
-        return own(F.linear(x, weight.mT, bias)), (x, weight)
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
-        x, weight = saved
-        grad_input = grad_output @ weight.mT if needs.input else None
-        G_BTp = as_BTd(grad_output)
-        factors: dict[str, Factor] = {}
-        if "weight" in needs.params:
-            G_BTp = on_16_bytes(G_BTp)
-            factors["weight"] = Outer(A_BTd=G_BTp, G_BTp=as_BTd(x))
-        if "bias" in needs.params:
-            factors["bias"] = bias_factor(G_BTp, needs)
-        return grad_input, factors
+    transposed = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,26 +34,19 @@ PARTS_KEPT = 1 << 19
 BOUND_BY_LAUNCHES = 1 << 20
 
 
-def _normalization_input(x: Tensor) -> Tensor:
+def normalization_input(x: Tensor) -> Tensor:
     """Autocast computes normalizations in float32 on CUDA, and in the input's dtype on the CPU."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
         return x.float()
     return x
 
 
-def _vectors(
-    weight_BD: Tensor | None, bias_BD: Tensor | None, shape: tuple[int, ...]
-) -> dict[str, Factor]:
-    named = {"weight": weight_BD, "bias": bias_BD}
-    return {
-        name: Dense(grads if len(shape) == 1 else grads.view(grads.shape[0], *shape))
-        for name, grads in named.items()
-        if grads is not None
-    }
+def _is_bound_by_launches(x: Tensor) -> bool:
+    return x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES
 
 
 def _normalized_backward(
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     x: Tensor,
     grad_output: Tensor,
     mean: Tensor | None,
@@ -62,71 +55,50 @@ def _normalized_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Mapping[str, Factor]]:
     """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
-    if len(shape) > 1:  # the usual case needs no reshaping
-        x_flat, G_flat = x.flatten(-len(shape)), grad_output.flatten(-len(shape))
-        mean = None if mean is None else mean.flatten(-len(shape))
-        rstd = rstd.flatten(-len(shape))
+    axes, x_flat, G_flat = len(shape), x, grad_output
+    of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
+    if of_several is not None:
+        x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
+        mean = None if mean is None else mean.flatten(-axes)
         weight = None if weight is None else weight.flatten()
-    else:
-        x_flat, G_flat = x, grad_output
-    if mean is not None and x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES:
-        return _layer_norm_in_two(x, x_flat, G_flat, mean, rstd, weight, shape, needs)
-    grad_input, weight_BnD, bias_BnD = norm_backward(
-        x_flat,
-        G_flat,
-        mean,
-        rstd,
-        weight,
-        input_grad=needs.input,
-        weight_grad="weight" in needs.params,
-        bias_grad="bias" in needs.params,
-        parts_kept=PARTS_KEPT,
-        backend=needs.backend,
-    )
-    # To be added up with those of other layers.
-    axes = None if len(shape) == 1 else shape
     factors: dict[str, Factor] = {}
-    if weight_BnD is not None:
-        factors["weight"] = RowSum(weight_BnD, axes)
-    if bias_BnD is not None:
-        factors["bias"] = RowSum(bias_BnD, axes)
+    if mean is not None and _is_bound_by_launches(x):
+        # PyTorch's own kernel for the input gradient, and vectors in one launch with other layers':
+        # a launch through Triton takes the host several times as long as PyTorch's own, and a
+        # small layer takes the device less than either.
+        grad_input = None
+        if needs.input:
+            if weight is not None and weight.dtype != x.dtype:
+                weight = weight.to(x.dtype)
+            grad_input = _layer_norm_backward(
+                G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
+            )[0]
+        G_BTd = as_BTd(G_flat)
+        if "weight" in needs.params:
+            x_hat = Normalized(as_BTd(x_flat), mean, rstd)
+            factors["weight"] = RowSum(G_BTd, of_several, x_hat)
+        if "bias" in needs.params:
+            factors["bias"] = RowSum(G_BTd, of_several)
+    else:
+        grad_input, weight_BnD, bias_BnD = norm_backward(
+            x_flat,
+            G_flat,
+            mean,
+            rstd,
+            weight,
+            input_grad=needs.input,
+            weight_grad="weight" in needs.params,
+            bias_grad="bias" in needs.params,
+            parts_kept=PARTS_KEPT,
+            backend=needs.backend,
+        )
+        # To be added up with those of other layers.
+        if weight_BnD is not None:
+            factors["weight"] = RowSum(weight_BnD, of_several)
+        if bias_BnD is not None:
+            factors["bias"] = RowSum(bias_BnD, of_several)
     if grad_input is not None and grad_input.shape != x.shape:
         grad_input = grad_input.view_as(x)
-    return grad_input, factors
-
-
-def _layer_norm_in_two(
-    x: Tensor,
-    x_flat: Tensor,
-    G_flat: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    shape: tuple[int, ...],
-    needs: Needs,
-) -> tuple[Tensor | None, Mapping[str, Factor]]:
-    """PyTorch's own kernel for the input gradient, and vectors in one launch with other layers'.
-
-    A launch through Triton takes the host several times as long as PyTorch's own, and a small
-    layer takes the device less than either.
-    """
-    grad_input = None
-    if needs.input:
-        if weight is not None and weight.dtype != x.dtype:
-            weight = weight.to(x.dtype)
-        grad_input = _layer_norm_backward(
-            G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
-        )[0]
-        if len(shape) > 1:
-            grad_input = grad_input.view_as(x)
-    x_BTd, G_BTd = as_BTd(x_flat), as_BTd(G_flat)
-    x_hat = Normalized(x_BTd, mean, rstd)
-    axes = None if len(shape) == 1 else shape
-    factors: dict[str, Factor] = {}
-    if "weight" in needs.params:
-        factors["weight"] = RowSum(G_BTd, axes, x_hat)
-    if "bias" in needs.params:
-        factors["bias"] = RowSum(G_BTd, axes)
     return grad_input, factors
 
 
@@ -138,7 +110,7 @@ class LayerNormRule(Rule):
         return len(layer.normalized_shape) == 1
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = _normalization_input(x)
+        x = normalization_input(x)
         weight, bias = weight_and_bias(layer)
         output, mean, rstd = torch.native_layer_norm(
             x, layer.normalized_shape, weight, bias, layer.eps
@@ -149,8 +121,9 @@ class LayerNormRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, mean, rstd, weight = saved
-        shape = tuple(layer.normalized_shape)
-        return _normalized_backward(shape, x, grad_output, mean, rstd, weight, needs)
+        return _normalized_backward(
+            layer.normalized_shape, x, grad_output, mean, rstd, weight, needs
+        )
 
 
 def _default_eps(dtype: torch.dtype) -> float:
@@ -175,28 +148,20 @@ class RMSNormRule(Rule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
 
     def works_by_position(self, layer: Any) -> bool:
-        return len(self.shape(layer)) == 1
+        return len(self.arguments(layer)[0]) == 1
 
-    def shape(self, layer: Any) -> tuple[int, ...]:
-        return tuple(layer.normalized_shape)
-
-    def eps(self, layer: Any) -> float | None:
-        """Added to the mean square; ``None``: as PyTorch does by default."""
-        eps: float | None = layer.eps
-        return eps
-
-    def scale(self, layer: Any) -> Tensor | None:
-        """The scale of the normalized input: the weight, or the weight and a constant."""
-        weight: Tensor | None = layer._parameters["weight"]
-        return weight
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        """The axes that are normalized; the scale, which is the weight, or the weight and a
+        constant; and what is added to the mean square, ``None`` for PyTorch's default."""
+        return layer.normalized_shape, layer._parameters["weight"], layer.eps
 
     def input(self, x: Tensor) -> Tensor:
         """The layer's input as it is computed with."""
-        return _normalization_input(x)
+        return normalization_input(x)
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.input(x)
-        shape, scale, eps = self.shape(layer), self.scale(layer), self.eps(layer)
+        shape, scale, eps = self.arguments(layer)
         # One fused kernel where PyTorch has one; it also returns what backward needs.
         output, rstd = rms_norm(x, shape, scale, eps)
         wide = accumulation_dtype(x.dtype)
@@ -210,7 +175,8 @@ class RMSNormRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Mapping[str, Factor]]:
         x, rstd, scale = saved
-        return _normalized_backward(self.shape(layer), x, grad_output, None, rstd, scale, needs)
+        shape = layer.normalized_shape if scale is None else scale.shape
+        return _normalized_backward(shape, x, grad_output, None, rstd, scale, needs)
 
 
 def _eps_of(layer: nn.Module) -> Any:
@@ -289,12 +255,9 @@ class FoundRMSNormRule(RMSNormRule):
     """RMS norms of other libraries (``LlamaRMSNorm``, ``T5LayerNorm``), known by what they compute:
     as one operation, whose output in 16 bits is rounded once, not after each of several."""
 
-    def shape(self, layer: Any) -> tuple[int, ...]:
-        return tuple(layer._parameters["weight"].shape)
-
-    def eps(self, layer: Any) -> float | None:
-        eps: float = _eps_of(layer)
-        return eps
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        weight = layer._parameters["weight"]
+        return weight.shape, weight, _eps_of(layer)
 
     def input(self, x: Tensor) -> Tensor:
         return x  # autocast knows PyTorch's own layers only
@@ -309,9 +272,9 @@ class FoundRMSNormRule(RMSNormRule):
 class ShiftedRMSNormRule(FoundRMSNormRule):
     """The same with a weight that is added to 1 (``Gemma2RMSNorm``)."""
 
-    def scale(self, layer: Any) -> Tensor | None:
-        weight: Tensor = layer._parameters["weight"]
-        return weight + 1.0
+    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+        weight = layer._parameters["weight"]
+        return weight.shape, weight + 1.0, _eps_of(layer)
 
 
 @register_rule(nn.GroupNorm)
@@ -322,12 +285,13 @@ class GroupNormRule(Rule):
         return int(layer.num_groups)
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = _normalization_input(x).contiguous()
+        x = normalization_input(x).contiguous()
+        weight, bias = weight_and_bias(layer)
         B, C = x.shape[:2]
         output, mean, rstd = torch.native_group_norm(
-            x, layer.weight, layer.bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
+            x, weight, bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
         )
-        return output, (x, mean, rstd, layer.weight)
+        return output, (x, mean, rstd, weight)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
@@ -343,8 +307,8 @@ class GroupNormRule(Rule):
             bool(needs.params)
             and x.device.type == "cpu"
             and B > 0
-            and x.dtype == accumulation_dtype(x.dtype)
             and x.dtype == grad_output.dtype == mean.dtype == weight.dtype
+            and x.dtype in (torch.float32, torch.float64)
         )
         rows, fold = (1, B) if folded else (B, 1)
         grads: tuple[Any, ...] = (None, None, None)  # of input, scale and shift
@@ -361,15 +325,17 @@ class GroupNormRule(Rule):
                 fold * groups,
                 [needs.input, folded, folded],
             )
-        factors: dict[str, Factor] = {}
-        if folded:
-            factors = _vectors(grads[1].view(B, C), grads[2].view(B, C), (C,))
-        elif needs.params:
+        grad_input, weight_BC, bias_BC = grads
+        if needs.params and not folded:
             weight_BC, bias_BC = group_norm_grads(
                 x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
             )
-            factors = _vectors(weight_BC, bias_BC, (C,))
-        return grads[0], {name: factors[name] for name in needs.params}
+        factors: dict[str, Factor] = {}
+        if "weight" in needs.params:
+            factors["weight"] = Dense(weight_BC.view(B, C))
+        if "bias" in needs.params:
+            factors["bias"] = Dense(bias_BC.view(B, C))
+        return grad_input, factors
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

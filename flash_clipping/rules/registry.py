@@ -267,4 +267,6 @@ def positions(x: Tensor, features: int = 1) -> int:
 
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
-    return x if x.dim() == 3 else x.reshape(x.shape[0], positions(x), x.shape[-1])
+    if x.dim() == 3:
+        return x
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)

@@ -45,6 +45,11 @@ class Reading:
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds > 0 else float("nan")
 
+    def logs(self, epsilon: float) -> dict[str, float]:
+        """What trainers log of it, beside ε."""
+        names = ("clipped_share", "median_norm", "samples_per_second")
+        return {"epsilon": epsilon} | {name: getattr(self, name) for name in names}
+
 
 class ClippingStatistics:
     """Gathers norms and clipping coefficients of backward passes, without waiting for the device.

@@ -21,17 +21,16 @@ try:
 except ImportError as error:
     raise missing_extra("lightning", __name__, error) from error
 
-from flash_clipping.engine.accounting import ADD_OR_REMOVE
 from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
-from flash_clipping.trainers.private_run import PrivateRun
+from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 
 __all__ = ["PrivacyArguments", "PrivateTraining"]
 
 
-class PrivateTraining(Callback):
+class PrivateTraining(ReportsPrivacy, Callback):
     """Differential privacy for every sample of the training data.
 
     Example::
@@ -83,16 +82,9 @@ class PrivateTraining(Callback):
         self.privacy = privacy
         self.module = module
         self.max_physical_batch_size = max_physical_batch_size
-        self.run: PrivateRun | None = None
         self._statistics: ClippingStatistics | None = None
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
-        self._steps_before = 0
-
-    @property
-    def epsilon(self) -> float:
-        """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else self.run.epsilon()
 
     # -- checkpoints: Lightning loads before fit begins -----------------------------------------
 
@@ -100,16 +92,11 @@ class PrivateTraining(Callback):
         """Accountant and settings; empty before the first ``fit``."""
         if self.run is None or self.run.optimizer is None:
             return {}
-        return self.run.state_dict() | {"steps_before": self._steps_before}
+        return self.run.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Taken by the next ``fit``."""
         self._loaded = dict(state_dict)
-
-    @property
-    def relation(self) -> str:
-        """Which datasets ε compares, in words."""
-        return ADD_OR_REMOVE if self.run is None else self.run.relation
 
     # -- before the first step ------------------------------------------------------------------
 
@@ -138,7 +125,6 @@ class PrivateTraining(Callback):
         self._statistics = ClippingStatistics(self.run.hooks)
         trainer.strategy.optimizers = [self.run.optimizer]
         if self._loaded:
-            self._steps_before = self._loaded.pop("steps_before")
             self.run.load_state_dict(self._loaded)
         if self.max_physical_batch_size is not None:
             pl_module.training_step = self._in_parts(pl_module.training_step)
@@ -161,10 +147,7 @@ class PrivateTraining(Callback):
                 "training_step takes steps itself. Leave it out, or use automatic optimization."
             )
         return LogicalLoader.of(
-            plain,
-            steps=len(plain),
-            part_size=self.max_physical_batch_size,
-            stream=stream,
+            plain, steps=len(plain), part_size=self.max_physical_batch_size, stream=stream
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -189,10 +172,8 @@ class PrivateTraining(Callback):
             if not isinstance(batch, LogicalBatch):
                 return training_step(batch, *args, **kwargs)
             assert self.run is not None and self._statistics is not None
-            hooks, optimizer = self.run.hooks, self.run.optimizer
-            optimizer.discard_step()  # parts of a batch that failed
-            optimizer._step_skip_queue.clear()
-            optimizer.zero_grad()
+            hooks = self.run.hooks
+            self.run.begin_step()
             last = len(batch.parts) - 1
             for part, size in zip(batch.parts[:last], batch.sizes, strict=False):
                 hooks.expect_samples(size)
@@ -201,8 +182,7 @@ class PrivateTraining(Callback):
                 with torch.autocast(loss.device.type, enabled=False):
                     loss.backward()
                 self._statistics.note_backward()
-                optimizer.signal_skip_step(True)
-                optimizer.step()
+                self.run.keep_sums()
             hooks.expect_samples(batch.sizes[last])
             return training_step(batch.parts[last], *args, **kwargs)
 
@@ -218,24 +198,16 @@ class PrivateTraining(Callback):
         self._check_steps(trainer)
         if trainer.global_step % trainer.log_every_n_steps == 0:
             assert self._statistics is not None
-            reading = self._statistics.read()
-            values = {
-                "epsilon": self.epsilon,
-                "clipped_share": reading.clipped_share,
-                "median_norm": reading.median_norm,
-                "samples_per_second": reading.samples_per_second,
-            }
-            pl_module.log_dict(values, batch_size=1)
+            pl_module.log_dict(self._statistics.read().logs(self.epsilon), batch_size=1)
 
     def _check_steps(self, trainer: Any) -> None:
         assert self.run is not None
-        accounted = self.run.steps - self._steps_before
-        if accounted != trainer.global_step:
-            raise RuntimeError(
-                f"PrivateTraining: Lightning counts {trainer.global_step} steps, and {accounted} "
-                "are accounted. A checkpoint without an accountant was loaded (one of a run "
-                "without this callback), or something overrides the optimizer."
-            )
+        self.run.check_steps(
+            trainer.global_step,
+            "PrivateTraining: Lightning counts {counted} steps, and {accounted} are accounted. A "
+            "checkpoint without an accountant was loaded (one of a run without this callback), or "
+            "something overrides the optimizer.",
+        )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""

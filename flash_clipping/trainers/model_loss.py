@@ -63,11 +63,6 @@ def shifts_labels(
     A loss that shifts labels does not see the first one: with that label alone it is a mean of
     nothing.
 
-    Args:
-        model: of ``transformers``, in :func:`asking`.
-        samples: of the training data.
-        collate: makes a batch of some of them, as the model takes it.
-
     Returns:
         ``None`` if the model has no loss of its own.
     """
@@ -95,12 +90,6 @@ def compare(
     """Compare the losses of samples with the model's own.
 
     One sample at a time, and two with labels of different number in one batch.
-
-    Args:
-        model: of ``transformers``, in :func:`asking`.
-        samples: of the training data.
-        collate: makes a batch of some of them, as the model takes it.
-        losses: of a batch with so many samples, ``[B]``.
 
     Raises:
         ValueError: they differ; shows both numbers, and what to write.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
-from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.engine.sampling.loaders import PoissonLoader, settings_of
 from flash_clipping.randomness import SecretStream
 
 
@@ -37,13 +37,7 @@ class LogicalBatch:
 
 
 class CollateParts:
-    """Collates a logical batch in parts.
-
-    Args:
-        collate: makes a part of a list of samples.
-        dataset: where samples are looked at to learn what an empty part is like.
-        part_size: the most samples of a part.
-    """
+    """Collates a logical batch in parts."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, part_size: int):
         self._collate = CollateWithEmpty(collate, dataset)
@@ -85,14 +79,8 @@ class LogicalLoader(PoissonLoader):
             sample_rate=1 / steps,
             collate_fn=loader.collate_fn,
             part_size=part_size,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
             generator=loader.generator,
+            **settings_of(loader),
             stream=stream,
             distributed=distributed,
         )

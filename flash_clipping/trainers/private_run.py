@@ -11,19 +11,32 @@ from typing import Any
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
-from flash_clipping.engine.accounting import without_hints
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import accounted_steps
+
+
+class ReportsPrivacy:
+    """A trainer, or its callback, whose run tells what it has spent."""
+
+    run: PrivateRun | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is spent so far, for ``privacy.target_delta``."""
+        return 0.0 if self.run is None else self.run.epsilon()
+
+    @property
+    def relation(self) -> str:
+        """Which datasets ε compares, in words."""
+        return ADD_OR_REMOVE if self.run is None else self.run.engine.relation
 
 
 class PrivateRun:
     """What makes a trainer's run private.
 
     In this order: make it, draw batches with :attr:`sampling_stream`, :meth:`attach`, train.
-
-    Args:
-        arguments: of the user.
 
     Attributes:
         engine: accounts for the steps.
@@ -42,11 +55,11 @@ class PrivateRun:
     def __init__(self, arguments: PrivacyArguments):
         self.arguments = arguments
         self.engine = FlashPrivacyEngine(
-            accountant=arguments.accountant,
-            secure_mode=arguments.secure_mode,
-            seed=arguments.seed,
+            accountant=arguments.accountant, secure_mode=arguments.secure_mode, seed=arguments.seed
         )
         self._epsilon: tuple[int, float] | None = None
+        #: Steps that were accounted for before the trainer began to count its own.
+        self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
 
     def begin_epoch(self, loader: Any, run: int, epoch: int) -> None:
@@ -114,6 +127,17 @@ class PrivateRun:
             self.hooks.cleanup()
             self.hooks = None
 
+    def begin_step(self) -> None:
+        """A logical batch begins; parts of one that failed are let go of."""
+        self.optimizer.discard_step()
+        self.optimizer._step_skip_queue.clear()
+        self.optimizer.zero_grad()
+
+    def keep_sums(self) -> None:
+        """Let the optimizer add up the sums of a part that is not the last."""
+        self.optimizer.signal_skip_step(True)
+        self.optimizer.step()
+
     def _noise_multiplier(self) -> float:
         arguments = self.arguments
         if arguments.noise_multiplier is not None:
@@ -152,10 +176,11 @@ class PrivateRun:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]
 
-    @property
-    def relation(self) -> str:
-        """Which datasets ε compares."""
-        return self.engine.relation
+    def check_steps(self, counted: int, because: str) -> None:
+        """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
+        accounted = self.steps - self.steps_before
+        if accounted != counted:
+            raise RuntimeError(because.format(counted=counted, accounted=accounted))
 
     def check_budget(self, remaining: int) -> None:
         """Refuse to start training for more steps than the noise was computed for.
@@ -189,8 +214,9 @@ class PrivateRun:
             "settings": self._settings(),
             # That of the next step, which adaptive clipping moves.
             "bound": self.optimizer.max_grad_norm,
+            "noise_stream": self.optimizer.stream.state_dict(),
+            "steps_before": self.steps_before,
         }
-        state["noise_stream"] = self.optimizer.stream.state_dict()
         if self.arguments.seed is not None:
             state["sampling_stream"] = self.sampling_stream.state_dict()
         return state
@@ -218,6 +244,7 @@ class PrivateRun:
                 "epsilon were computed for those. Use the same data, batch size, number of steps "
                 "and privacy arguments."
             )
+        self.steps_before = state["steps_before"]
         self.engine.accountant.load_state_dict(state["accountant"])
         self.optimizer.max_grad_norm = state["bound"]
         if "noise_stream" in state:

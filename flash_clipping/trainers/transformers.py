@@ -33,12 +33,11 @@ except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
-from flash_clipping.engine.accounting import ADD_OR_REMOVE
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
-from flash_clipping.trainers.private_run import PrivateRun
+from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
 from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
 
@@ -51,7 +50,7 @@ STATE_NAME = "privacy.pt"
 _DEFAULT_BOUND = 1.0
 
 
-class PrivateTrainer(Trainer):
+class PrivateTrainer(ReportsPrivacy, Trainer):
     """``transformers.Trainer``, with differential privacy for every sample of ``train_dataset``.
 
     Example::
@@ -111,14 +110,12 @@ class PrivateTrainer(Trainer):
         self._samples = 0
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
         self._shifts: bool | None = None
-        self.run: PrivateRun | None = None
         self._loader: LogicalLoader | None = None
         #: What the loader draws from: the dataset as it was given, and its size.
         self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
         self._statistics: ClippingStatistics | None = None
         self._trainings = 0
-        self._steps_before = 0
         super().__init__(*bound.args[1:], **bound.kwargs)
         refuse_trainer(self, Trainer)
         self.add_callback(_Watch(self))
@@ -139,7 +136,8 @@ class PrivateTrainer(Trainer):
                 f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
                 "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
             )
-        self._steps_before = 0 if self.run is None else self.run.steps
+        if self.run is not None:
+            self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
         self.accelerator.gradient_accumulation_steps = 1
         try:
@@ -259,11 +257,9 @@ class PrivateTrainer(Trainer):
                 "get_train_dataloader; change train_dataset or data_collator instead."
             )
         assert self._statistics is not None
-        hooks, optimizer = self.run.hooks, self.run.optimizer
+        hooks = self.run.hooks
         model.train()
-        optimizer.discard_step()  # parts of a batch that failed
-        optimizer._step_skip_queue.clear()
-        optimizer.zero_grad()
+        self.run.begin_step()
         total = torch.zeros((), device=self.args.device)
         last = len(inputs.parts) - 1
         for index, (part, size) in enumerate(zip(inputs.parts, inputs.sizes, strict=True)):
@@ -283,8 +279,7 @@ class PrivateTrainer(Trainer):
             losses = losses.detach().float()
             total += torch.where(losses.isfinite(), losses, 0.0).sum()
             if index < last:
-                optimizer.signal_skip_step(True)
-                optimizer.step()
+                self.run.keep_sums()
         hooks.expect_samples(None)
         return total / max(1, sum(inputs.sizes))
 
@@ -366,26 +361,12 @@ class PrivateTrainer(Trainer):
 
     # -- logs -----------------------------------------------------------------------------------
 
-    @property
-    def epsilon(self) -> float:
-        """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else self.run.epsilon()
-
-    @property
-    def relation(self) -> str:
-        """Which datasets ε compares, in words."""
-        return ADD_OR_REMOVE if self.run is None else self.run.relation
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
         if self.run is not None and self.run.steps:
             if "loss" in logs and self._statistics is not None:
-                reading = self._statistics.read()
-                logs["epsilon"] = self.epsilon  # of self.relation
-                logs["clipped_share"] = reading.clipped_share
-                logs["median_norm"] = reading.median_norm
-                logs["samples_per_second"] = reading.samples_per_second
+                logs.update(self._statistics.read().logs(self.epsilon))  # of self.relation
             elif "train_loss" in logs:
                 logs["epsilon"] = self.epsilon
         super().log(logs, *args, **kwargs)
@@ -398,11 +379,7 @@ class PrivateTrainer(Trainer):
             return
         assert self.run is not None
         state = self.run.state_dict()
-        state.update(
-            global_step=self.state.global_step,
-            trainings=self._trainings,
-            steps_before=self._steps_before,
-        )
+        state.update(global_step=self.state.global_step, trainings=self._trainings)
         torch.save(state, os.path.join(output_dir, STATE_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -426,7 +403,7 @@ class PrivateTrainer(Trainer):
             )
         assert self.run is not None
         self.run.load_state_dict(state)
-        self._trainings, self._steps_before = state["trainings"], state["steps_before"]
+        self._trainings = state["trainings"]
 
 
 class _Watch(TrainerCallback):
@@ -438,13 +415,12 @@ class _Watch(TrainerCallback):
     def _check_steps(self, state: Any) -> None:
         trainer = self._trainer
         assert trainer.run is not None
-        accounted = trainer.run.steps - trainer._steps_before
-        if accounted != state.global_step:
-            raise RuntimeError(
-                f"PrivateTrainer: the Trainer counts {state.global_step} steps, and {accounted} "
-                "are accounted. Weights were changed without noise, or a step was left out: "
-                "something overrides the optimizer, its step() or the checkpoint's loading."
-            )
+        trainer.run.check_steps(
+            state.global_step,
+            "PrivateTrainer: the Trainer counts {counted} steps, and {accounted} are accounted. "
+            "Weights were changed without noise, or a step was left out: something overrides the "
+            "optimizer, its step() or the checkpoint's loading.",
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer

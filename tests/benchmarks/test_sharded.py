@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo"),
+]
 
 
 @pytest.mark.parametrize(("shards", "first"), [("fsdp2", "all-gather"), ("tp", "all-reduce")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.proxies.parameter_proxy import TableRows
 from tests.support.autograd import check_truth, check_with_dropout, truth_of_one_forward
 from tests.support.wrapping import MODES
 
@@ -209,3 +211,96 @@ def test_backward_in_another_thread() -> None:
     thread.start()
     thread.join()
     check_truth(flash, model, truth, 1.0, 1e-9)
+
+
+class Scores(nn.Module):
+    """Heads' biases of pairs of positions, looked up once and added to the scores of each layer.
+
+    Args:
+        rows: of the table; with few of them, each is read at many pairs.
+        mask: how what a sample may not attend to is left out: of the biases, before they are added
+            (``"causal"``, the same for all samples, ``"where"``, ``"added"``, each sample's own),
+            or not at all.
+    """
+
+    def __init__(self, rows: int, mask: str = "", layers: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, HEADS, padding_idx=1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = (torch.arange(T)[:, None] - torch.arange(T)).abs() % self.table.num_embeddings
+        bias = self.table(apart.to(x.device)).permute(2, 0, 1).unsqueeze(0)
+        hidden = (x.detach()[..., 0] < -1)[:, None, None, :]
+        for layer in self.layers:
+            q = layer(x).unflatten(-1, (HEADS, 2)).transpose(1, 2)
+            scores, mask = q @ q.mT, bias
+            if self.mask == "causal":
+                mask = torch.where(torch.ones(T, T).tril().bool().view(1, 1, T, T), bias, -1e4)
+            elif self.mask == "where":
+                mask = torch.where(hidden, -1e4, bias)
+            elif self.mask == "added":
+                mask = bias + hidden.to(x.dtype) * -1e4
+            x = x + (torch.softmax(scores + mask, -1) @ q).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mask", ["", "causal", "where", "added"])
+@pytest.mark.parametrize("rows", [2, 5, 100])
+def test_a_table_that_layers_share(rows: int, mask: str, mode: str) -> None:
+    """Its gradient is one factor for all of them, taken through the lookup once."""
+    torch.manual_seed(0)
+    model = Scores(rows, mask).double()
+    x = torch.randn(B, T, 4).double()
+    truth = truth_of_one_forward(model(x).square().sum((1, 2)), model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    for _ in range(3):  # later steps take the short way
+        flash.zero_grad()
+        with mock.patch.object(
+            TableRows, "factor", autospec=True, side_effect=TableRows.factor
+        ) as spy:
+            flash(x).square().sum((1, 2)).mean().backward()
+        check_truth(flash, model, truth, 1.0, 1e-9)
+    assert spy.call_count == 1 + (mode == "two_pass")
+
+
+def test_a_table_that_changes_between_layers() -> None:
+    """Biases that are changed in place are no rows of the table any more."""
+
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.map = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = F.embedding(torch.arange(T), self.table).unsqueeze(0)
+            x = self.map(x) + bias
+            bias.mul_(3)
+            return torch.tanh(x) + bias
+
+    torch.manual_seed(0)
+    model = Changed().double()
+    x = torch.randn(B, T, 4).double()
+    truth = truth_of_one_forward(model(x).square().sum((1, 2)), model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(x).square().sum((1, 2)).mean().backward()
+    check_truth(flash, model, truth, 1.0, 1e-9)
+
+
+def test_a_sample_that_is_not_finite_beside_a_shared_table() -> None:
+    torch.manual_seed(0)
+    model = Scores(2).double()
+    x = torch.randn(B, T, 4).double()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(x).square().sum((1, 2)).mean().backward()
+    norms = flash.get_norm_sample().clone()
+    flash.zero_grad()
+    x[1] = torch.inf
+    with pytest.warns(UserWarning, match="not finite"):
+        flash(x).square().sum((1, 2)).mean().backward()
+    found = flash.get_norm_sample()
+    torch.testing.assert_close(found[[0, 2]], norms[[0, 2]])
+    assert flash.get_clipping_coef()[1] == 0
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.oracle import assert_close
@@ -200,7 +200,9 @@ def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) 
         squares(module, (torch.randn(3, 5, 4),)).backward()
 
 
-@pytest.mark.parametrize("order", [("block", "layer"), ("layer", "block")])
+@pytest.mark.parametrize(
+    "order", [("block", "layer"), pytest.param(("layer", "block"), marks=pytest.mark.slow)]
+)
 def test_numbers_of_another_region_are_none_of_this_one(order: tuple[str, str]) -> None:
     """A block calls a layer that is not in it, and that has the number of the block's own layer in
     the region that ran before."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.compiled.region import Region
-from flash_clipping.capture.compiled.shapes import Affine
-from flash_clipping.capture.compiled.wiring import Seen
+from flash_clipping.capture.compiled.layout import Affine
+from flash_clipping.capture.compiled.regions import Region
+from flash_clipping.capture.compiled.wirings import Seen
 from tests.support.cases import check_case, make_case, step_case
 from tests.support.compiled import (
     LM,

@@ -18,8 +18,7 @@ from flash_clipping.layers import (
     RoutedExperts,
     TopKRouter,
 )
-from tests.support.hugging_face import gpt2
-from tests.support.hugging_face import llama as small_llama
+from tests.support.hugging_face import gpt2, llama as small_llama
 from tests.support.mixtures import mixture
 from tests.support.oracle import Truth, assert_close
 from tests.support.packed import (

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.engine.criterion import FlashLoss
+from flash_clipping.factors import convolution
 from flash_clipping.ops.runtime import cost
 from tests.certificate.attacks import LENGTHS, SHORT, Attack, draw, mutated
 from tests.certificate.subjects import SUBJECTS, Sample, Subject
@@ -136,10 +137,12 @@ def forced(algorithm: str) -> Iterator[None]:
     before = cost.choose_on, cost.STORE_BUDGET
     cost.choose_on = choose_on  # type: ignore[assignment]
     cost.STORE_BUDGET = math.inf if algorithm == "outer_store" else before[1]
+    convolution.fits.cache_clear()
     try:
         yield
     finally:
         cost.choose_on, cost.STORE_BUDGET = before
+        convolution.fits.cache_clear()
 
 
 class Release:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import flash_clipping
 from flash_clipping.__main__ import _print_rich, main
 from flash_clipping.diagnostics import check
 
@@ -200,16 +201,14 @@ def test_rich_table_has_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys) -
         assert word in out
 
 
-def test_version() -> None:
-    import flash_clipping
-
-    run = subprocess.run(
-        [sys.executable, "-m", "flash_clipping", "--version"], capture_output=True, text=True
-    )
-    assert run.returncode == 0 and run.stdout == f"flash-clipping {flash_clipping.__version__}\n"
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"flash-clipping {flash_clipping.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", ["env", "--help"])
+@pytest.mark.parametrize("arguments", ["env", pytest.param("--help", marks=pytest.mark.slow)])
 def test_a_reader_that_has_enough_is_no_error(arguments: str) -> None:
     """``flash-clipping env | head -1``, where nobody reads any more before the first line."""
     reading, writing = os.pipe()

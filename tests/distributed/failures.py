@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, PrivateSchedule
 from tests.distributed.pipelines import Part, schedule_of

@@ -24,15 +24,15 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.shared import filled_once
+from tests.support.starting import start_processes
 
 SAMPLES, VOCAB, CLASSES, C = 8, 11, 3, 0.1
 BACKEND = os.environ.get("FLASH_CLIPPING_TEST_BACKEND", "gloo")
@@ -413,19 +413,20 @@ def run(
 
 def _run_lane(folder: Path, world: int, main: Callable[[int], Parts], lane: int) -> None:
     """Until every part of this lane has returned or failed."""
-    start, names = 0, [""]
-    while start < len(names) and time.monotonic() < DEADLINE:
+    first, names = 0, [""]
+    while first < len(names) and time.monotonic() < DEADLINE:
         try:
-            mp.spawn(_worker, args=(world, main, str(folder), lane, start, DEADLINE), nprocs=world)
+            args = (world, main, str(folder), lane, first, DEADLINE)
+            start_processes(_worker, args, world, fork=BACKEND == "gloo")
             failed = False
         except mp.ProcessExitedException:
             failed = True
         if not (folder / f"names.{lane}").exists():
             printed = [file.read_text() for file in folder.glob(f"printed.{lane}.*")]
             raise AssertionError("processes have failed at their start:\n" + "\n".join(printed))
-        names, before = (folder / f"names.{lane}").read_text().splitlines(), start
-        while start < len(names) and all(
-            (folder / f"{rank}.{names[start]}.pt").exists() for rank in range(world)
+        names, before = (folder / f"names.{lane}").read_text().splitlines(), first
+        while first < len(names) and all(
+            (folder / f"{rank}.{names[first]}.pt").exists() for rank in range(world)
         ):
-            start += 1
-        start = max(start + failed, before + 1)
+            first += 1
+        first = max(first + failed, before + 1)

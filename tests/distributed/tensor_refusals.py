@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.distributed import decoders

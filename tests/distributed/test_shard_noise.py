@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from flash_clipping.distributed.shard_noise import shard_number
+from flash_clipping.distributed.process_groups import shard_number
 
 
 @pytest.mark.parametrize(

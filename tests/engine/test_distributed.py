@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.models import Block
 from tests.support.shared import filled_once
+from tests.support.starting import start_processes
 
 WORLD = 2
 SAMPLES, BATCH = 64, 16  # BATCH over all processes
@@ -178,7 +178,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = filled_once(
         tmp_path_factory,
         "distributed",
-        lambda folder: mp.spawn(worker, args=(str(folder),), nprocs=WORLD),
+        lambda folder: start_processes(worker, (str(folder),), WORLD, fork=True),
     )
     return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
 

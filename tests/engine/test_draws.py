@@ -15,8 +15,7 @@ from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.capture.draws import DrawnBatch, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from tests.support.private import TwoLayers, data
-from tests.support.users import IDS
-from tests.support.users import private as of_users
+from tests.support.users import IDS, private as of_users
 
 BATCH = 16
 

@@ -121,11 +121,10 @@ class Checkpointed(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("make", [Waiting, Checkpointed])
-def test_training_goes_on_where_nothing_can_be_captured(make: Callable[[], nn.Module]) -> None:
+def test_training_goes_on_where_nothing_can_be_captured() -> None:
     torch.manual_seed(0)
-    graphed, eager = pair(make().to("cuda"))
-    with pytest.warns(UserWarning, match="cuda_graphs='auto': .*(waits|random)"):
+    graphed, eager = pair(Waiting().to("cuda"))
+    with pytest.warns(UserWarning, match="cuda_graphs='auto': .*waits"):
         for seed in range(8):
             assert_same_tensors(
                 results(graphed, squares, inputs(seed)), results(eager, squares, inputs(seed))
@@ -171,7 +170,7 @@ def test_a_language_model_that_computes_its_loss() -> None:
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_dropout_in_a_checkpoint_is_the_same_in_both_directions(preserve: bool) -> None:
-    """Or nothing is replayed: a mask drawn anew in backward would be another gradient."""
+    """A mask drawn anew in backward would be another gradient."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
     plain = Checkpointed(preserve_rng_state=preserve)
@@ -184,4 +183,5 @@ def test_dropout_in_a_checkpoint_is_the_same_in_both_directions(preserve: bool) 
         kept = plain.layers[0].bias.grad != 0
         same = bool((kept == (y[0] != 0)).all())
         assert same or not preserve  # without, PyTorch itself draws anew
-    assert graphed._graphs.replays == (0 if preserve else 5)
+    # Older PyTorch cannot capture a checkpoint that keeps the state of the generator.
+    assert graphed._graphs.replays == 5 or (preserve and graphed._graphs.off)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +20,7 @@ from tests.support.graphs import (
 )
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
-
-ROOT = Path(__file__).parents[2]
+from tests.support.starting import start_processes
 
 
 @pytest.mark.parametrize(
@@ -194,23 +190,22 @@ def test_a_first_parameter_that_backward_does_not_reach() -> None:
 
 def test_settings_of_precision_old_and_new() -> None:
     """PyTorch refuses to tell the older ones once the newer have been used."""
-    script = """
-import torch
-from tests.support.graphs import GraphedTraining, PlayedByHand, batches
-training = GraphedTraining(PlayedByHand)
-settings = [None]
-if hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision"):
-    settings += [("cudnn.conv", "ieee"), ("cuda.matmul", "tf32")]
-for i, setting in enumerate(settings):
-    if setting is not None:
-        place, value = setting
-        owner, name = place.split(".")
-        getattr(getattr(torch.backends, owner), name).fp32_precision = value
-    for x in batches(5):
-        training.results(x)
-    assert training.step.replays == 2 * (i + 1), training.step.replays
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+    start_processes(_settings_of_precision, (), 1, fork=not torch.cuda.is_available())
+
+
+def _settings_of_precision(rank: int) -> None:
+    """In a process of its own: settings stay."""
+    training = GraphedTraining(PlayedByHand)
+    settings: list[Any] = [None]
+    cudnn: Any = torch.backends.cudnn
+    if hasattr(cudnn, "conv") and hasattr(cudnn.conv, "fp32_precision"):
+        settings += [(cudnn.conv, "ieee"), (torch.backends.cuda.matmul, "tf32")]
+    for i, setting in enumerate(settings):
+        if setting is not None:
+            setting[0].fp32_precision = setting[1]
+        for x in batches(5):
+            training.results(x)
+        assert training.step.replays == 2 * (i + 1), training.step.replays
 
 
 def test_weights_that_change_in_place_need_no_other_graph() -> None:

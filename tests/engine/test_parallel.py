@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
@@ -26,6 +24,7 @@ from flash_clipping import (
 from tests.support.empty import ReshapingAttention
 from tests.support.oracle import per_sample_truth
 from tests.support.shared import filled_once
+from tests.support.starting import start_processes
 
 WORLD, SAMPLES, STEPS, C = 2, 30, 15, 0.02
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -175,7 +174,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = filled_once(
         tmp_path_factory,
         "parallel",
-        lambda folder: mp.spawn(worker, args=(str(folder),), nprocs=WORLD),
+        lambda folder: start_processes(worker, (str(folder),), WORLD, fork=True),
     )
     return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
 

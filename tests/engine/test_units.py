@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine.sampling.units import UnitSampler, UnitsOfRows
+from flash_clipping.engine.sampling.loaders import UnitSampler, UnitsOfRows
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit

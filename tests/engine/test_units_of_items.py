@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.engine.sampling.row_order import OrderedCollate
-from flash_clipping.engine.sampling.units import UnitsOfRows
+from flash_clipping.engine.sampling.loaders import OrderedCollate, UnitsOfRows
 from tests.support.packed import Reader
 from tests.support.private import TwoLayers
 from tests.support.users import BATCH, IDS, ROWS, data, private, step
@@ -139,7 +138,7 @@ def test_a_model_that_takes_a_map_already() -> None:
 
 
 def test_several_processes_are_refused() -> None:
-    from flash_clipping.engine.sampling.units import UnitLoader
+    from flash_clipping.engine.sampling.loaders import UnitLoader
 
     loader = DataLoader(data(), batch_size=BATCH)
     units = UnitsOfRows(IDS, ROWS, 0.5, None)

@@ -402,8 +402,19 @@ def trained(loop: Callable[[Migration], nn.Module], migration: Migration) -> lis
         return [p.detach().clone() for p in loop(migration).parameters()]
 
 
-@pytest.mark.parametrize("takes_criterion", [False, True], ids=["own loss", "criterion"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    ("loop", "takes_criterion"),
+    [
+        pytest.param(
+            loop,
+            takes_criterion,
+            id=f"{loop.__name__}-{'criterion' if takes_criterion else 'own loss'}",
+            marks=[pytest.mark.slow] * (takes_criterion is bool(number % 2)),
+        )
+        for number, loop in enumerate(LOOPS)
+        for takes_criterion in (False, True)
+    ],
+)
 def test_a_loop_of_opacus_trains_the_same_parameters(
     loop: Any, takes_criterion: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from tests.support.factors import Own
 from tests.support.oracle import assert_close
+from tests.support.wrapping import MODES
 
 
 def test_a_factor_of_a_users_own_is_asked_for_its_norms() -> None:
@@ -40,6 +41,21 @@ def test_a_factor_of_a_users_own_is_asked_for_its_norms() -> None:
         grads = torch.autograd.grad(plain(x[b : b + 1]).square().sum(), list(plain.parameters()))
         norm = torch.cat([g.flatten() for g in grads]).norm()
         assert_close(flash.get_norm_sample()[b], 2 * norm, 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_factor_with_another_number_of_samples_is_refused(mode: str) -> None:
+    class Halved(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, found = super().backward(layer, saved, grad_output, needs)
+            return grad_input, {name: Own(each.dense()[::2]) for name, each in found.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: Halved()})
+        patch.setattr("flash_clipping.capture.single_gradients._unfit_outputs", lambda *_: (0, {}))
+        flash = GradSampleModuleFlashClipping(nn.Linear(4, 3), mode=mode)
+        with pytest.raises(FlashClippingError, match="found 3 samples .* with a batch of 6"):
+            flash(torch.randn(6, 4)).square().mean().backward()
 
 
 @pytest.mark.parametrize(

@@ -17,3 +17,11 @@ def global_settings() -> Iterator[None]:
         yield
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Opacus' tests run in one mode. In the other ways to take gradients they are slow ones: models
+    of all kinds are compared in these elsewhere (``tests/rules/``)."""
+    kind = getattr(getattr(item, "cls", None), "__name__", "")
+    if kind.endswith("TwoPass") or (kind.endswith("Hooks") and kind != "TestHooks"):
+        item.add_marker(pytest.mark.slow)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flash_clipping.diagnostics import environment
-from flash_clipping.ops.row_scale import reference as row_scale_torch
-from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.row_scale import reference as row_scale_torch, row_scale
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import TritonFallbackWarning, resolve
 

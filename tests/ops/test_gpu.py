@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from flash_clipping.layers.ops.hyper_connections import (
 from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
 from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.finite_rows import finite_rows
+from flash_clipping.ops.runtime.upload import to_device
 from tests.ops.cases import relative_error, worst_relative_error
 from tests.support.hyper_connections import params_of
 
@@ -159,3 +161,17 @@ def test_nothing_waits_for_the_device() -> None:
             hyper_connections_backward(streams, *params, *grads, input_grad=True, matrix_grad=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_tables_that_repeat_are_copied_once() -> None:
+    """Only where that was asked for (a table of noise holds its key), and for one stream."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    table, again, other = [1, 2, 3], array("q", [1, 2, 3]), [1, 2, 4]
+    first = to_device(table, device, torch.int64, repeats=True)
+    assert to_device(again, device, torch.int64, repeats=True) is first
+    assert to_device(other, device, torch.int64, repeats=True).tolist() == other
+    assert to_device(table, device, torch.int64) is not first
+    with torch.cuda.stream(torch.cuda.Stream()):
+        elsewhere = to_device(table, device, torch.int64, repeats=True)
+    assert elsewhere is not first
+    assert first.tolist() == elsewhere.tolist() == table

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flash_clipping.ops.certificate import cancellation
-from flash_clipping.ops.gram import gram_blocks, gram_sqnorms
-from flash_clipping.ops.gram import reference as gram_torch
+from flash_clipping.ops.gram import gram_blocks, gram_sqnorms, reference as gram_torch
 from tests.ops.cases import (
     Case,
     every_case,

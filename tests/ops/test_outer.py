@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.outer import outer_grads, outer_sqnorms, weighted_sum
-from flash_clipping.ops.outer import reference as outer_torch
+from flash_clipping.ops.outer import (
+    outer_grads,
+    outer_sqnorms,
+    reference as outer_torch,
+    weighted_sum,
+)
 from tests.ops.cases import (
     Case,
     every_case,

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
-from flash_clipping.randomness import stream as streams
+from flash_clipping.randomness import (
+    Draw,
+    Purpose,
+    SecretStream,
+    SeededNoiseWarning,
+    stream as streams,
+)
 from flash_clipping.randomness.chacha20 import MOST_BLOCKS, uniform_bits, words
 
 #: RFC 8439, 2.3.2 (block function) and A.1 (test vectors 1 to 5): key, counter, nonce, keystream.

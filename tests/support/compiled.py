@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled.region import Region
+from flash_clipping.capture.compiled.regions import Region
 from tests.support.cases import check_case, step_case
 from tests.support.models import Case, ids
 from tests.support.oracle import Truth

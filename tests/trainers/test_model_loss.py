@@ -177,7 +177,13 @@ def trainer(folder: Path, model: nn.Module, cls: Any = PrivateTrainer, **more: A
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: They call the loss function that another of these families calls.
+ALIKE = {"OpenAI GPT", "CTRL", "BertGeneration", "a subclass"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FAMILIES]
+)
 def test_the_next_token_is_learnt(tmp_path: Path, family: str) -> None:
     """As ``Trainer`` would: with the model's own loss, and not to copy what was read."""
     build, shifted = FAMILIES[family]

@@ -2,13 +2,12 @@
 
 From the inside out:
 
-* ``wiring``: what a layer hands out, as gradients of *wires*; ``linear``, ``normalization``,
-  ``convolution`` and ``own_parameters`` for each kind of layer.
+* ``wirings``: what each kind of layer hands out, as gradients of *wires*.
 * ``unbatched``: values that are the same for all samples.
 * ``tracing``: what runs while Dynamo traces, and notes what layers see before.
-* ``shapes``: how shapes of wires follow from those of inputs.
-* ``layout``: the wires of one call of a region, made and received.
-* ``region``: one compiled part of the model. ``regions``: all of them, found and put back.
+* ``layout``: the wires of one call of a region, made and received, and how their shapes follow from
+  those of inputs.
+* ``regions``: the compiled parts of the model, found and put back.
 
 Inside a compiled region nothing can be recorded on the side. So every tapped layer takes, besides
 its input, wires: tensors of one element, expanded to the shapes of what clipping needs. The layer's

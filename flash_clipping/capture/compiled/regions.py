@@ -1,30 +1,351 @@
-"""All compiled parts of a wrapped model: found where PyTorch has them, and put back."""
+"""The compiled regions of a model: found, put in the place of what was compiled, run with the wires
+of their layers, and put back."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import (
     applied_to,
     as_if_compiling,
     call_of,
+    checkpoints_replaced,
     compiles,
     is_compiled,
+    is_compilers_error,
+)
+from flash_clipping.capture.compiled.layout import (
+    Affine,
+    Handed,
+    Layout,
+    Wired,
+    kind_and_sizes,
+    layout_of,
+)
+from flash_clipping.capture.compiled.tracing import (
+    ACTIVE,
+    Calls,
+    WiredCall,
+    begin_trace,
+    kind_of,
+    traces,
+)
+from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
+from flash_clipping.capture.compiled.wirings import Seen
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.no_trace import (
+    PlainCheckpoint,
+    random_state,
+    untouched,
+    without_activations,
 )
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 if TYPE_CHECKING:
     from flash_clipping.capture.no_samples import EmptyBatchForward
     from flash_clipping.capture.tap import Tap
 
-from flash_clipping.capture.compiled.region import Region
+
+#: Layouts of wires, and shapes, that one region remembers.
+REMEMBERED = 256
+
+
+class Region:
+    """A part of the model that is compiled as one, in place of what would run it.
+
+    Args:
+        module: that part, for its type.
+        path: its name in the model, for messages.
+        inner: runs it uncompiled.
+        session, taps: the model's, and those in this part.
+        compiler: compiles a function, as ``torch.compile`` was told for this part.
+        fullgraph: whether a break in the graph is an error.
+        codes: code objects of what was compiled for parts of other types: parts of one type share
+            what was compiled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        inner: Callable[..., Any],
+        session: ClippingSession,
+        taps: list[Tap],
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]],
+        fullgraph: bool,
+        codes: dict[type, Any],
+    ):
+        self.path = f"{path or 'the model'} ({type(module).__name__})"
+        self.module, self.inner = module, inner
+        self.session, self.taps = session, taps
+        self.fullgraph = fullgraph
+        #: Layers that ran uncompiled once, to be proven.
+        self._tried: set[str] = set()
+        self._warned = False
+        self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
+        self._shapes: dict[Hashable, Affine] = {}
+        self._known: OrderedDict[Hashable, Calls] = OrderedDict()
+        self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+
+    @staticmethod
+    def _entry(
+        inner: Callable[..., Any], module: nn.Module, codes: dict[type, Any]
+    ) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            begin_trace()
+            return inner(*args, **kwargs)
+
+        # Dynamo counts recompilations by code object: other models are none of this one's.
+        own = region.__code__.replace(co_name=f"region_of_{type(module).__name__}")
+        region.__code__ = codes.setdefault(type(module), own)
+        return region
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a compiled module is not compiled, as PyTorch has it.
+        state = self.__dict__.copy()
+        state.update(compiled=None, _shapes={}, _known=OrderedDict(), _layouts=OrderedDict())
+        return state
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own forward, which trainers choose arguments by."""
+        forward: Any = self.inner
+        while hasattr(forward, "instance_forward"):  # a tap
+            forward = forward.instance_forward or MethodType(
+                type(forward.layer).forward, forward.layer
+            )
+        return inspect.signature(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return self.inner(*args, **kwargs)  # a part of another region
+        session, call = self.session, self.session.current_forward
+        if (
+            self.compiled is None
+            or session.bypassed  # a run that only looks
+            or session.comparing
+            or (call is not None and call.witness is not None)  # a rehearsal
+        ):
+            return self.inner(*args, **kwargs)
+        if session.positions is not None:
+            raise FlashClippingError(
+                f"{self.path}: it is compiled, and units are parts of rows (sample_of with a map "
+                "of positions), which compiled layers do not know. Leave the model uncompiled; or "
+                "give every document a row of its own, with a map of rows."
+            )
+        if not session.recording:
+            if session.enabled and call is not None and call.recorded and not in_backward():
+                # The first forward of re-entrant checkpointing, without autograd. How often a layer
+                # is used is not known then: none may pass for used once.
+                for tap in self.taps:
+                    session.count_use(tap.trainable()[1] * 2)
+            return self._run(None, args, kwargs)
+        if (call is None or call.ended) and not in_backward():
+            return self.inner(*args, **kwargs)  # where taps refuse it
+        kind, sizes = kind_and_sizes(args, kwargs)
+        # What is the same for all samples gets a row for each, as many as the model has now.
+        kind = kind, tuple([kind_of(tap) for tap in self.taps])
+        sizes.append(0 if call is None else call.batch_size or 0)
+        key = kind, tuple(sizes)
+        known = self._find(key, kind, sizes)
+        told = known is not None
+        traces.misfits, traces.inside = False, []
+        if known is None:
+            known = self._learn(key, kind, sizes, args, kwargs)
+        try:
+            layout = self._layout(key, known)
+            if layout.unproven and not self._tried.issuperset(layout.unproven):
+                # As eager taps do, take what they read for samples, to be proven after this call.
+                self._tried |= layout.unproven
+                return self.inner(*args, **kwargs)
+            if layout.uncompiled and not self.fullgraph:
+                self._warn_uncompiled(layout.uncompiled)
+                return self.inner(*args, **kwargs)
+            return self._run(layout, args, kwargs)
+        except FlashClippingError:
+            raise
+        except Exception as error:
+            if traces.inside:
+                raise FlashClippingError(
+                    f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator with a "
+                    "body of its own (torch.cond, while_loop, scan, a nested compile region), "
+                    "which may run it any number of times: there is nothing to record it with. "
+                    "Call the layer outside of the operator, leave this part uncompiled, or "
+                    "freeze the layer's parameters."
+                ) from error
+            # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
+            if not (traces.misfits and told and self.fullgraph and is_compilers_error(error)):
+                raise
+            # What followed from other shapes was wrong.
+            traces.misfits = False
+            known = self._learn(key, kind, sizes, args, kwargs)
+            return self._run(self._layout(key, known), args, kwargs)
+        finally:
+            if traces.misfits:  # some layers ran by themselves; the next time it is learned anew
+                self._known.pop(key, None)
+                self._shapes[kind].refute()
+
+    def _warn_uncompiled(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.path}: it runs uncompiled, as {why}. Such values cannot go from one graph "
+                "to the next: expand what the layer reads over the batch, x.expand(batch_size, "
+                "...), or freeze its parameters.",
+                stacklevel=2,
+            )
+
+    def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The compiled region, with wires if there is a layout of them."""
+        assert self.compiled is not None
+        key = self.session.key
+        if layout is not None:
+            self._check(layout)
+        before = ACTIVE.pop(key, None)
+        try:
+            if layout is not None:
+                ACTIVE[key] = self._make(layout)
+            output = self.compiled(*args, **kwargs)
+            if layout is not None and layout.has_same_for_all:
+                note_escaped(output)
+            return output
+        finally:
+            ACTIVE.pop(key, None)
+            if before is not None:
+                ACTIVE[key] = before
+
+    def _make(self, layout: Layout) -> list[tuple[WiredCall, ...] | None]:
+        """The wires of one call, by number of the tap."""
+        session = self.session
+        session.count_uses([slot.params for slot in layout.slots])
+        if session.numbered is not self.taps:
+            for tap in session.numbered:  # this region may call what is not in it
+                tap.number = -1
+            for number, tap in enumerate(self.taps):
+                tap.number = number
+            session.numbered = self.taps
+        if not layout.wires:
+            return [
+                None if calls is None else tuple(WiredCall(kind, ()) for kind, _ in calls)
+                for calls in layout.by_tap
+            ]
+        call = session.current_forward
+        handed = Handed(self.path, layout, session, call, in_backward())
+        wires = Wired.apply(handed, self.session.anchor, *layout.params)
+        return [
+            None
+            if calls is None
+            else tuple(
+                WiredCall(kind, tuple(None if place is None else wires[place] for place in places))
+                for kind, places in calls
+            )
+            for calls in layout.by_tap
+        ]
+
+    # -- what wires are like ----------------------------------------------------------------------
+
+    def _find(self, key: Hashable, kind: Hashable, sizes: list[int]) -> Calls | None:
+        known = self._known.get(key)
+        if known is None and kind in self._shapes:
+            known = self._shapes[kind].find(sizes)
+            if known is not None:
+                _keep(self._known, key, known)
+        return known
+
+    def _learn(
+        self,
+        key: Hashable,
+        kind: Hashable,
+        sizes: list[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Calls:
+        """Run the region once, uncompiled, to see what its layers read and return."""
+        session = self.session
+        args, kwargs = map_tensors(_copied, (args, kwargs))
+        tensors = [*tensors_in((args, kwargs)), *session.state()]
+        devices = {x.device for x in tensors if x.is_cuda}
+        before, session.seen = session.seen, {}
+        try:
+            with (
+                untouched(self.module),
+                random_state(list(devices), 0),
+                without_activations(),
+                checkpoints_replaced(PlainCheckpoint),
+                session.bypass(),
+                as_if_compiling(),
+                noting_misuse() as misuse,
+            ):
+                note_escaped(self.inner(*args, **kwargs))
+            calls = [session.seen.get(id(tap), []) for tap in self.taps]
+            if misuse:
+                calls = [[_refused(seen, misuse[0]) for seen in of_tap] for of_tap in calls]
+        finally:
+            session.seen = before
+        self._shapes.setdefault(kind, Affine()).add(sizes, calls)
+        _keep(self._known, key, calls)
+        return calls
+
+    def _layout(self, key: Hashable, known: Calls) -> Layout:
+        proven = self.session.evidence.proven
+        trainables = [tap.trainable() for tap in self.taps]
+        states = [
+            (
+                id(names),
+                tap.path in proven,
+                tap.computed,
+                tap.generic,
+                tap.wiring is not None and tap.wiring.serves(tap.layer),
+            )
+            for tap, (names, _) in zip(self.taps, trainables, strict=True)
+        ]
+        number = key, id(known), tuple(states)
+        layout = self._layouts.get(number)
+        if layout is None:
+            layout = layout_of(self.taps, known, trainables)
+            _keep(self._layouts, number, layout)
+        return layout
+
+    def _check(self, layout: Layout) -> None:
+        """Refuse layers without wires where they may not break the graph."""
+        if layout.refused and self.fullgraph:
+            lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
+            raise FlashClippingError(
+                f"{self.path}: it is compiled with fullgraph=True, but these layers in it cannot "
+                f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
+                "layer then runs by itself, between two graphs), compile blocks without such "
+                "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
+                f"{to_freeze(*(path for path, _ in layout.refused))}"
+            )
+
+
+def _refused(seen: Seen | None, why: str) -> Seen | None:
+    """A call that may have no wires, as what is the same for all samples meets others."""
+    if seen is None or seen.kind in ("samples", "unused"):
+        return seen
+    return seen._replace(why=f"it computes what is the same for all samples, and {why}")
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _keep(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+    known[key] = value
+    if len(known) > REMEMBERED:
+        known.popitem(last=False)
 
 
 class Regions:

@@ -21,20 +21,6 @@ from flash_clipping._compat import (
     tracing_context,
     transforms_are_active,
 )
-from flash_clipping.capture.compiled.convolution import ConvolutionWiring
-from flash_clipping.capture.compiled.linear import (
-    EmbeddingWiring,
-    LinearWiring,
-    TransposedLinearWiring,
-)
-from flash_clipping.capture.compiled.normalization import (
-    FoundRMSNormWiring,
-    GroupNormWiring,
-    InstanceNormWiring,
-    LayerNormWiring,
-    RMSNormWiring,
-)
-from flash_clipping.capture.compiled.own_parameters import PerSampleParameter
 from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
@@ -46,7 +32,22 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wiring import Kind, Seen, Wires, Wiring
+from flash_clipping.capture.compiled.wirings import (
+    ConvolutionWiring,
+    EmbeddingWiring,
+    FoundRMSNormWiring,
+    GroupNormWiring,
+    InstanceNormWiring,
+    Kind,
+    LayerNormWiring,
+    LinearWiring,
+    PerSampleParameter,
+    RMSNormWiring,
+    Seen,
+    TransposedLinearWiring,
+    Wires,
+    Wiring,
+)
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule

@@ -2,22 +2,21 @@
 
 An example: ``x + self.pos[: x.shape[1]]`` in a module that owns ``pos``.
 
-1. While the module runs, ``pos`` is a stand-in, a tensor subclass (``stand_in.py``).
+1. While the module runs, ``pos`` is a stand-in, a tensor subclass (``parameter_proxy.py``).
 2. The slice is computed from a parameter alone, so it is a stand-in as well (``functions.py``).
 3. The sum has an operand that carries samples, ``x``. That one operation (``operation.py``) becomes
-   an autograd function, the parameter one of its inputs (``mixed.py``).
+   an autograd function, the parameter one of its inputs (``proxy_ops.py``).
 4. In backward, what reaches the sum is its gradient ``G``. Of sample ``b``, with respect to the
    slice, that is ``G[b]``; from there autograd goes back to ``pos`` (``gradients.py``).
 
 Where the operation is that of a layer with a rule (``F.linear(x, weight)``, ``weight * x_hat``),
-its gradient is a factor (``factored.py``): no more is kept than the rule would keep. Before, the
-parameter may have been transposed, cast, or the like (``origin.py``).
+its gradient is a factor: no more is kept than the rule would keep. Before, the parameter may have
+been transposed, cast, or the like (``AffineView``).
 
 Only such operations are looked at again in backward, never the module's forward.
 """
 
-from flash_clipping.capture.proxies.cross_sample import ComparesSamples
-from flash_clipping.capture.proxies.functions import to_samples
+from flash_clipping.capture.proxies.functions import ComparesSamples, to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     UnsupportedUse,

@@ -1,12 +1,19 @@
-"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples.
+
+Some let samples reach each other: ``logit_scale * texts @ images.T`` compares all pairs of a batch.
+Models return that beside what is each sample's own. Such functions run, and no gradient may come
+back: a loss of the latter gives ``logit_scale`` the gradient 0; one of the former has no per-sample
+gradients at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -17,14 +24,6 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.affine_view import origin_of
-from flash_clipping.capture.proxies.arguments import flattened, unflattened
-from flash_clipping.capture.proxies.cross_sample import (
-    ComparesSamples,
-    names_of,
-    reason_against,
-    run_refusing,
-)
 from flash_clipping.capture.proxies.operation import (
     ADDITION,
     IN_PLACE,
@@ -36,26 +35,208 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
     UnsupportedUse,
+    circumstances,
+    flattened,
     is_plain,
+    origin_of,
+    unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.ops.runtime.backend import is_autocasting
+
+
+class ComparesSamples(FlashClippingError):
+    """A gradient comes back through an operation whose result for one sample needs the others."""
+
+
+def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
+    """The parameters that these are computed from, by their modules' paths and their names."""
+    wanted = {id(param) for bare in bares for param in bare.leaves.values()}
+    # Of a parameter that is tied, under one name: the outermost module's.
+    found = {
+        id(param): f"{tap.path}: {name}"
+        for _, name, param in reversed(tap.session.stood_in)
+        if id(param) in wanted
+    }
+    return sorted(found.values())
+
+
+def reason_against(tap: FactorSource, bares: Sequence[ParameterProxy]) -> str | None:
+    """Why no gradient may come back to one of these, if rehearsals have shown that."""
+    mixing = tap.session.evidence.mixing
+    if not mixing:
+        return None
+    for name in names_of(tap, bares):
+        if name in mixing:
+            parameter = name.rpartition(": ")[2]
+            return (
+                f"{mixing[name]}. Its parameter {parameter!r} takes part in what compares samples, "
+                "and the loss reads it: no clipping can bound what a sample adds. Compute the loss "
+                "of each sample from its own outputs (embeddings, hidden states)"
+                ", or freeze the parameter and see to it that the loss is a sum over samples "
+                f"(requires_grad_(False) of {parameter!r})."
+            )
+    return None
+
+
+def run_refusing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """``func``, whose results no gradient may come back through."""
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    anchor = torch.zeros((), requires_grad=True)
+    return _Refuses.apply(reason, result, anchor) if isinstance(result, Tensor) else None
+
+
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reason: str, result: Tensor, anchor: Tensor) -> Tensor:
+        ctx.reason = reason
+        ctx.set_materialize_grads(False)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:  # two passes go through all outputs, also where nothing comes back
+            raise ComparesSamples(ctx.reason)
+        return None, None, None
+
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
 #: Functions that move rows of a table about as they are.
-_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__"}
+_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__", "view", "reshape"}
+_MOVES_ROWS |= {"permute", "transpose", "movedim", "swapaxes"}
+#: Functions that keep them where they are.
+_KEEPS_ROWS = {"to", "contiguous", "clone"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
 _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
+#: Functions of a tensor, others and numbers, element by element.
+_BY_ELEMENT = {"where", "masked_fill"}
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
+#: In the place of a result that there is none of.
+_NONE = object()
+#: What the short way takes besides tensors.
+_PLAIN_ARGUMENTS = {int, float, bool, str, NoneType}
+
+
+def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The short way of a function that the same call of the model has run before, with the same
+    stand-in and tensors of the same shapes, as layers do that share a table of biases.
+
+    Returns :data:`_NONE` where that is not so.
+    """
+    bare: Any = None
+    shapes: tuple[torch.Size, ...] = ()
+    of_samples_only = True
+    for x in (*args, *kwargs.values()):
+        kind = x.__class__
+        if kind is ParameterProxy and bare is None:
+            bare = x
+        elif kind is Tensor:
+            shapes += (x.shape,)
+            of_samples_only = of_samples_only and x.requires_grad
+        elif kind not in _PLAIN_ARGUMENTS:
+            return _NONE
+    if bare is None:
+        return _NONE
+    root = bare if bare.parent is None else bare.parent
+    if root.again is None:
+        return _NONE
+    session = root.tap.session
+    call, where, uses = root.again
+    rank = uses.get((func, shapes, bare.shape, bare is root, of_samples_only))
+    if (
+        rank is None
+        or call is not session.current_forward
+        or call.witness is not None
+        or not bare.is_kept
+        or circumstances() != where
+        or transforms_are_active()
+        or in_backward()
+        or not session.knows_reads(call, bare.tap.path, [of_samples_only] * len(shapes))
+    ):
+        return _NONE
+    value = of_samples(bare, shapes[0][0], rank) if rank else bare.value
+    named = {name: value if x is bare else x for name, x in kwargs.items()}
+    result = func(*[value if x is bare else x for x in args], **named)
+    if rank:
+        return result
+    return ParameterProxy.wrap(result, bare.leaves, bare.tap, parent=bare)
+
+
+def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.linear(x, weight)`` in a module that called it so before, as a router's.
+
+    Returns :data:`_NONE` where that is not so.
+    """
+    if kwargs or len(args) != 2:
+        return _NONE
+    x, bare = args
+    if bare.__class__ is not ParameterProxy or x.__class__ is not Tensor or not x.requires_grad:
+        return _NONE
+    tap = bare.tap
+    session = tap.session
+    call = session.current_forward
+    if (
+        call is None
+        or call.witness is not None
+        or tap.linear_when != (session.epoch, x.dtype, len(x.shape))
+        or session.evidence.mixing
+        or session.layouts
+        or bare.origin is None
+        or bare.value is not bare.origin.leaf
+        or bare.value.dtype != x.dtype
+        or not bare.is_kept
+        or is_autocasting()
+        or circumstances() != tap.entered
+        or transforms_are_active()
+        or in_backward()
+        or not session.knows_reads(call, tap.path, [True])
+    ):
+        return _NONE
+    return run_linear(bare, call, x)
+
+
+def _note_linear(bare: ParameterProxy, leaves: list[Any], spec: Any) -> None:
+    """What :func:`_linear_again` goes by, after ``F.linear``."""
+    tap, x = bare.tap, leaves[0]
+    entered = tap.entered == circumstances() and torch.is_grad_enabled()
+    if len(leaves) == 2 and spec == () and is_plain(x) and entered and not in_backward():
+        tap.linear_when = tap.session.epoch, x.dtype, x.dim()
+
+
+def _note_use(
+    func: Callable[..., Any], bares: list[ParameterProxy], others: list[Tensor], rank: int
+) -> None:
+    """What :func:`_run_again` goes by. ``rank``: of the samples that the stand-in was expanded for;
+    0 where it met constants."""
+    bare = bares[0]
+    call, where = bare.tap.session.current_forward, circumstances()
+    of_samples_only = all(_need_grad(others))
+    root = bare if bare.parent is None else bare.parent
+    plain = all(type(x) is Tensor for x in others)
+    if len(bares) > 1 or not plain or of_samples_only != bool(rank) or where[0] is False:
+        return
+    if root.again is None or root.again[:2] != (call, where):
+        root.again = call, where, {}
+    shapes = tuple(x.shape for x in others)
+    root.again[2][func, shapes, bare.shape, bare is root, of_samples_only] = rank
+
+
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
+    again = _linear_again(args, kwargs) if func is F.linear else _run_again(func, args, kwargs)
+    if again is not _NONE:
+        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -107,7 +288,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 return result
         if reason is not None:
             raise ComparesSamples(reason)
-        return mixed(func, leaves, spec, batched, axis, layout, count, use)
+        by_sample = all(batched) and not axis and layout is None
+        if by_sample and _stays_whole(name, bares, leaves, others):
+            expanded = of_samples(bares[0], len(others[0]), others[0].dim())
+            values = [expanded if leaf is bares[0] else leaf for leaf in leaves]
+            plain_args, plain_kwargs = unflattened(values, spec)
+            result = func(*plain_args, **plain_kwargs)
+        else:
+            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
+        if by_sample and bares[0].expanded is not None:
+            _note_use(func, bares, others, others[0].dim())
+        if by_sample and func is F.linear:
+            _note_linear(bares[0], leaves, spec)
+        return result
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -129,12 +322,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
             source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
 
+    parent = None
+    if lookup is source is rows is None and len(bares) == 1 and not in_place:
+        bare = bares[0]
+        if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
+            parent = bare
+            _note_use(func, bares, others, 0)
+
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return ParameterProxy.wrap(value, origin, tap, row, lookup, source)
+        return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent)
 
     if rows is None and isinstance(result, Tensor):
         return derived(result, None)
@@ -146,6 +346,28 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 ParameterProxy.run = staticmethod(_run)
+
+
+def _stays_whole(
+    name: str, bares: list[ParameterProxy], leaves: list[Any], others: list[Tensor]
+) -> bool:
+    """Whether an operation puts together, element by element, samples and one tensor that was
+    computed from parameters, of which nothing is repeated but for the samples."""
+    if not (name in ADDITION and len(leaves) == 2) and name not in _BY_ELEMENT:
+        return False
+    bare, rank = bares[0], others[0].dim()
+    shape = bare.shape[1:] if bare.dim() == rank else bare.shape
+    return (
+        len(bares) == 1
+        and rank > 1
+        and all(x.dim() == rank and len(x) == len(others[0]) for x in others)
+        and (bare.dim() < rank or len(bare) == 1)
+        and torch.broadcast_shapes(shape, *[x.shape[1:] for x in others]) == shape
+        and bare.row is None
+        and bare.value.requires_grad
+        and bare.kept_origin is None
+        and torch.is_grad_enabled()
+    )
 
 
 def _out_of_checkpoints() -> AbstractContextManager[Any]:
@@ -225,18 +447,31 @@ def _table_rows(
     if len(bares) != 1 or (before := bares[0].lookup) is None:
         return None
     value = bares[0].value
-    if name == "to":
+    if name in _KEEPS_ROWS:
         return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
-    if name not in _MOVES_ROWS:
+    d = value.shape[before.feature]
+    if name not in _MOVES_ROWS or d == 1:
         return None
-    # The same for the number of the row in every place of it: no memory, if rows stay whole.
-    numbers = before.ids.unsqueeze(-1).expand(value.shape)
-    moved = [numbers if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    args, kwargs = unflattened(moved, spec)
-    ids = func(*args, **kwargs)
-    if ids.shape != result.shape or ids.shape[-1:] != value.shape[-1:] or ids.stride(-1):
+    # The same for the number of the row in every place of it, and for the number of the feature: no
+    # memory, if rows stay whole.
+    numbers = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
+    along = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
+    moved = []
+    for tensor in (numbers, along.expand(value.shape)):
+        given = [tensor if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+        args, kwargs = unflattened(given, spec)
+        moved.append(func(*args, **kwargs))
+    ids, along = moved
+    features = [
+        axis for axis in range(result.dim()) if along.stride(axis) and along.shape[axis] > 1
+    ]
+    if ids.shape != result.shape or len(features) != 1:
         return None
-    return TableRows(ids[..., 0], before.table, before.padding_idx)
+    (axis,) = features
+    if ids.stride(axis) or ids.shape[axis] != d:
+        return None
+    feature = axis - result.dim()
+    return TableRows(ids.select(axis, 0), before.table, before.padding_idx, feature)
 
 
 def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
@@ -329,14 +564,11 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
             "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
             "keep the batch the first axis of what meets parameters."
         )
-    row = ParameterProxy.wrap(x.row, x.leaves, x.tap)
-    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(batch_size, *[1] * (x.dim() - 1))
-    leaves, spec = flattened((like, row), {})
     with plain_functions():
-        return _mixed_rows(leaves, spec)
+        return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
 
 
-def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> Tensor:
+def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout) -> Tensor:
     like, row = leaves
     operation = ProxyOp(
         func=torch.add,
@@ -349,6 +581,6 @@ def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout | None = None) -> T
         origins=[None],
         before=layout,
         after=layout,
-        count=0 if layout is None else like.shape[layout.axis],
+        count=like.shape[layout.axis],
     )
     return run_mixed(operation, [like])

@@ -1,12 +1,19 @@
-"""Gradients of one operation between stand-ins and tensors that carry samples, sample by sample.
+"""Gradients of one operation between stand-ins and tensors that carry samples.
 
-Shape suffixes: ``B`` samples.
-"""
+A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T`` or
+``self.weight * x_hat``, in a forward of its own: what it computes is known from the operation, and
+so is a factor of its gradient, as rules have it. Nothing is assumed of the module. Of any other
+operation gradients are formed sample by sample.
+
+Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features, ``n``
+partial sums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +24,25 @@ from flash_clipping.capture.proxies.operation import (
     ProxyOp,
     name_of,
 )
-from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy, UnsupportedUse
-from flash_clipping.factors import Factor, accumulation_dtype
+from flash_clipping.capture.proxies.parameter_proxy import (
+    AffineView,
+    ParameterProxy,
+    UnsupportedUse,
+    unflattened,
+)
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Lookup,
+    Outer,
+    RowSum,
+    accumulation_dtype,
+)
+from flash_clipping.ops.norm_layer import norm_backward
+from flash_clipping.ops.runtime.tables import on_16_bytes
+from flash_clipping.rules.normalization import DEFAULT_EPS, PARTS_KEPT
+from flash_clipping.rules.registry import as_BTd
 
 
 def input_grads(
@@ -48,12 +72,14 @@ def table_factor(
 ) -> tuple[nn.Parameter, Factor] | None:
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
-    bare, rows = operation.bares[0], operation.bares[0].lookup
+    bare, rows = operation.bares[0], operation.rows
     if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
         return None
-    if len(operation.bares) > 1 or len(plain) != 1 or bare.shape[-1:] != G.shape[-1:]:
+    if len(operation.bares) > 1 or len(plain) != 1 or (operation.axis and rows.feature != -1):
         return None
-    return bare.leaves[rows.table], rows.factor(rows.ids, G, operation.axis)
+    if -rows.feature >= G.dim() or bare.shape[rows.feature] != G.shape[rows.feature]:
+        return None
+    return bare.leaves[rows.table], rows.factor(G, operation.axis)
 
 
 def per_sample_grads(
@@ -82,20 +108,27 @@ def per_sample_grads(
         if has_own:
             yield from _through_rows(bare, grads_B)
             continue
-        for leaf, param in bare.leaves.items():
-            if origin is leaf:
-                yield param, grads_B
-                continue
-            (found,) = torch.autograd.grad(
-                origin,
-                leaf,
-                grads_B.to(origin.dtype),
-                is_grads_batched=True,
-                retain_graph=True,
-                allow_unused=True,
-            )
-            if found is not None:
-                yield param, found
+        yield from through(origin, bare.leaves, grads_B)
+
+
+def through(
+    value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
+    for leaf, param in leaves.items():
+        if value is leaf:
+            yield param, grads_B
+            continue
+        (found,) = torch.autograd.grad(
+            value,
+            leaf,
+            grads_B.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if found is not None:
+            yield param, found
 
 
 def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -186,3 +219,321 @@ def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     if axes:
         G = G.sum(axes, keepdim=True, dtype=accumulation_dtype(G.dtype))
     return G.reshape(G.shape[0], *shape)
+
+
+Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
+
+#: The gradient of the one tensor that carries samples, and factors of parameters.
+Gradients: TypeAlias = tuple[Tensor | None, Factors]
+
+
+@dataclass(slots=True)
+class _Operand:
+    """A tensor that the operation was called with.
+
+    Attributes:
+        value: what it was then.
+        origin: for a stand-in, what it is of ``param``; an ordinary tensor has neither.
+        carries_samples: it is the operation's one tensor that does.
+    """
+
+    value: Tensor
+    origin: AffineView | None = None
+    param: nn.Parameter | None = None
+    carries_samples: bool = False
+
+
+class _Asked(NamedTuple):
+    """What a backward is asked for.
+
+    Attributes:
+        G: the output gradient.
+        input: whether that of what carries samples is wanted.
+        backend: for ops.
+    """
+
+    G: Tensor
+    input: bool
+    backend: str
+
+
+def factored_gradients(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: Sequence[bool],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Factors] | None:
+    """Gradients of an operation's tensors and factors of its parameters, from its formula.
+
+    Args:
+        plain: its ordinary tensors.
+        values: those of its stand-ins.
+        needs: which of ``plain`` need a gradient.
+        G: the output gradient.
+
+    Returns:
+        ``None`` where there is none: another operation, more than one tensor that carries samples,
+        or a stand-in that is more than a parameter laid out anew.
+    """
+    name = name_of(operation.func)
+    backward = _BACKWARDS.get(name)
+    if backward is None or operation.axis or operation.after or None in operation.origins:
+        return None
+    if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
+        return None
+    at = operation.batched.index(True)
+    if any(need and place != at for place, need in enumerate(needs)):
+        return None
+    tensors = iter(
+        [_Operand(x, None, None, b) for x, b in zip(plain, operation.batched, strict=True)]
+    )
+    stand_ins = iter(
+        [
+            _Operand(value, origin, bare.leaves[origin.leaf])
+            for value, origin, bare in zip(values, operation.origins, operation.bares, strict=True)
+            if origin is not None
+        ]
+    )
+    leaves = [
+        leaf
+        if not isinstance(leaf, Tensor)
+        else next(stand_ins if hasattr(leaf, "leaves") else tensors)
+        for leaf in operation.leaves
+    ]
+    args, kwargs = unflattened(leaves, operation.spec)
+    takes = _TAKES[name]
+    if len(args) > len(takes) or not kwargs.keys() <= set(takes):
+        return None
+    asked = _Asked(G, needs[at], operation.tap.session.backend)
+    found = backward(asked, *args, **kwargs)
+    if found is None:
+        return None
+    grads: list[Tensor | None] = [None] * len(plain)
+    grads[at] = found[0]
+    return grads, found[1]
+
+
+def _vector(x: Any, grads_B: Callable[[], Tensor]) -> Factors:
+    """The factor of a small operand, if it is a parameter: its per-sample gradients themselves."""
+    if not isinstance(x, _Operand) or x.origin is None or x.param is None:
+        return []
+    return [(x.param, Dense(x.origin.grads(grads_B())))]
+
+
+def _addition(asked: _Asked, x: Any, y: Any) -> Gradients | None:
+    G, found = asked.G, _one_of_each(asked.G, x, y)
+    if found is None:
+        return None
+    samples, other = found
+    factors = _vector(other, lambda: reduce_to(G, other.value.shape))
+    return G.to(samples.value.dtype) if asked.input else None, factors
+
+
+def _multiplication(asked: _Asked, x: Any, y: Any) -> Gradients | None:
+    G, found = asked.G, _one_of_each(asked.G, x, y)
+    if found is None:
+        return None
+    samples, other = found
+    factors = _vector(other, lambda: reduce_to(G * samples.value, other.value.shape))
+    return (G * other.value).to(samples.value.dtype) if asked.input else None, factors
+
+
+def _one_of_each(G: Tensor, x: Any, y: Any) -> tuple[_Operand, _Operand] | None:
+    """What carries samples, and what is broadcast over these; ``None`` where it is not."""
+    if not isinstance(x, _Operand) or not isinstance(y, _Operand):
+        return None
+    samples, other = (x, y) if x.carries_samples else (y, x)
+    by_row = other.value.dim() == G.dim() and other.value.shape[0] != 1  # a row for each sample
+    return None if by_row or samples.value.shape != G.shape else (samples, other)
+
+
+def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
+    if not input.carries_samples or weight.value.dim() != 2 or input.value.dim() < 2:
+        return None
+    G = asked.G
+    # Under autocast, the operand that was multiplied.
+    x, W = input.value.to(G.dtype), weight.value.to(G.dtype)
+    grad_input = (G @ W).to(input.value.dtype) if asked.input else None
+    G_BTp = as_BTd(G)
+    factors: Factors = []
+    if weight.origin is not None:
+        if not weight.origin.is_whole(weight.value):
+            return None
+        G_BTp = on_16_bytes(G_BTp)
+        A_BTd, scaled_BTp = weight.origin.matched(as_BTd(x)), weight.origin.scaled(G_BTp)
+        if weight.origin.transposed:
+            A_BTd, scaled_BTp = scaled_BTp, A_BTd
+        factors.append((weight.param, Outer(A_BTd, scaled_BTp)))
+    if bias is not None and bias.origin is not None:
+        if weight.origin is not None and bias.origin.is_parameter(bias.value):
+            # The weight's factor holds these rows anyway.
+            factors.append((bias.param, RowSum(bias.origin.matched(G_BTp))))
+        else:
+            factors += _vector(bias, lambda: RowSum(G_BTp).dense())
+    return grad_input, factors
+
+
+def _matmul(asked: _Asked, input: Any, other: Any) -> Gradients | None:
+    if other.value.dim() != 2 or not input.carries_samples:
+        return None
+    weight = _Operand(other.value.mT, other.origin, other.param)
+    if other.origin is not None:
+        weight.origin = other.origin.turned()
+    return _linear(asked, input, weight)
+
+
+def _embedding(
+    asked: _Asked,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Gradients | None:
+    table = weight.origin
+    if not input.carries_samples or table is None or max_norm is not None or scale_grad_by_freq:
+        return None
+    if table.transposed or not table.is_whole(weight.value):
+        return None
+    rows = len(weight.value)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += rows
+    ids = input.value
+    ids_BT = ids.reshape(len(ids), ids.shape[1:].numel())
+    G_BTd = asked.G.reshape(*ids_BT.shape, asked.G.shape[-1])
+    return None, [(weight.param, Lookup(ids_BT, table.scaled(G_BTd), rows, padding_idx))]
+
+
+def _layer_norm(
+    asked: _Asked,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Gradients | None:
+    return _normalization(asked, input, normalized_shape, weight, bias, eps, centred=True)
+
+
+def _rms_norm(
+    asked: _Asked,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+) -> Gradients | None:
+    if eps is None:
+        if input.value.dtype != asked.G.dtype:
+            return None  # which of the two it is a step of, versions differ
+        eps = DEFAULT_EPS[asked.G.dtype]
+    return _normalization(asked, input, normalized_shape, weight, None, eps, centred=False)
+
+
+def _normalization(
+    asked: _Asked,
+    input: _Operand,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: float,
+    centred: bool,
+) -> Gradients | None:
+    G, axes = asked.G, len(normalized_shape)
+    if not input.carries_samples or input.value.dim() <= axes or input.value.shape != G.shape:
+        return None
+    x, G = input.value.to(G.dtype).flatten(-axes), G.flatten(-axes)
+    wide = x.to(accumulation_dtype(x.dtype))
+    if centred:
+        variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    else:
+        variance, mean = wide.square().mean(-1, keepdim=True), None
+    grad_input, weight_BnD, bias_BnD = norm_backward(
+        x,
+        G,
+        mean,
+        (variance + eps).rsqrt(),
+        None if weight is None else weight.value.flatten(),
+        input_grad=asked.input,
+        weight_grad=weight is not None and weight.origin is not None,
+        bias_grad=bias is not None and bias.origin is not None,
+        parts_kept=PARTS_KEPT,
+        backend=asked.backend,
+    )
+    factors: Factors = []
+    for operand, parts_BnD in ((weight, weight_BnD), (bias, bias_BnD)):
+        if parts_BnD is None:
+            continue
+        if operand.origin.is_parameter(operand.value):
+            shape = None if axes == 1 else operand.value.shape
+            rows_BnD = operand.origin.matched(parts_BnD)
+            factors.append((operand.param, RowSum(rows_BnD, shape)))
+        else:
+            factors += _vector(operand, RowSum(parts_BnD).dense)
+    if grad_input is not None:
+        grad_input = grad_input.view(input.value.shape).to(input.value.dtype)
+    return grad_input, factors
+
+
+def _convolution(
+    asked: _Asked,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Gradients | None:
+    G, spatial = asked.G, weight.value.dim() - 2
+    if not input.carries_samples or input.value.dim() != spatial + 2 or isinstance(padding, str):
+        return None
+    strides, zeros, dilations = (_each(n, spatial) for n in (stride, padding, dilation))
+    x, W = input.value.to(G.dtype), weight.value.to(G.dtype)
+    grad_input = None
+    if asked.input:
+        grad_input = torch.ops.aten.convolution_backward(
+            G,
+            x,
+            W,
+            None,
+            strides,
+            zeros,
+            dilations,
+            False,
+            [0] * spatial,
+            groups,
+            [True, False, False],
+        )[0].to(input.value.dtype)
+    factors: Factors = []
+    if weight.origin is not None:
+        if weight.origin.transposed or not weight.origin.is_whole(weight.value):
+            return None
+        scaled = weight.origin.scaled(G)
+        factor = Convolution(weight.origin.matched(x), scaled, W, strides, zeros, dilations, groups)
+        factors.append((weight.param, factor))
+    return grad_input, factors + _vector(bias, lambda: RowSum(G.flatten(2).mT).dense())
+
+
+def _each(value: Any, axes: int) -> tuple[int, ...]:
+    """One number for every spatial axis."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * axes if len(numbers) == 1 else numbers
+
+
+_BACKWARDS: dict[str, Callable[..., Gradients | None]] = {
+    **dict.fromkeys(ADDITION, _addition),
+    **dict.fromkeys(MULTIPLICATION, _multiplication),
+    "linear": _linear,
+    "embedding": _embedding,
+    "matmul": _matmul,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+}
+
+#: Names of what each of these takes.
+_TAKES = {name: [*inspect.signature(f).parameters][1:] for name, f in _BACKWARDS.items()}

@@ -1,11 +1,20 @@
 """The tensor subclass that stands in for a parameter, and for all that is computed from parameters
-alone."""
+alone.
+
+What of one parameter such a value is, where that is little more than the parameter itself, is known
+as well. ``weight.T``, ``1.0 + weight.float()``, ``weight[:, None, None]``, ``weight * 0.5``: the
+gradient of the parameter is that of the value, laid out as the parameter is, times a number. So a
+factor of the one is a factor of the other. Anything else (a weight that is standardised, a product
+of two parameters) has no origin, and its gradients are formed sample by sample.
+
+Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import EllipsisType, NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +27,149 @@ from flash_clipping._compat import (
     saved_tensors_hooks_now,
 )
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.proxies.affine_view import AffineView
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Lookup
+from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype
+from flash_clipping.ops.runtime.backend import full_precision
+
+#: What holds no other arguments. Most functions get nothing else, and small layers wait for the
+#: host: opening containers that are not there took it as long as the function itself.
+_ATOMS = (Tensor, int, float, str, slice, NoneType, EllipsisType, torch.dtype, torch.device)
+
+
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """All arguments in a row, and what :func:`unflattened` needs to put them back."""
+    for arg in args:
+        if not isinstance(arg, _ATOMS):
+            break
+    else:
+        for arg in kwargs.values():
+            if not isinstance(arg, _ATOMS):
+                break
+        else:
+            return [*args, *kwargs.values()], tuple(kwargs)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    return leaves, spec
+
+
+def unflattened(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and those by name."""
+    if isinstance(spec, tuple):  # names
+        positional = len(leaves) - len(spec)
+        return tuple(leaves[:positional]), dict(zip(spec, leaves[positional:], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+#: Functions after which all elements are still there, in their order, if their number is the same.
+_RESHAPES = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone"}
+_TRANSPOSES = {"__get__T", "__get__mT", "t"}
+
+
+@dataclass(frozen=True)
+class AffineView:
+    """A value is ``scale · leaf + constant``, in whatever dtype and layout.
+
+    Attributes:
+        leaf: the stand-in for the parameter.
+        scale: a number, or a tensor of one element.
+        transposed: the rows of a matrix are its columns.
+    """
+
+    leaf: Tensor
+    scale: float | Tensor = 1.0
+    transposed: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        return isinstance(self.scale, Tensor) or self.scale != 1.0
+
+    def matched(self, x: Tensor) -> Tensor:
+        """Cast where one of the tensor and the parameter is float64: sums are like the latter."""
+        dtype = accumulation_dtype(self.leaf.dtype)
+        return x.to(dtype) if torch.float64 in (x.dtype, dtype) else x
+
+    def scaled(self, G: Tensor) -> Tensor:
+        """An output gradient, times what the parameter was multiplied by."""
+        G = self.matched(G)
+        return G * self.scale if self.is_scaled else G
+
+    def grads(self, grads_B: Tensor) -> Tensor:
+        """Per-sample gradients of the value ``[B, *value]`` as those of the parameter."""
+        B, shape = len(grads_B), self.leaf.shape
+        if self.transposed:
+            grads_B = grads_B.reshape(B, shape[1], shape[0]).mT
+        return self.scaled(grads_B).reshape(B, *shape)
+
+    def turned(self) -> AffineView:
+        """That of the transpose."""
+        return replace(self, transposed=not self.transposed)
+
+    def is_parameter(self, value: Tensor) -> bool:
+        """Whether a gradient of the value is the parameter's as it is."""
+        return not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+
+    def is_whole(self, value: Tensor) -> bool:
+        """Whether the value has the parameter's axes, or these exchanged."""
+        shape = self.leaf.shape
+        return value.shape == (shape[::-1] if self.transposed else shape)
+
+
+def origin_of(
+    name: str, leaves: list[Any], named: bool, before: Tensor, origin: AffineView, value: Tensor
+) -> AffineView | None:
+    """The origin of a floating ``value``, which the function ``name`` made of ``leaves``.
+
+    Args:
+        leaves: its arguments; one of them stands in for a parameter, all others are constants.
+        named: some were given by name, in whatever order.
+        before: the value of the one.
+        origin: the origin of that.
+
+    Returns:
+        ``None`` if the function does more than keep it.
+    """
+    if name in _CASTS:
+        return origin if value.shape == before.shape else None
+    if name in _TRANSPOSES:
+        return origin.turned() if value.dim() == 2 and origin.is_whole(before) else None
+    if name in _RESHAPES or (name == "__getitem__" and _only_adds_axes(leaves[1:])):
+        kept = value.dtype == before.dtype and _without_ones(value) == _without_ones(before)
+        return origin if kept else None
+    if named or len(leaves) != 2 or value.shape != before.shape:
+        return None
+    constants = [leaf for leaf in leaves if not hasattr(leaf, "leaves")]
+    other, first = constants[0], constants[0] is leaves[1]
+    if not isinstance(other, int | float | Tensor):
+        return None
+    if name == "add" or (name == "sub" and first):
+        return origin
+    if name == "sub" or name in ("__rsub__", "rsub"):
+        return _times(origin, -1.0)
+    if name in ("mul", "multiply"):
+        return _times(origin, other)
+    if name in ("div", "true_divide") and first and not isinstance(other, Tensor) and other:
+        return _times(origin, 1.0 / other)
+    return None
+
+
+def _times(origin: AffineView, number: float | Tensor) -> AffineView | None:
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            return None
+        # A copy: a buffer may have changed when backward needs it.
+        number = number.detach().clone().reshape(())
+    return replace(origin, scale=number * origin.scale)
+
+
+def _only_adds_axes(index: list[Any]) -> bool:
+    """Whether an index keeps the order; what it leaves out, the number of elements tells."""
+    return all(part is None or part is Ellipsis or isinstance(part, slice) for part in index)
+
+
+def _without_ones(x: Tensor) -> list[int]:
+    return [size for size in x.shape if size != 1]
+
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
 _STANDS_IN = "_flash_clipping_stands_in"
@@ -41,21 +190,43 @@ class UnsupportedUse(FlashClippingError):
         )
 
 
+#: Elements of the matrix that tells which positions read which row of a small table.
+_SELECTED = 1 << 26
+
+
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter."""
+    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter.
+
+    ``feature``: the axis of the value, counted from the last, along which a row lies. Biases of
+    attention by relative position have it among the first.
+    """
 
     ids: Tensor
     table: Tensor  # the stand-in
     padding_idx: int | None
+    feature: int = -1
 
-    def factor(self, ids: Tensor, G: Tensor, axis: int) -> Lookup:
-        """The per-sample gradients of a sum of these rows and something that has samples."""
-        ids, G = ids.expand(G.shape[:-1]).transpose(0, axis), G.transpose(0, axis)
-        B, d = G.shape[0], G.shape[-1]
-        ids_BT = ids.reshape(B, ids.shape[1:].numel())
-        G_BTd = G.reshape(B, ids_BT.shape[1], d)
-        return Lookup(ids_BT, G_BTd, self.table.shape[0], self.padding_idx)
+    def factor(self, G: Tensor, axis: int) -> Factor:
+        """The per-sample gradients of a sum of these rows and something that has samples along
+        this axis; ``G`` is the gradient of the sum."""
+        G = G.movedim(self.feature, -1)
+        V, T, d = len(self.table), G.shape[:-1].numel() // max(1, G.shape[axis]), G.shape[-1]
+        place = axis + self.ids.dim() - (G.dim() - 1)
+        alike = place < 0 or self.ids.shape[place] == 1
+        ids = self.ids.expand(G.shape[:-1]).transpose(0, axis)
+        G = G.transpose(0, axis)
+        if alike and 2 * V <= T and V * T <= _SELECTED and len(G):
+            # Every sample reads the same rows, and each many times: sums are one matrix product.
+            dtype = accumulation_dtype(G.dtype)
+            ids_T = ids[0].reshape(T, 1)
+            reads_TV = ids_T == torch.arange(V, device=ids.device)
+            if self.padding_idx is not None:
+                reads_TV &= ids_T != self.padding_idx
+            with full_precision(G.device):
+                grads_BdV = G.reshape(-1, T, d).mT.to(dtype) @ reads_TV.to(dtype)
+            return Dense(grads_BdV.mT.contiguous())
+        return Lookup(ids.reshape(-1, T), G.reshape(-1, T, d), V, self.padding_idx)
 
 
 class ParameterProxy(torch.Tensor):
@@ -69,6 +240,9 @@ class ParameterProxy(torch.Tensor):
         origin: what ``value`` is of one parameter, if it is little more than that; see
             :attr:`kept_origin`.
         version: of ``value`` as it was made.
+        parent: rows of a table that it was computed from, by a function without a name here.
+        expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
+        again: the functions of a call of the model that it was used in.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -82,6 +256,9 @@ class ParameterProxy(torch.Tensor):
     lookup: TableRows | None
     origin: AffineView | None
     version: int
+    expanded: tuple[Any, Tensor] | None
+    parent: ParameterProxy | None
+    again: Any
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -94,11 +271,13 @@ class ParameterProxy(torch.Tensor):
         row: Tensor | None = None,
         lookup: TableRows | None = None,
         origin: AffineView | None = None,
+        parent: ParameterProxy | None = None,
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
+        bare.parent, bare.expanded, bare.again = parent, None, None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))
@@ -124,10 +303,20 @@ class ParameterProxy(torch.Tensor):
         return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, None, AffineView(leaf))
 
     @property
-    def kept_origin(self) -> AffineView | None:
-        """The origin, unless ``value`` was changed in place since, by this name or another."""
+    def is_kept(self) -> bool:
+        """Whether ``value`` was not changed in place since, by this name or another."""
         with plain_functions():
-            return self.origin if self.value._version == self.version else None
+            return self.value._version == self.version
+
+    @property
+    def kept_origin(self) -> AffineView | None:
+        """The origin, unless ``value`` was changed since."""
+        return self.origin if self.is_kept else None
+
+    @property
+    def kept_lookup(self) -> TableRows | None:
+        """Which rows of a table it is, unless ``value`` was changed since."""
+        return self.lookup if self.lookup is not None and self.is_kept else None
 
     @classmethod
     def __torch_function__(

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_clipping._compat import apply_of
+from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.arguments import flattened, unflattened
-from flash_clipping.capture.proxies.factored import factored_gradients
-from flash_clipping.capture.proxies.gradients import input_grads, per_sample_grads, table_factor
-from flash_clipping.capture.proxies.laid_out import layout_after
+from flash_clipping.capture.proxies.gradients import (
+    factored_gradients,
+    input_grads,
+    per_sample_grads,
+    table_factor,
+    through,
+)
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
     IN_PLACE,
     READS_ROWS,
     ProxyOp,
+    layout_after,
     name_of,
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
+    TableRows,
     UnsupportedUse,
     circumstances,
+    flattened,
     is_plain,
     recomputable,
+    unflattened,
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, merge
-from flash_clipping.rules.registry import own
+from flash_clipping.factors import Dense, Factor, Outer, merge
+from flash_clipping.finish.session import Readers
+from flash_clipping.ops.runtime.tables import on_16_bytes
+from flash_clipping.rules.registry import as_BTd, own
 
 
 def mixed(
@@ -66,6 +77,7 @@ def mixed(
         ),
         recomputed=in_backward(),
         origins=[bare.kept_origin if bare.value.requires_grad else None for bare in bares],
+        rows=bares[0].kept_lookup,
         axis=axis,
         before=before,
         count=count,
@@ -74,9 +86,85 @@ def mixed(
         operation.after = layout_after(operation, plain, use)
     elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
-    if tap.entered not in (None, circumstances()) and not operation.recomputed:
-        tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
+    _note_recomputation(tap, operation.recomputed)
     return run_mixed(operation, plain)
+
+
+def _note_recomputation(tap: FactorSource, recomputed: bool) -> None:
+    """A checkpoint inside the module's forward will run this operation again."""
+    if tap.entered not in (None, circumstances()) and not recomputed:
+        tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
+
+
+def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
+    """What stands in for parameters, expanded over the samples: an ordinary tensor from here on.
+
+    What reaches a row of it is the gradient of one sample. Layers that all add one table of biases
+    to their scores share it, and autograd adds up what comes back from them.
+
+    Args:
+        bare: ``[1, ...]`` of this rank, or ``[...]`` of a lower one.
+        count: how many samples there are.
+        rank: of the result.
+    """
+    session, recomputed = bare.tap.session, in_backward()
+    call = session.current_forward
+    key = call, count, rank, bare.value._version
+    may_share = not recomputed and bare.tap.entered in (None, circumstances())
+    if may_share and bare.expanded is not None and bare.expanded[0] == key:
+        return bare.expanded[1]
+    if bare.parent is not None and may_share and bare.parent.is_kept:
+        parents: list[Any] = [of_samples(bare.parent, count, rank)]
+    else:
+        parents = list(dict.fromkeys(bare.leaves.values()))
+        session.count_use(parents)
+        _note_recomputation(bare.tap, recomputed)
+    samples = None if call is None else call.batch_size
+    given = (bare,), bare.kept_lookup, count, rank, samples, recomputed
+    output: Tensor = _apply_expansion(*given, *parents)
+    if may_share:
+        bare.expanded = key, output
+    return output
+
+
+class _Expansion(torch.autograd.Function):
+    """See :func:`of_samples`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: tuple[ParameterProxy],  # a tensor, which autograd shall not see
+        rows: TableRows | None,
+        count: int,
+        rank: int,
+        samples: int | None,
+        recomputed: bool,
+        *parents: Tensor,
+    ) -> Tensor:
+        (bare,) = given
+        ctx.bare, ctx.rows, ctx.samples, ctx.recomputed = bare, rows, samples, recomputed
+        ctx.parents = parents
+        value = bare.value.detach()
+        shape = value.shape[1:] if value.dim() == rank else value.shape
+        return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Any:
+        bare, rows = ctx.bare, ctx.rows
+        _refuse_second(bare.tap)
+        if not isinstance(ctx.parents[0], nn.Parameter):
+            grads_B = G.reshape(len(G), *bare.shape)
+            parent: Any = bare.parent.value
+            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
+            return *(None,) * 6, found_B.reshape(G.shape)
+        factors: Iterable[tuple[nn.Parameter, Factor]]
+        if rows is not None and G.dim() > -rows.feature:
+            factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
+        else:
+            found = through(bare.value, bare.leaves, G.reshape(len(G), *bare.shape))
+            factors = ((param, Dense(grads_B)) for param, grads_B in found)
+        given = ctx.recomputed, None, ctx.samples
+        return *(None,) * 6, *_recorded(bare.tap, ctx.parents, factors, *given)
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
@@ -86,14 +174,15 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
     Run again in backward, as other operations are, it would draw another dropout.
     """
 
-    def of_samples(bare: ParameterProxy) -> Tensor:
-        zeros = samples.new_zeros((), dtype=bare.dtype).expand(
-            len(samples), *[1] * (samples.dim() - 1)
-        )
+    def of_each(bare: ParameterProxy) -> Tensor:
+        B, rank = len(samples), samples.dim()
+        if bare.row is None and (bare.dim() < rank or len(bare) == 1) and bare.value.requires_grad:
+            return of_samples(bare, B, rank)
+        zeros = samples.new_zeros((), dtype=bare.dtype).expand(B, *[1] * (rank - 1))
         sum_leaves, sum_spec = flattened((zeros, bare), {})
         return mixed(torch.add, sum_leaves, sum_spec, [True], 0)
 
-    own = [of_samples(leaf) if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+    own = [of_each(leaf) if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
     args, kwargs = unflattened(own, spec)
     # Fused kernels of CUDA keep what their backward needs only where a query, a key or a value
     # requires a gradient: that of a mask alone would be made of memory that nobody wrote.
@@ -149,11 +238,7 @@ class _MixedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
         operation: ProxyOp = ctx.operation
-        if torch.is_grad_enabled():
-            raise UnsupportedUse(
-                operation.tap,
-                "backward(create_graph=True) asks for the derivative of its gradient",
-            )
+        _refuse_second(operation.tap)
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
@@ -162,27 +247,39 @@ class _MixedFunction(torch.autograd.Function):
             values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
         grads, factors = _gradients(operation, plain, values, needs, G)
-        session = operation.tap.session
-        by_param: dict[nn.Parameter, Factor] = {}
-        for param, factor in factors:
-            by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
-        if session.enabled:
-            operation.tap.record(
-                [*by_param],
-                [*by_param.values()],
-                operation.recomputed,
-                operation.readers,
-                samples=operation.samples,
-            )
-            return None, None, *grads, *[None] * len(operation.params)
-        # An ordinary backward: ordinary gradients.
-        ordinary = [
-            by_param[param].clipped_sum(None, session.backend).view_as(param).to(param.dtype)
-            if param in by_param
-            else None
-            for param in operation.params
-        ]
-        return None, None, *grads, *ordinary
+        given = operation.recomputed, operation.readers, operation.samples
+        return None, None, *grads, *_recorded(operation.tap, operation.params, factors, *given)
+
+
+def _refuse_second(tap: FactorSource) -> None:
+    if torch.is_grad_enabled():
+        found = "backward(create_graph=True) asks for the derivative of its gradient"
+        raise UnsupportedUse(tap, found)
+
+
+def _recorded(
+    tap: FactorSource,
+    params: Sequence[nn.Parameter],
+    factors: Iterable[tuple[nn.Parameter, Factor]],
+    recomputed: bool,
+    readers: Readers | None,
+    samples: int | None,
+) -> list[Tensor | None]:
+    """Record factors, of which some may be of one parameter; what backward returns for each."""
+    by_param: dict[nn.Parameter, Factor] = {}
+    for param, factor in factors:
+        by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
+    if tap.session.enabled:
+        found = list(by_param), list(by_param.values())
+        tap.record(*found, recomputed, readers, samples=samples)
+        return [None] * len(params)
+    # An ordinary backward: ordinary gradients.
+    return [
+        by_param[param].clipped_sum(None, tap.session.backend).view_as(param).to(param.dtype)
+        if param in by_param
+        else None
+        for param in params
+    ]
 
 
 def _gradients(
@@ -205,7 +302,38 @@ def _gradients(
     )
 
 
+class _LinearFunction(torch.autograd.Function):
+    """See :func:`run_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tap, ctx.samples, ctx.weight = tap, call.batch_size, weight
+        return own(F.linear(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _refuse_second(ctx.tap)
+        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
+        grad = G @ weight if ctx.needs_input_grad[2] else None
+        if ctx.tap.session.enabled:
+            ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
+            return None, None, grad, None
+        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.backend)
+
+
+def run_linear(bare: ParameterProxy, call: Any, x: Tensor) -> Tensor:
+    """``F.linear`` with a parameter as it is, and what is known to be samples' rows."""
+    (weight,) = bare.leaves.values()
+    call.used.append([weight])
+    output: Tensor = _apply_linear(bare.tap, call, x, weight)
+    return output
+
+
+_apply_linear = apply_of(_LinearFunction)
 _apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
+_apply_expansion = apply_of(_Expansion)
 
 
 def run_mixed(operation: ProxyOp, plain: list[Tensor]) -> Tensor:

@@ -5,8 +5,7 @@ part of the squared norm only. So what backward passes have recorded is held unt
 step; squared norms are added up over stages in one operation; then every stage clips by the same
 coefficients.
 
-* ``stage.py``: what one stage holds, and the norms over all of them;
-* ``backward_pass.py``: a backward pass that waits for its coefficients;
-* ``microbatches.py``: Poisson batches as the fixed number of samples that stages send each other;
-* ``noise.py``: the generators of a stage's noise, and of the batches that all stages draw alike.
+* ``stage.py``: backward passes that wait for their coefficients, norms over all stages, and the
+  stream of batches that all of them draw alike;
+* ``microbatches.py``: Poisson batches as the fixed number of samples that stages send each other.
 """

@@ -6,19 +6,85 @@ samples of a round that are not made up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping._compat import assert_async
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.distributed.pipeline.backward_pass import StageBackwardPass
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import Doubts
+from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.randomness import SecretStream
+
+
+def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
+    """A stream whose key all processes of the group have in common; each of them calls this."""
+    # Imported when first needed: it loads half of torch.distributed.
+    from flash_clipping.distributed.process_groups import shared_stream
+
+    if "nccl" in dist.get_backend(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+    return shared_stream([group], device, own)
+
+
+class StageBackwardPass(BackwardPass):
+    """The backward pass of one micro-batch.
+
+    Attributes:
+        norms_PB: of every sample's own gradient, over this stage's parameters.
+        doubts: what rounding may hide of them.
+    """
+
+    norms_PB: Tensor
+    doubts: Doubts
+
+    def __init__(self, session: ClippingSession, hold: Callable[[StageBackwardPass], None]):
+        super().__init__(session)
+        self._hold = hold
+        self._trainable: list[nn.Parameter] = []
+
+    def finish(self) -> None:
+        """Take the norms, and wait; a pass that fails lets go of its factors."""
+        held = False
+        with torch.no_grad():
+            try:
+                self.put_back()
+                if self._is_for_parameters():
+                    self.take_norms()
+                    self._hold(self)
+                    held = True
+            finally:
+                if not held:
+                    self.forget()
+                self.session.end_backward(held)
+
+    def _clip(
+        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
+    ) -> Tensor:
+        """Keep the norms; what is returned is nobody's coefficient."""
+        self._trainable, self.norms_PB, self.doubts = params, norms_PB, doubts
+        return norms_PB.new_ones(norms_PB.shape[1])
+
+    def complete(self, coef_B: Tensor) -> None:
+        """Add the clipped sums into ``p.grad``."""
+        assert self.plan is not None
+        with torch.no_grad():
+            try:
+                coef_B = coef_B * self.doubts.scale
+                self.coef = Coefficients(coef_B, self._trainable, self.plan)
+                self.add_clipped_sums()
+            finally:
+                self.forget()
+
 
 _DISAGREE = (
     "PrivateSchedule.step: the stages of the pipeline count different numbers of samples in this "

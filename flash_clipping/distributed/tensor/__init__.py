@@ -5,11 +5,11 @@ The processes of a *tensor mesh* run the model on the same batch. Each has a par
 of a tapped layer its tensors become the local ones of this process.
 
 * ``local.py``: tensors as this process has them;
-* ``layouts.py``: from how weight and input lie to how the output lies, and what gradients are;
-* ``boundary.py``: a rule around a layer's own rule, which converts on the way in and out;
-* ``shares.py``: which part of a parameter's per-sample gradient a process has;
+* ``layouts.py``: from how weight and input lie to how the output lies, and which part of a
+  per-sample gradient a process has;
+* ``layers.py``: a rule around a layer's own rule, which converts on the way in and out;
 * ``backward_pass.py``: norms over all processes of the mesh, and sums where they belong;
-* ``messages.py``: what they tell each other once in a backward pass;
+* ``norm_all_reduce.py``: what they tell each other once in a backward pass;
 * ``transformers_plan.py``: layers that ``transformers`` has cut;
 * ``supported.py``: what is refused, by name.
 """

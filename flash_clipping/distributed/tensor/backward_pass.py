@@ -7,28 +7,21 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import LocalSums, Reducer
+from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
-from flash_clipping.distributed.tensor.shares import Share
 from flash_clipping.factors import Dense, Factor
 from flash_clipping.finish.clipping import Doubts
 
 
 class TensorParallelBackwardPass(ShardedBackwardPass):
-    """Factors are of this process's shares of the gradients; norms are of whole gradients.
-
-    Args:
-        session, slots, processes: of the model.
-        messages: to the processes that have the other shares.
-        marks: what tells this pass's samples apart.
-    """
+    """Factors are of this process's shares of the gradients; norms are of whole gradients."""
 
     def __init__(
         self,

@@ -17,15 +17,56 @@ A table of embeddings is a linear map of one-hot rows; a norm layer's weight is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from flash_clipping.distributed.tensor.shares import Share
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, RMSNormRule
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
+
+
+class Share(Enum):
+    """What one process has of a per-sample gradient."""
+
+    #: Elements that no other has: squared norms are added up over processes.
+    SHARD = "a shard"
+    #: All of it, as every other: counted once.
+    WHOLE = "the whole"
+    #: A term of a sum, of some of the positions: gradients are added up before they are squared.
+    TERM = "a sum over some of the positions"
+
+
+class Shares:
+    """The shares of all parameters, by their ``id``, as layers have found them in forward.
+
+    A parameter that nobody has told of is whole: it was not parallelized.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, Share] = {}
+
+    def note(self, name: str, key: int, share: Share) -> None:
+        """A layer has found its parameter to be this.
+
+        Raises:
+            FlashClippingError: another use of it was found to be something else.
+        """
+        before = self._of.setdefault(key, share)
+        if before is not share:
+            raise FlashClippingError(
+                f"{name}: found a parameter of which a process has {before.value} of the gradient "
+                f"in one use, and {share.value} in another. Norms of both cannot be added up. "
+                "Give all uses of a parameter inputs of one layout (all cut along the sequence, "
+                "or none)."
+            )
+
+    def __getitem__(self, key: int) -> Share:
+        return self._of.get(key, Share.WHOLE)
+
 
 #: Rules of layers whose parameters may be ``DTensor``s, themselves and nothing derived from them.
 SERVED = (LinearRule, EmbeddingRule, LayerNormRule, RMSNormRule)
@@ -56,12 +97,6 @@ class Layout:
 
 def layout_of(rule: Rule, weight: Any, x: Any, axis: int) -> Layout:
     """How a call lies.
-
-    Args:
-        rule: the layer's own.
-        weight: a ``DTensor`` over a mesh of one dimension.
-        x: the layer's input, a ``DTensor`` over the same mesh.
-        axis: of samples.
 
     Raises:
         UnsupportedLayer: a process would have a part of the samples, or the weight is cut in a way

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import assert_async
-from flash_clipping.distributed.tensor.shares import Share, Shares
+from flash_clipping.distributed.tensor.layouts import Share, Shares
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.ops.runtime.upload import to_device
@@ -37,12 +36,7 @@ _OTHER_GRADIENTS = (
 
 
 class NormAllReduce:
-    """Adds up what processes know of the samples.
-
-    Args:
-        mesh: the tensor mesh.
-        shares: what this process has of each gradient.
-    """
+    """Adds up what processes know of the samples."""
 
     def __init__(self, mesh: torch.distributed.DeviceMesh, shares: Shares):
         self.mesh, self.shares = mesh, shares

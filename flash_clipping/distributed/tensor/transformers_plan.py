@@ -38,10 +38,6 @@ class _Restored:
 def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
     """Let hooks do what ``transformers`` does around the layers that it has cut.
 
-    Args:
-        root: the model, before its layers are tapped.
-        handles: what takes it all back, once the taps are off.
-
     Raises:
         NotImplementedError: a style, or a layer with it, that is not known here.
     """

@@ -31,9 +31,8 @@ from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.graphs import key as graph_key
-from flash_clipping.engine.graphs.graphed_step import Graph, GraphedStep
-from flash_clipping.engine.graphs.results import captures, take_over
-from flash_clipping.engine.graphs.values import PLAIN, are_odd
+from flash_clipping.engine.graphs.graphed_step import Graph, GraphedStep, captures, take_over
+from flash_clipping.engine.graphs.key import PLAIN, are_odd
 from flash_clipping.engine.graphs.warmup import rehearse
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.runtime.upload import sources_kept

@@ -9,8 +9,8 @@ module, a count of backward passes) is left again after every replay.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,19 +19,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import (
-    has_lasting_node,
-    memory_id,
-    pytree,
-    references_to,
-)
+from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.graphed_results import GraphedResults
+from flash_clipping.engine import norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs import key as graph_key
-from flash_clipping.engine.graphs.results import captures, take_over
-from flash_clipping.engine.graphs.values import are_odd, check_arguments, detached
+from flash_clipping.engine.graphs.key import are_odd, check_arguments, detached
 from flash_clipping.engine.graphs.warmup import refuse, rehearse
+from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.upload import sources_kept
+
+
+@contextmanager
+def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
+    """Let backward passes be captured as a CUDA graph. What reads norms meanwhile reads those
+    that replays will write; afterwards the norms are again those from before."""
+    params = model.trainable_parameters
+    rows = norms.published_rows(params)
+    total_B: Any = getattr(model, "per_sample_gradient_norms", None)
+    upper = model.upper_bounds
+    if params:
+        model._session.padding.prepare(params[0].device)
+    try:
+        with model._session.captures() as captured:
+            yield captured
+    finally:
+        norms.put_back(params, rows)
+        model.per_sample_gradient_norms = total_B
+        model.upper_bounds = upper
+
+
+def take_over(
+    model: GradSampleHooksFlashClipping, captured: GraphedResults, draw: DrawnBatch | None
+) -> None:
+    """Leave what the backward passes of a replayed CUDA graph would have left, of this batch."""
+    step = model.running_step
+    for number, (params, norms_PB, upper) in enumerate(captured.norms):
+        if not number:
+            step.begin_backward(params, model.clipping, model.grad_accumulation_allowed)
+        model.upper_bounds = upper.clone()
+        norms_PB = norms_PB.clone()
+        norms.publish(params, norms_PB)
+        total_B = model.per_sample_gradient_norms = total_norm(norms_PB)
+        step.count_backward(total_B, draw)
+    for coef in captured.coefs:
+        model._session.non_finite.note(coef)
+
 
 #: Layouts of which the number of calls is remembered.
 REMEMBERED = 256
@@ -315,10 +349,7 @@ class GraphedStep:
                 torch.cuda.device(device),
                 # Tables for kernels are put into pinned memory, and that may have to be asked for.
                 torch.cuda.graph(
-                    recorded,
-                    pool=graph.pool,
-                    stream=self._stream,
-                    capture_error_mode="relaxed",
+                    recorded, pool=graph.pool, stream=self._stream, capture_error_mode="relaxed"
                 ),
             ):
                 output = work()

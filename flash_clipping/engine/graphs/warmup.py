@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,14 +25,6 @@ def rehearse(
     device: torch.device,
 ) -> Any:
     """Run a step as it is, before it is captured.
-
-    Args:
-        run: the step on its arguments.
-        module: what holds the parameters.
-        models: the wrapped models that it runs.
-
-    Returns:
-        What the step returns.
 
     Raises:
         FlashClippingError: a replay would be something else.
@@ -85,21 +77,12 @@ def _randomness_of_the_host() -> tuple[Any, ...]:
 def _as_if_captured() -> Iterator[None]:
     """Take the way that the capture will take: who asks whether a graph is being captured hears
     that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
-    before, state = torch.cuda.is_current_stream_capturing, torch.cuda.get_rng_state
+    before = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
-    torch.cuda.get_rng_state = cast("Any", _no_state)
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing, torch.cuda.get_rng_state = before, state
-
-
-def _no_state(*_: Any) -> NoReturn:
-    refuse(
-        "reads the state of the GPU's random numbers, which every replay would find as it was for "
-        "the capture, and draw other masks in backward than in forward. Checkpoint with "
-        "preserve_rng_state=False where nothing random is inside"
-    )
+        torch.cuda.is_current_stream_capturing = before
 
 
 @contextmanager

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,19 +35,71 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.engine.accounting import Process
-from flash_clipping.engine.fixed_shapes import FixedShapeSampler
-from flash_clipping.engine.sampling.ordered import (
-    CyclicPoissonSampler,
-    FixedOrderSampler,
-    OrderedSampler,
-)
-from flash_clipping.engine.sampling.row_order import OrderedCollate
 from flash_clipping.engine.sampling.samplers import (
     BatchSizeNotifier,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    FixedShapeSampler,
+    OrderedSampler,
     PoissonSampler,
     ShardedPoissonSampler,
 )
-from flash_clipping.randomness import SecretStream
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness.choices import subset
+
+
+class OrderedCollate:
+    """A collate function that is refused unless it keeps order.
+
+    Samples in reverse order must give rows in reverse order. That is looked at in the first
+    batches, in every process that collates, until one had rows that differ.
+
+    Raises:
+        FlashClippingError: in a call, where rows come back in another order, or with other values:
+            nothing tells then which sample a row is of.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], what: str):
+        self.wrapped_collator_fn = collate
+        self.what = what
+        self._is_known = False
+
+    def __call__(self, samples: Any) -> Any:
+        if self._is_known or not isinstance(samples, list) or len(samples) < 2:
+            return self.wrapped_collator_fn(samples)
+        reverse = copy.deepcopy(samples[::-1])  # collate functions may take samples apart
+        with torch.random.fork_rng(devices=[]):
+            backward = self.wrapped_collator_fn(reverse)
+        batch = self.wrapped_collator_fn(samples)
+        for rows, other in zip(_tensors(batch), _tensors(backward), strict=False):
+            if not rows.dim() or len(rows) != len(samples) or rows.shape != other.shape:
+                continue
+            if not _are_equal(rows, other.flip(0)):
+                raise FlashClippingError(
+                    f"collate_fn: {self.what} goes by the order of the rows, and this collate "
+                    "function gave other rows for the same samples in reverse order: it sorts "
+                    "them, or changes them at random. Keep their order; sort inside of the model, "
+                    "and change samples in the dataset's __getitem__."
+                )
+            self._is_known = self._is_known or not _are_equal(rows, other)
+        return batch
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Those of a batch, in its order; batches of tokenizers are mappings of their own."""
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _tensors(part)
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
@@ -103,6 +158,8 @@ class PoissonLoader(DPDataLoader):
         self.distributed = distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
+        options: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
+        options |= {"generator": generator, "stream": stream}
         sampler: PoissonSampler
         process = Process() if process is None else process
         if distributed and not process.is_plain:
@@ -114,26 +171,11 @@ class PoissonLoader(DPDataLoader):
         if distributed:
             _refuse_different(size, steps)
             sampler = ShardedPoissonSampler(
-                total_size=size,
-                sample_rate=sample_rate,
-                steps=steps,
-                rank=dist.get_rank(),
-                world_size=dist.get_world_size(),
-                generator=generator,
-                stream=stream,
+                total_size=size, rank=dist.get_rank(), world_size=dist.get_world_size(), **options
             )
         else:
-            sampler = _sampler(
-                process,
-                num_samples=size,
-                sample_rate=sample_rate,
-                steps=steps,
-                generator=generator,
-                stream=stream,
-            )
-        collate = collate_fn or default_collate
-        while hasattr(collate, "wrapped_collator_fn"):  # of a loader that is private already
-            collate = collate.wrapped_collator_fn
+            sampler = _sampler(process, num_samples=size, **options)
+        collate = plain_collate(collate_fn)
         if isinstance(sampler, FixedShapeSampler):
             collate = OrderedCollate(collate, "max_batch_size")
         DataLoader.__init__(
@@ -153,27 +195,16 @@ class PoissonLoader(DPDataLoader):
 
         That one's own generator, which shuffled its batches, goes on seeding workers. It does not
         tell what is drawn: people set it to a number that everybody knows.
-
-        Args:
-            data_loader: what to take all but the sampling from.
-            generator: seeds the draws, for tests and debugging.
-            **kwargs: ``stream``, ``distributed``, ``batch_first``, ``rand_on_empty``.
         """
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
         loader = cls(
             data_loader.dataset,
             sample_rate=1 / len(data_loader),
-            num_workers=data_loader.num_workers,
             collate_fn=data_loader.collate_fn,
-            pin_memory=data_loader.pin_memory,
             drop_last=data_loader.drop_last,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
             generator=generator,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
+            **settings_of(data_loader),
             **kwargs,
         )
         if generator is None:
@@ -186,6 +217,20 @@ class PoissonLoader(DPDataLoader):
         if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
         return AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader loads; not what: dataset, sampling and collate function."""
+    names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
+    names += " prefetch_factor persistent_workers"
+    return {name: getattr(loader, name) for name in names.split()}
+
+
+def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
+    """The user's collate function, also of a loader that is private already."""
+    while hasattr(collate, "wrapped_collator_fn"):
+        collate = collate.wrapped_collator_fn
+    return collate or default_collate
 
 
 def _sampler(process: Process, **options: Any) -> PoissonSampler:
@@ -229,12 +274,6 @@ class _AnnouncingCollate(CollateWithEmpty):
 class AnnouncedBatches:
     """An iterator over batches that workers have collated ahead, whose samples cannot be counted
     when they are collated, or whose rows are compared with what the model is called with.
-
-    Args:
-        batches: a loader's own iterator.
-        sampler: what draws for it.
-        ahead: whether workers draw ahead.
-        taken_apart: makes of what is collated the batch, and what is known of it.
     """
 
     def __init__(
@@ -242,15 +281,13 @@ class AnnouncedBatches:
         batches: Any,
         sampler: Any,
         ahead: bool,
-        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] = lambda batch, draw: (
-            batch,
-            draw,
-        ),
+        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] | None = None,
     ):
         self._batches = batches
         # With workers, those of this epoch: its first batches are drawn by now. Without, a
         # batch is given as soon as it is drawn, also where other iterators are in between.
         pending = sampler.pending if ahead else None
+        # A function, which knows nothing of this object: a loop that is left ends it at once.
         self._announced = _announced(batches, sampler.announce, pending, taken_apart)
 
     def __iter__(self) -> AnnouncedBatches:
@@ -267,9 +304,10 @@ def _announced(
     batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None, taken_apart: Any
 ) -> Iterator[Any]:
     try:
-        for collated in batches:
-            drawn = announce.last if pending is None else pending.popleft()
-            batch, draw = taken_apart(collated, drawn)
+        for batch in batches:
+            draw = announce.last if pending is None else pending.popleft()
+            if taken_apart is not None:
+                batch, draw = taken_apart(batch, draw)
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))
             announce(draw)
@@ -389,3 +427,286 @@ def _name(thing: Any) -> str:
 def is_accounted_for(loader: Any) -> bool:
     """Whether batches are what the accountants assume: Poisson, or all of the data."""
     return isinstance(loader.batch_sampler, _POISSON) or len(loader) == 1
+
+
+class UnitsOfRows:
+    """Which unit each row of a dataset belongs to.
+
+    Args:
+        units: ``[len(dataset)]``: the id of every row's unit, integers of any size.
+        rows: how many rows the dataset has.
+        sample_rate: the probability of every unit in every step.
+        max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
+
+    Attributes:
+        count: how many units there are.
+
+    Raises:
+        ValueError: it is not one id for each row, or ``max_rows`` is below 1.
+    """
+
+    def __init__(
+        self, units: Sequence[int] | Tensor, rows: int, sample_rate: float, max_rows: int | None
+    ):
+        ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"units: found {ids.dtype}; expected an integer for each row.")
+        if tuple(ids.shape) != (rows,):
+            raise ValueError(
+                f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
+                "id of one unit for each row."
+            )
+        if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
+            raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
+        _, place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
+        self.count = len(sizes)
+        self.sample_rate, self.max_rows = sample_rate, max_rows
+        self._rows = place_of_row.argsort(stable=True)
+        self._starts = [0, *sizes.cumsum(0).tolist()]
+
+    def rows_of(self, unit: int, draw: Draw) -> list[int]:
+        """Rows of a unit; of one with too many, some that are drawn anew each time.
+
+        ``draw`` is the step's, of which the units themselves are tensor 0.
+        """
+        rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
+        if self.max_rows is not None and len(rows) > self.max_rows:
+            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
+        found: list[int] = rows.tolist()
+        return found
+
+
+class UnitSampler(PoissonSampler):
+    """Every step draws every unit independently, with the same probability.
+
+    A batch is a list of pairs: a row's index in the dataset, and its unit's place in the batch.
+    """
+
+    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
+        super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
+        self.units = units
+        self.announce = BatchSizeNotifier(strict=True)
+
+    def _samples(self, indices: list[Any]) -> int:
+        return indices[-1][1] + 1 if indices else 0
+
+    def _draw(self) -> list[Any]:
+        draw = self.stream.draw(Purpose.SAMPLING)
+        return [
+            (row, place)
+            for place, unit in enumerate(self._places(draw).tolist())
+            for row in self.units.rows_of(unit, draw)
+        ]
+
+
+class _OwnedRows(Dataset[Any]):
+    """A dataset whose rows go with the places of their units."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, pairs: list[tuple[int, int]]) -> tuple[list[int], Any]:
+        rows = [row for row, _ in pairs]
+        fetch = getattr(self.dataset, "__getitems__", None)
+        found = fetch(rows) if callable(fetch) else [self.dataset[row] for row in rows]
+        return [place for _, place in pairs], found
+
+
+class _UnitCollate:
+    """Collates rows as they would be without units, and the places of these beside them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
+        self.wrapped_collator_fn = collate
+        self._collate = CollateWithEmpty(OrderedCollate(collate, "units"), dataset)
+
+    def __call__(self, fetched: tuple[list[int], Any]) -> tuple[Tensor, Any]:
+        places, rows = fetched
+        return torch.tensor(places, dtype=torch.int64), self._collate(rows)
+
+
+class UnitLoader(DataLoader[Any]):
+    """Another loader with a :class:`UnitSampler`; its batches are that loader's kind of batches.
+
+    Args:
+        loader: what to take all but the sampling from.
+        units: which unit each row of its dataset belongs to.
+        generator: a ``torch.Generator`` that seeds the draws; not the loader's own, which goes on
+            seeding workers.
+        stream: what to draw with; a new one with a key of its own if ``None``.
+        batch_first: accepted for compatibility.
+        distributed, rand_on_empty: must be false.
+
+    Raises:
+        ValueError: one of these is not.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        units: UnitsOfRows,
+        generator: Any = None,
+        *,
+        stream: SecretStream | None = None,
+        distributed: bool = False,
+        rand_on_empty: bool = False,
+        batch_first: bool = True,
+    ):
+        if distributed:
+            raise ValueError(
+                "units: found with a model of several processes, each of which draws rows of its "
+                "own. Train in one process; or make every item of the dataset a whole unit, and "
+                "give make_private sample_of=... in the place of units."
+            )
+        if rand_on_empty:
+            raise ValueError(
+                "rand_on_empty=True: found with units. A made-up row would be a unit that nobody "
+                "is. Leave it out: batches without rows are served."
+            )
+        dataset = plain_dataset(loader)
+        collate = plain_collate(loader.collate_fn)
+        self.sample_rate = units.sample_rate
+        sampler = UnitSampler(units=units, steps=len(loader), generator=generator, stream=stream)
+        super().__init__(
+            _OwnedRows(dataset),
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            collate_fn=_UnitCollate(collate, dataset),  # type: ignore[arg-type]
+            generator=loader.generator,
+            **settings_of(loader),
+        )
+
+    def __iter__(self) -> Any:
+        ahead = bool(self.num_workers)
+        return AnnouncedBatches(super().__iter__(), self.batch_sampler, ahead, _with_units)
+
+
+def _with_units(collated: tuple[Tensor, Any], draw: DrawnBatch) -> tuple[Any, DrawnBatch]:
+    """The batch, and what was drawn with the unit of each row."""
+    unit_R, batch = collated
+    return batch, replace(draw, unit_R=unit_R)
+
+
+def plain_dataset(loader: Any) -> Any:
+    """The user's dataset."""
+    dataset = loader.dataset
+    return dataset.dataset if isinstance(dataset, _OwnedRows) else dataset
+
+
+def refuse_units(
+    units: Any, max_rows: int | None, *, sample_of: Any, flash: bool, poisson: bool
+) -> None:
+    """Refuse arguments that do not go with ``units``.
+
+    Raises:
+        ValueError: units would be sampled otherwise than is accounted, or not at all.
+    """
+    if units is None:
+        if max_rows is not None:
+            raise ValueError(
+                "max_rows_per_unit: found a number without units=..., the unit of every row."
+            )
+        return
+    if not flash:
+        raise ValueError("units: found with another grad_sample_mode; only 'flash' clips units.")
+    if sample_of is not None:
+        raise ValueError(
+            "units and sample_of: found both. With units the loader says which unit each row "
+            "belongs to; with sample_of an argument of the forward does, and items are units."
+        )
+    if not poisson:
+        raise ValueError(
+            "units: found with poisson_sampling=False; the loader would not draw units. Leave "
+            "poisson_sampling at its default."
+        )
+
+
+def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
+    """Refuse steps on other batches than were drawn: parts of one, or several.
+
+    Raises:
+        FlashClippingError: parts of one unit would be clipped one by one; or who is drawn in two
+            batches of one step would add twice the bound.
+    """
+    if module is None:
+        return
+    if by_hand:
+        if module._session.whole_batches:
+            raise FlashClippingError(
+                "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
+                "one step for each (units, max_batch_size or batches in an order). A step of two "
+                "of them could hold one sample twice, and is accounted for as one. Call "
+                "optimizer.step() after every batch; for larger steps use a loader with a larger "
+                "batch_size. Nothing was released."
+            )
+        return
+    if module._session.units_of_calls.from_loader:
+        raise FlashClippingError(
+            "BatchMemoryManager: found with make_private(units=...). It splits batches between any "
+            "two rows, so that parts of one unit would be clipped one by one, and a unit could add "
+            "several times the bound. Use a loader with a smaller batch_size, max_rows_per_unit, "
+            "or activation checkpointing (mode='two_pass')."
+        )
+    if module._session.whole_batches:
+        raise FlashClippingError(
+            "BatchMemoryManager: found with make_private(max_batch_size=...) or batches in an "
+            "order. It splits batches, and nobody could tell which parts are padding or which step "
+            "a part belongs to. Use a loader with a smaller batch_size, or activation "
+            "checkpointing (mode='two_pass')."
+        )
+
+
+def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
+    """Announce batches to the model; warn when steps were not sampled as they are accounted."""
+    sampler, session = loader.batch_sampler, module._session
+    units = session.units_of_calls
+    units.from_loader = isinstance(sampler, UnitSampler)
+    units.are_items = isinstance(sampler, PoissonSampler)
+    session.padding.rows = getattr(sampler, "max_batch_size", None)
+    announce = getattr(sampler, "announce", None)
+    session.whole_batches = announce is not None and announce.strict
+    if isinstance(sampler, PoissonSampler):
+        sampler.announce.follow(module)
+    elif not is_accounted_for(loader):
+        _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
+    #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
+    silent, account = 0, optimizer.step_hook
+
+    def note_step(optimizer: Any) -> None:
+        nonlocal silent
+        record = optimizer.step_record
+        draw = None if record is None else record.draw
+        if isinstance(sampler, OrderedSampler):
+            sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
+            sampler.taken += 1
+        elif isinstance(sampler, PoissonSampler):
+            silent += draw is None
+            if draw is not None and draw.stepped:
+                _warn(engine, f"a second step on batch {draw.number} of the loader")
+            elif draw is None and silent > sampler.drawn - sampler.announce.given:
+                _warn(
+                    engine,
+                    "a step on a batch that the loader which make_private returned did not give "
+                    "for it",
+                )
+        if draw is not None:
+            draw.stepped = True
+        account(optimizer)
+
+    optimizer.attach_step_hook(note_step)
+
+
+def _warn(engine: Any, found: str) -> None:
+    if not engine._warned_not_poisson:
+        engine._warned_not_poisson = True
+        warnings.warn(
+            f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
+            "that every step draws every sample independently with the sample rate; for other "
+            "batches the epsilon that it reports is an approximation that may be too small. "
+            "Take batches from the loader that make_private returns, with "
+            "poisson_sampling=True. (Trainers that make their own loaders must be given this "
+            "one, and a datamodule must return it.) This is said once.",
+            NotPoissonWarning,
+            stacklevel=5,
+        )

@@ -3,6 +3,9 @@
 The accountants assume that every step draws every sample independently with probability ``q``, the
 *sample rate* that they are told. The samplers here do exactly that, and nobody can guess what they
 draw: it is hidden who took part in a step, and on that the accountants' amplification rests.
+
+Other samplers are for processes that an accountant of ours knows: batches of one size, cut or
+filled up, and batches in an order, for noise that is correlated over steps.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
+from flash_clipping.engine.noise_stream import stream_of
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import coin_tosses
+from flash_clipping.randomness.choices import coin_tosses, subset
 
 
 class BatchSizeNotifier:
@@ -62,22 +67,6 @@ class BatchSizeNotifier:
         self.draws.give(draw)
 
 
-def sampling_stream(generator: Any = None, seed: int | None = None) -> SecretStream:
-    """What a loader draws with: a key of the operating system's, unless the user asks for a seed.
-
-    Args:
-        generator: a ``torch.Generator`` that the user gave to the private loader: one number is
-            drawn from it, and is the seed.
-        seed: the seed.
-
-    Warns:
-        SeededNoiseWarning: there is a seed.
-    """
-    if generator is not None:
-        seed = int(torch.randint(1 << 62, (1,), generator=generator))
-    return SecretStream(seed=seed)
-
-
 class PoissonSampler(UniformWithReplacementSampler):
     """Batches of indices: every step draws every sample independently, with the same probability.
 
@@ -114,7 +103,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
-        self.stream = sampling_stream(generator) if stream is None else stream
+        self.stream = stream_of(None, generator) if stream is None else stream
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
@@ -168,35 +157,16 @@ class ShardedPoissonSampler(PoissonSampler):
 
     Args:
         total_size: samples in the dataset, the same for all processes.
-        sample_rate: the probability.
-        steps: batches in an epoch, the same for all processes.
-        rank: this process.
-        world_size: how many there are.
-        generator, stream: as in :class:`PoissonSampler`.
+        rank, world_size: this process, and how many there are.
+        **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
 
     Attributes:
         gives_parts: whether it gives parts, all of them in one step of all processes.
         is_last_part: whether the batch ends with the part that was given last.
     """
 
-    def __init__(
-        self,
-        *,
-        total_size: int,
-        sample_rate: float,
-        steps: int,
-        rank: int,
-        world_size: int,
-        generator: Any = None,
-        stream: SecretStream | None = None,
-    ):
-        super().__init__(
-            num_samples=len(range(rank, total_size, world_size)),
-            sample_rate=sample_rate,
-            steps=steps,
-            generator=generator,
-            stream=stream,
-        )
+    def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
+        super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
         self.total_size = total_size
         self.rank, self.world_size = rank, world_size
         self.shard = rank
@@ -246,3 +216,132 @@ class ShardedPoissonSampler(PoissonSampler):
         places = self._places(self._last)
         indices: list[int] = (places * self.world_size + self.rank).tolist()
         return indices
+
+
+class FixedShapeSampler(PoissonSampler):
+    """Every step draws every sample independently, and takes at most so many of them.
+
+    Of more than ``max_batch_size`` samples a uniformly random subset of that size is left. Of fewer
+    the batch is filled up with samples that were not drawn: other rows than those that count, so
+    that a rehearsal can tell rows apart. Rows that count are the first.
+
+    Args:
+        max_batch_size: rows of every batch.
+        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
+
+    Raises:
+        ValueError: ``max_batch_size`` is not between 1 and the number of samples.
+    """
+
+    def __init__(self, *, max_batch_size: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
+            raise ValueError(
+                f"max_batch_size: found {max_batch_size!r}; expected the rows of every batch, 1 to "
+                f"the {self.num_samples} samples of the dataset."
+            )
+        self.max_batch_size = max_batch_size
+        self.announce = BatchSizeNotifier(strict=True)
+        self._counted = 0
+
+    def _draw(self) -> list[int]:
+        draw = self.stream.draw(Purpose.SAMPLING)
+        mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
+        counted = mask_N.nonzero().flatten()
+        if len(counted) > self.max_batch_size:
+            # Words of another nonce: which are left does not depend on which were drawn.
+            counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
+        self._counted = len(counted)
+        padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
+        indices: list[int] = torch.cat([counted, padding]).tolist()
+        return indices
+
+    def _samples(self, indices: list[Any]) -> int:
+        return self._counted
+
+
+class OrderedSampler(PoissonSampler):
+    """Batches by the number of their step.
+
+    Attributes:
+        taken: steps that were taken.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.announce = BatchSizeNotifier(strict=True)
+        self.taken = 0
+        self._next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._next = self.taken
+        return super().__iter__()
+
+    def _number(self) -> int:
+        return self._next - 1
+
+    def check_step(self, draw: DrawnBatch | None) -> None:
+        """Refuse a step on another batch than this step's.
+
+        Raises:
+            FlashClippingError: the loop has left one out, or took one twice.
+        """
+        if draw is None or draw.number != self.taken:
+            found = "an unknown batch" if draw is None else f"batch {draw.number}"
+            raise FlashClippingError(
+                f"optimizer.step(): found step {self.taken} (from 0) with {found} of the loader. "
+                "Noise is correlated over steps, and epsilon is for one step on every batch, in "
+                "order. Call optimizer.step() once for each batch; do not leave batches out. "
+                "Nothing was released."
+            )
+
+
+class FixedOrderSampler(OrderedSampler):
+    """Every epoch has the same batches in the same order; every sample is in one of them.
+
+    Which is drawn at random, once. Batches differ by one sample in size at most.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        draw = self.stream.draw(Purpose.SAMPLING)
+        self._order = subset(draw, self.num_samples, self.num_samples)
+
+    def _draw(self) -> list[int]:
+        number, self._next = self._next, self._next + 1
+        batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
+        return batch
+
+
+class CyclicPoissonSampler(OrderedSampler):
+    """Samples are in groups, and each step draws from the next one.
+
+    The group of a sample is its number modulo ``cycle``. A step draws every sample of its group
+    independently, with probability ``cycle * sample_rate``.
+
+    Args:
+        cycle: how many groups there are.
+        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
+
+    Raises:
+        ValueError: the probability would be above 1.
+    """
+
+    def __init__(self, *, cycle: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        if cycle * self.sample_rate > 1:
+            raise ValueError(
+                f"sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches in an "
+                "epoch; expected at least as many batches as groups. Use fewer diagonals, or "
+                "smaller batches."
+            )
+        self.cycle = cycle
+
+    def _draw(self) -> list[int]:
+        number, self._next = self._next, self._next + 1
+        group = number % self.cycle
+        members = len(range(group, self.num_samples, self.cycle))
+        draw = self.stream.draw(Purpose.SAMPLING)
+        mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
+        batch: list[int] = (mask.nonzero().flatten() * self.cycle + group).tolist()
+        return batch

@@ -66,10 +66,12 @@ def clipped_sums_many(
     kinds = remembered(memo, "kinds", lambda: _busy_kinds(pairs))
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
-        alike = [pairs[i] for i in members]
+        alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
         sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
+        if alike is pairs:
+            return sums
         results.update(zip(members, sums, strict=True))
     if len(results) < len(pairs):
         for idle in {*range(len(pairs))}.difference(results):

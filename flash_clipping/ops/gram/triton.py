@@ -199,7 +199,7 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     tma = aligned and tiles.has_tma(device)
     ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
     config = config or config_for(A_dtype, tma, ring and has_gluon())
-    table = to_device(work.table, device, torch.int64)
+    table = to_device(work.table, device, torch.int64, repeats=True)
     groups, layers = len(work.inputs), len(work.layers)
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2

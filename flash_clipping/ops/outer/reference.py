@@ -43,18 +43,22 @@ def _sqnorms(grads_Bpd: Tensor) -> Tensor:
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.outer.weighted_sum`."""
-    return weighted_sums_many([grads], coef_B)[0]
+    return _weighted_sum(grads, coef_B, _all_count(coef_B))
 
 
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
-    # On a CPU, where looking at a coefficient costs nothing.
-    all_count = coef_B.device.type == "cpu" and not bool((coef_B == 0).any())
+    all_count = _all_count(coef_B)
     return [_weighted_sum(tensor, coef_B, all_count) for tensor in grads]
 
 
+def _all_count(coef_B: Tensor) -> bool:
+    """Whether no coefficient is 0, as far as looking costs nothing: on a CPU."""
+    return coef_B.is_cpu and not bool((coef_B == 0).any())
+
+
 def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
-    dtype = accumulator(grads)
+    dtype = torch.promote_types(grads.dtype, torch.float32)
     if all_count and grads.dtype == coef_B.dtype == dtype:
         flat_BN = grads.reshape(grads.shape[0], grads.shape[1:].numel())
         return torch.mv(flat_BN.mT, coef_B).view(grads.shape[1:])

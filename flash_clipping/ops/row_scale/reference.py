@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.runtime.shapes import accumulator
-
 
 def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.row_scale.row_scale`."""
-    dtype = accumulator(x)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     coef = coef_B.to(dtype).view(-1, *(1,) * (x.dim() - 1))
     out = torch.empty_like(x, dtype=dtype)
     torch.mul(x, coef, out=out)

@@ -76,7 +76,10 @@ def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> N
             f"row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
             "expected one, or None, for each."
         )
-    dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
+    dtypes: set[torch.dtype] = set()
+    for x_hat in normalized:
+        if x_hat is not None:
+            dtypes.add(x_hat.x_BTn.dtype)
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"row_sums takes normalized tensors of one dtype; found {found}.")

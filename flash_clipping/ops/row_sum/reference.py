@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.runtime.shapes import Memo, Normalized, accumulator
+from flash_clipping.ops.runtime.shapes import Memo, Normalized
 
 
 def row_sums(
@@ -15,8 +15,10 @@ def row_sums(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     first = rows[0]
-    dtype = accumulator(first)
-    sizes = [row.shape[2] for row in rows]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    sizes = []
+    for row in rows:
+        sizes.append(row.shape[2])
     sums_BN = first.new_empty((len(first), sum(sizes)), dtype=dtype)
     norms: list[Tensor] = []
     for row, x_hat, sums_Bn in zip(rows, normalized, sums_BN.split(sizes, dim=1), strict=True):

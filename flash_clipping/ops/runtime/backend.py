@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -35,6 +36,16 @@ _BACKENDS: Any = torch.backends
 _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
 
+
+class _EndOfStep(threading.local):
+    """Of the backward pass whose end runs in this thread, if one does: which implementation was
+    chosen, by the backend asked for and the tensor's kind; where products are precise already."""
+
+    chosen: dict[tuple[str, torch.dtype, bool], str] | None = None
+    precise_on = ""
+
+
+_end_of_step = _EndOfStep()
 _broken: set[tuple[str, torch.dtype]] = set()
 _warned: set[str] = set()
 
@@ -110,7 +121,16 @@ def run(
     out of memory, and errors of the device itself, are never hidden.
     """
     name = reference.__name__
-    if tensor.numel() == 0 or resolve(backend, tensor) == "torch":
+    if (chosen := _end_of_step.chosen) is None:
+        choice = resolve(backend, tensor)
+    else:
+        kind = backend, tensor.dtype, tensor.is_cuda
+        choice = chosen.get(kind, "")
+        if not choice:
+            choice = chosen[kind] = resolve(backend, tensor)
+    if choice == "torch" or tensor.numel() == 0:
+        if chosen is not None and tensor.device.type == _end_of_step.precise_on:
+            return reference(*args, **kwargs)
         return _run_reference(reference, tensor, args, kwargs)
     if _broken and (name, tensor.dtype) in _broken:
         return _run_reference(reference, tensor, args, kwargs)
@@ -181,7 +201,7 @@ def is_always_precise(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[None]:
     """Products and convolutions of fp32 operands in fp32, whatever the caller allows for its own.
 
     Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
@@ -189,8 +209,14 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     By ``torch.backends.cuda.matmul.fp32_precision`` and the like: the older settings say what these
     say, but not the other way round.
+
+    ``ends_step``: around the end of a backward pass, which runs without autograd. Its operations on
+    devices of this type do not enter it again, and the environment is read once for all of them.
     """
     with contextlib.ExitStack() as stack:
+        if ends_step:
+            outside = _end_of_step.chosen, _end_of_step.precise_on
+            _end_of_step.chosen, _end_of_step.precise_on = {}, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         convolutions = _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.conv
@@ -199,7 +225,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
             if wanted not in ("none", "ieee"):
                 setting.fp32_precision = "ieee"
                 stack.callback(setattr, setting, "fp32_precision", wanted)
-        yield
+        try:
+            yield
+        finally:
+            if ends_step:
+                _end_of_step.chosen, _end_of_step.precise_on = outside
 
 
 def matmul_settings() -> tuple[Any, Any]:

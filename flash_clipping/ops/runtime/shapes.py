@@ -86,8 +86,10 @@ def by_kind(groups: Sequence[Group]) -> list[list[int]]:
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """The dtype norms are summed and returned in: fp32, or float64 for float64 operands."""
-    wide = any(t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if wide else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def as_rows(x: Tensor, name: str) -> Tensor:

@@ -61,7 +61,7 @@ class Table:
 
     def on(self, device: torch.device) -> Tensor:
         """The numbers, int64, on a device; never waits for it."""
-        return to_device(self.numbers, device, torch.int64)
+        return to_device(self.numbers, device, torch.int64, repeats=True)
 
 
 def operand_row(x_BTf: Tensor) -> tuple[Tensor, tuple[int, int, int, int], bool]:

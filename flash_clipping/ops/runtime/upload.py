@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,23 @@ from flash_clipping.errors import FlashClippingError
 
 _TYPECODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
+#: Tables that were copied last, by what they hold, where they are, and the stream that copied them.
+_copies: dict[Hashable, Tensor] = {}
+_MOST = 64
 
-def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
+
+def to_device(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype, *, repeats: bool = False
+) -> Tensor:
     """A one-dimensional tensor of the values; int64, float32 or float64.
 
     ``torch.tensor`` looks at every value by itself: three times as slow as an array of bytes. On
     a GPU the copy starts from pinned memory, which PyTorch keeps until it has been made.
+
+    Args:
+        repeats: whether the same values are likely to be asked for again, and are no secret: then
+            the copy is kept, and nobody may write into it. Steps of one layout mostly get the same
+            memory from PyTorch, so that their tables of addresses are equal.
 
     Raises:
         FlashClippingError: the copy is captured as a part of a CUDA graph, and nobody will keep
@@ -27,10 +38,9 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype)
     """
     if not len(values):
         return torch.empty(0, dtype=dtype, device=device)
-    on_host = torch.frombuffer(array(_TYPECODES[dtype], values), dtype=dtype)
+    numbers = array(_TYPECODES[dtype], values)
     if device.type == "cpu":
-        return on_host
-    pinned = on_host.pin_memory()
+        return torch.frombuffer(numbers, dtype=dtype)
     if is_current_stream_capturing():
         if not _kept:
             raise FlashClippingError(
@@ -38,8 +48,20 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype)
                 "would read tables that are gone by then. Capture a step with "
                 "flash_clipping.GraphedStep."
             )
+        pinned = torch.frombuffer(numbers, dtype=dtype).pin_memory()
         _kept[-1].append(pinned)
-    return pinned.to(device, non_blocking=True)
+        return pinned.to(device, non_blocking=True)
+    if not repeats:
+        return torch.frombuffer(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    # Another stream would have to wait for the copy.
+    key = numbers.tobytes(), dtype, device, torch.cuda.current_stream(device).cuda_stream
+    copy = _copies.pop(key, None)
+    if copy is None:
+        copy = torch.frombuffer(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
+        if len(_copies) >= _MOST:
+            _copies.pop(next(iter(_copies)), None)
+    _copies[key] = copy  # the last
+    return copy
 
 
 #: Where sources of copies go that CUDA graphs, captured one inside the other, make.

@@ -19,8 +19,7 @@ from torch import Tensor
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments import reference
-from flash_clipping.ops.segments.work import Lists
-from flash_clipping.ops.segments.work import Rows as Rows
+from flash_clipping.ops.segments.work import Lists, Rows as Rows
 
 
 class Segments:

@@ -21,8 +21,7 @@ from flash_clipping._compat import grouped_mm
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.tiles import tile_in_groups
-from flash_clipping.ops.segments.norms import PROMOTED
-from flash_clipping.ops.segments.norms import segment_sqnorms as segment_sqnorms
+from flash_clipping.ops.segments.norms import PROMOTED, segment_sqnorms as segment_sqnorms
 from flash_clipping.ops.segments.operands import (
     Config,
     Operands,

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flash_clipping.layers.ops.hyper_connections import reference
-from flash_clipping.layers.ops.hyper_connections.reference import Parameters
-from flash_clipping.layers.ops.hyper_connections.reference import Settings as Settings
+from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import accumulator
 

@@ -1,0 +1,1 @@
+"""Do the tests notice a wrong library? See ``__main__.py``."""
