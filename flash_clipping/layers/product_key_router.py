@@ -24,8 +24,9 @@ class ProductKeyRouter(nn.Module):
 
     Two linear maps give a token s logits each. Expert ``ix · s + iy`` has the probability
     ``softmax(logits_x)[ix] · softmax(logits_y)[iy]``, and the k experts of the highest are chosen
-    without ever forming all ``s²``: :func:`flash_clipping.ops.product_key_scores`, where the order
-    of ties, and what becomes of NaN, is described. A token's experts depend on this token alone.
+    without ever forming all ``s²``. The order of ties, and what becomes of NaN, is described at
+    :func:`~flash_clipping.layers.ops.product_key.product_key_scores`. A token's experts depend on
+    this token alone.
 
     Args:
         width: features of a token, d.
@@ -110,7 +111,7 @@ def route(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """:func:`flash_clipping.ops.product_key_scores` under autograd, for any axes before the last.
+    """:func:`.product_key_scores` under autograd, for any axes before the last.
 
     Args:
         logits_x, logits_y: ``[..., s]``.

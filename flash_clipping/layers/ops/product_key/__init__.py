@@ -39,11 +39,12 @@ def product_key_scores(
         Scores ``[N, k]`` in the logits' dtype, not increasing along k, and indices ``[N, k]``,
         int32.
 
-        * An expert of probability 0 (a logit of ``-inf``) is never chosen: where no other is left,
-          the index is -1 and the score ``-inf``.
-        * A row that has no probabilities (a NaN, ``+inf``, an axis of nothing but ``-inf``, or a
-          sum beyond the range of fp32) gets scores NaN and indices 0 ... k-1, so that its loss is
-          NaN and nothing outside of the table is addressed.
+        An expert of probability 0 (a logit of ``-inf``) is never chosen: where no other is left,
+        the index is -1 and the score ``-inf``.
+
+        A row that has no probabilities (a NaN, ``+inf``, an axis of nothing but ``-inf``, or a sum
+        beyond the range of fp32) gets scores NaN and indices 0 ... k-1, so that its loss is NaN and
+        nothing outside of the table is addressed.
 
     Raises:
         ValueError: logits that are not two matrices of one shape, dtype and device; a k that is out
