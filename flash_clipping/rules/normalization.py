@@ -41,6 +41,10 @@ def normalization_input(x: Tensor) -> Tensor:
     return x
 
 
+def _is_bound_by_launches(x: Tensor) -> bool:
+    return x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES
+
+
 def _normalized_backward(
     shape: Sequence[int],
     x: Tensor,
@@ -58,7 +62,7 @@ def _normalized_backward(
         mean = None if mean is None else mean.flatten(-axes)
         weight = None if weight is None else weight.flatten()
     factors: dict[str, Factor] = {}
-    if mean is not None and x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES:
+    if mean is not None and _is_bound_by_launches(x):
         # PyTorch's own kernel for the input gradient, and vectors in one launch with other layers':
         # a launch through Triton takes the host several times as long as PyTorch's own, and a
         # small layer takes the device less than either.
