@@ -125,7 +125,7 @@ def try_one(mutant: Mutant | None, folder: Path, tests: tuple[str, ...]) -> tupl
     if process.exitcode not in (0, 1):
         raise RuntimeError(f"{mutant}: pytest ended with {process.exitcode}:\n{text[-3000:]}")
     first = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
-    return process.exitcode == 1, first[1] if first else "?"
+    return process.exitcode == 1, first[1] if first else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,8 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
             says = ("passes", "FAILS") if mutant is None else ("SURVIVES", "killed")
             name = " ".join(tests) if mutant is None else mutant.name
             seconds = time.monotonic() - began
-            by_whom = by if killed else ""
-            print(f"{says[killed]:9}{seconds:5.0f} s  {name}  {by_whom}", flush=True)
+            print(f"{says[killed]:9}{seconds:5.0f} s  {name}  {by}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
         threads = []
