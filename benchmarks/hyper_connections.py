@@ -78,7 +78,7 @@ class EagerBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         hc = self.hc
         params = (hc.phi, hc.alpha, hc.bias, hc.gamma)
-        h, post, comb, *_ = ops.reference.hyper_connections(x, *params, *hc.settings)
+        h, post, comb, *_ = ops.reference.hyper_connections(x, params, hc.settings)
         if self.dtype is not None:
             h = Rounded.apply(h, self.dtype)
         return mixing.reference.stream_mix(x, h, post, comb, hc.transposed)

@@ -157,7 +157,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
         if self._sharded is not None:
-            self._session.trainable = self._sharded.slots.trainable
             self._session.seen_kinds = None  # its processes rehearse at the beginning only
         GradSampleHooksFastGradientClipping.__init__(
             self,
@@ -517,6 +516,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trainable now, in the model's order."""
+        if self._sharded is not None:  # layers record whole parameters, users see shards
+            return self._sharded.slots.trainable()
         return self._session.trainable()
 
     @trainable_parameters.setter

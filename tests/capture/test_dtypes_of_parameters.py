@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def test_parameters_of_different_dtypes(head: torch.dtype, body: torch.dtype, mo
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("kind", ["linear", "convolution", "tied"])
-def test_uses_with_other_batch_sizes_are_refused_by_name(kind: str, mode: str) -> None:
-    """Not by whatever then fails to put the uses together."""
+def test_uses_with_other_batch_sizes_are_exact_or_refused_by_name(kind: str, mode: str) -> None:
+    """Whole copies of the batch are served; halves of it are refused, not by whatever then fails
+    to put the uses together."""
 
     class Uneven(nn.Module):
         def __init__(self) -> None:
@@ -76,6 +78,24 @@ def test_uses_with_other_batch_sizes_are_refused_by_name(kind: str, mode: str) -
 
     shapes = {"linear": (4, 3), "convolution": (4, 3, 5)}
     x = torch.randint(7, (4, 5)) if kind == "tied" else torch.randn(shapes[kind])
-    wrapped = GradSampleModuleFlashClipping(Uneven(), max_grad_norm=1.0, mode=mode)
+    model = Uneven()
+    truth = None if kind == "tied" else truth_of_twice(copy.deepcopy(model), x)
+    wrapped = GradSampleModuleFlashClipping(
+        model, max_grad_norm=1.0, mode=mode, loss_reduction="sum"
+    )
+    if truth is not None:
+        wrapped(x).square().sum().backward()
+        assert_close(wrapped.get_norm_sample(), truth, 1e-5, "norms")
+        return
     with pytest.raises(FlashClippingError, match=r"shared \(\w+\): what it reads has [28] rows"):
         wrapped(x).square().sum().backward()
+
+
+def truth_of_twice(model: Any, x: Tensor) -> Tensor:
+    """Norms of single samples that go through the shared layer twice."""
+    norms = []
+    for x_1 in x.split(1):
+        loss = (2 * model.shared(x_1)).square().sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        norms.append(torch.cat([g.flatten() for g in grads]).norm())
+    return torch.stack(norms)
