@@ -17,6 +17,7 @@ from tests.support.autograd import (
     squares,
     truth_by_autograd,
 )
+from tests.support.oracle import assert_close
 
 B, T, D, HEADS = 3, 4, 6, 2
 
