@@ -202,7 +202,7 @@ def _folds(tap: GenericTap, alone: Any, together: Any, axis: int, B: int) -> lis
 
 def _is_compared(session: ClippingSession, axis: int) -> bool:
     """Whether the oracle will have seen that rows lie as they are taken to."""
-    return not axis and session.seen_kinds is not None and not session.units_of_calls.are_known
+    return not axis and session.has_oracle
 
 
 def _folded_back(outputs: Any, folds: list[bool]) -> Any:

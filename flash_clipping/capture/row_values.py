@@ -12,9 +12,6 @@ from torch import Tensor
 #: have a few digits only (TF32, bf16, fp16, autocast).
 DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
 
-#: The same for batches of half the samples: what depends on how many there are changes more.
-DIFFERENT_HALF = 0.3
-
 #: Features of a row that its digest is made of; of longer rows, as many at equal distances.
 FEATURES = 1 << 16
 

@@ -264,6 +264,8 @@ class Tap(FactorSource):
         if ACTIVE and not session.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule, parameters = self.rule, self.parameters
+        if session.probing is not None and (rule is not None or self.generic):
+            return self.original(*args, **kwargs)
         trainable = parameters.trainable()
         params = trainable[1]
         if rule is None or parameters.computed or not params:
@@ -392,12 +394,12 @@ class Tap(FactorSource):
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.proxies`)."""
-        call = self._begin_call()
+        call, session = self._begin_call(), self.session
         try:
             with bare_parameters(self, self.owners):
                 output = self.original(*args, **kwargs)
-            rehearsing = call is not None and call.witness is not None
-            if not (self._bypass_looked_for or rehearsing or in_backward()):
+            looks = call is not None and call.reads is not None
+            if not (self._bypass_looked_for or looks or session.probing or in_backward()):
                 refuse_bypassed(self, (args, kwargs), output)
                 # From now on backward alone will notice. Comparisons run without checkpoints.
                 self._bypass_looked_for = not self.session.comparing
@@ -525,10 +527,7 @@ class Tap(FactorSource):
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
         given = self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
-        if self._rule_folds and call is not None and call.witness is not None:
-            output = call.witness.taint.row_by_row(args, apply_tapped_layer, *given)
-        else:
-            output = apply_tapped_layer(*given)
+        output = apply_tapped_layer(*given)
         self._ordinary_in = -1
         if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
             self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype

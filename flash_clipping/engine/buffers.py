@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import SPECTRAL_NORM
-from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.capture.no_trace import put_back, random_state, untouched
-from flash_clipping.capture.position_rehearsal import other_tokens
-from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, untouched
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.structure import Structure
 from flash_clipping.errors import module_at
@@ -146,17 +145,14 @@ class BufferWatch:
         kwargs: dict[str, Any],
     ) -> None:
         """Run the model again on other samples: it must make the same buffers."""
-        runs = Rehearsals(self.root, self.root.forward, self.session, args, kwargs)
-        size = runs.first_size()
-        if not size:
+        samples = Samples(args, kwargs, self.session.batch_axis)
+        if not samples.count:
             return  # no samples in it
         made = [module._buffers.get(name) for module, name in places]
         told = False
-        for change in _changes(runs, size):
-            changes: list[bool] = []
-            of_run = partial(_changed, runs.sources(size), change, changes)
-            inputs = map_tensors(of_run, (args, kwargs))
-            if not any(changes):
+        for inputs in _others(samples):
+            before, after = batched_inputs(args, kwargs), batched_inputs(*inputs)
+            if all(_same_bits(x, y) for x, y in zip(before, after, strict=True)):
                 continue
             told = True
             try:
@@ -238,12 +234,16 @@ def _bytes(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _changes(runs: Rehearsals, size: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Other samples in the place of ``size``: nothing but the first, nothing but the last, and
-    samples that are not in the batch."""
-    for b in dict.fromkeys((0, size - 1)):
-        yield partial(runs.reordered, size, [b] * size)
-    yield _other_values
+def _others(samples: Samples) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments with other samples: nothing but the first, nothing but the last, and samples that
+    are not in the batch."""
+    for b in dict.fromkeys((0, samples.count - 1)):
+        yield samples.batch([b] * samples.count)
+
+    def other(x: Tensor) -> Tensor:
+        return _other_values(x) if samples.holds(x) else x
+
+    yield map_tensors(other, (samples.args, samples.kwargs))
 
 
 def _other_values(x: Tensor) -> Tensor:
@@ -253,14 +253,3 @@ def _other_values(x: Tensor) -> Tensor:
     if not x.is_floating_point() and (x.dim() < 2 or len(x.unique()) < 3):
         return x
     return other_tokens(torch.zeros(len(x), dtype=torch.bool), x)
-
-
-def _changed(
-    sources: list[Tensor], change: Callable[[Tensor], Tensor], changes: list[bool], x: Tensor
-) -> Tensor:
-    """A tensor of the arguments, changed if it holds samples; whether it was is noted."""
-    if all(x is not source for source in sources):
-        return x
-    new = change(x)
-    changes.append(not _same_bits(new, x))
-    return new

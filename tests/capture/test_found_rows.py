@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture import batch_axis
-from flash_clipping.capture.row_gradients import Reached
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -251,18 +249,10 @@ class Pairs(Flat):
         return self.head(self.ffn(self.norm(h.reshape(B * T, 4))).view(B, T, 4))
 
 
-@pytest.mark.parametrize("what", ["neighbours", "alike"])
-def test_values_alone_tell(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a look at gradients. In reverse order without the last of three samples, neighbours
-    are neighbours still; rows that are all alike have no order, which a probe finds."""
-    monkeypatch.setattr(
-        batch_axis, "rows_reached", lambda _, __, ___, paths: Reached(set(paths), set())
-    )
+def test_rows_of_neighbours_are_refused() -> None:
+    """In reverse order without the last of three samples, neighbours are neighbours still."""
     torch.manual_seed(0)
-    if what == "neighbours":
-        refused(Pairs(), float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
-    else:
-        check_by_autograd(Gated("positions first").double(), float64s(3, 2, 3), squares)
+    refused(Pairs(), float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
 
 
 class Gated(Flat):

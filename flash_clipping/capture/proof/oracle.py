@@ -139,13 +139,11 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
     if "PERTURB" not in skip:
         with perturbed(subject.session.trainable()):
             return examine(subject, audit=audit, skip={*skip, "PERTURB"})
-    axis = subject.session.batch_axis
     unfit: list[Table] = []
-    samples = Samples(subject.args, subject.kwargs, axis)
+    samples = subject.samples()
     try:
         for narrow in range(4) if samples.is_ambiguous else (0,):
-            of = Samples(subject.args, subject.kwargs, axis, narrow)
-            found = _Oracle(subject, of, audit, frozenset(skip)).table()
+            found = _Oracle(subject, subject.samples(narrow), audit, frozenset(skip)).table()
             if not found.unfit:
                 return found
             unfit.append(found)
@@ -160,7 +158,7 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
     if not kept:
         return Table(notes=["no sample has a finite gradient: nothing was compared"])
     args, kwargs = samples.batch(kept)
-    return examine(replace(subject, args=args, kwargs=kwargs), audit=audit, skip=skip)
+    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit, skip=skip)
 
 
 class _Oracle:

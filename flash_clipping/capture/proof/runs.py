@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.collectives import collectives_refused
+from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
+from flash_clipping.capture.no_trace import without_activations
+from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import repeatable
+from flash_clipping.capture.proof.reads import Reads, as_computed
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.units import Units
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
@@ -71,6 +77,7 @@ class Subject:
     Attributes:
         root: the model; ``forward`` runs it, and ``session`` is what its taps share.
         args, kwargs: of the call.
+        offsets: where samples begin that lie end to end, and how many there are.
     """
 
     root: nn.Module
@@ -78,6 +85,12 @@ class Subject:
     session: ClippingSession
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    offsets: tuple[Tensor, int] | None = None
+
+    def samples(self, narrow: int = 0) -> Samples:
+        """The samples of the call."""
+        axis = self.session.batch_axis
+        return Samples(self.args, self.kwargs, axis, narrow, self.offsets)
 
 
 class Runs:
@@ -106,6 +119,47 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
+        #: The units of the call, where these are parts of rows.
+        self.units: Units | None = None
+
+    def look(
+        self, given: tuple[tuple[Any, ...], dict[str, Any]], reads: Reads, seed: int = 0
+    ) -> tuple[int, FlashClippingError | None]:
+        """The forward alone, through the taps and without chance.
+
+        Floating inputs require gradients, so that what derives from these does.
+
+        Args:
+            given: arguments.
+            reads: gets what layers read.
+
+        Returns:
+            How many samples there were, and what refused to go on.
+
+        Raises:
+            whatever the model raises.
+        """
+        args, kwargs = map_tensors(as_computed, given, packed=True)
+        session = self.session
+        before = session.current_forward
+        call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
+        refused = None
+        try:
+            with (
+                repeatable(self.root, self._devices, seed, calm=True),
+                without_activations(),
+                collectives_refused(),
+            ):
+                self.forward(*args, **kwargs)
+        except FlashClippingError as error:
+            refused = error
+        finally:
+            call.spent = True
+            call.end()
+            call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+            if before is not None:
+                session.resume_forward(before)
+        return call.batch_size or 0, refused
 
     def run(
         self,
@@ -118,6 +172,7 @@ class Runs:
         calm: bool = False,
         before: Callable[[], None] = lambda: None,
         sums: int = 1,
+        probing: Any = None,
     ) -> Run:
         """The model on a batch.
 
@@ -132,6 +187,7 @@ class Runs:
             before: called before every backward pass.
             sums: of so many backward passes, the first ones, sums over samples are wanted; of the
                 others norms alone.
+            probing: told of operations between bare parameters and samples, which run as they are.
 
         Raises:
             whatever the model raises.
@@ -142,9 +198,10 @@ class Runs:
         seed += 0 if self._seeded else 1000 * self._count
         left = [param.grad for param in self.params]
         around = session.enabled, session.comparing, session.returned, session.current_forward
-        session.enabled = taps
-        call = session.begin_forward(batched_inputs(args, kwargs)) if taps else None
+        session.enabled = taps or probing is not None
+        call = session.begin_forward(batched_inputs(args, kwargs)) if session.enabled else None
         session.comparing, session.returned = True, None  # no two passes
+        session.probing = probing
         try:
             with repeatable(self.root, self._devices, seed, calm) as random, torch.enable_grad():
                 for param in self.params:
@@ -165,6 +222,7 @@ class Runs:
                     for n in axes
                 }
                 gradients = []
+                session.enabled = taps  # gradients of a probe are autograd's own
                 for number, scale in enumerate(scales):
                     before()
                     gradients.append(self._backward(outputs, places, scale, taps, number < sums))
@@ -176,6 +234,7 @@ class Runs:
                 call.spent = True
                 call.end()
             session.enabled, session.comparing, session.returned = around[:3]
+            session.probing = None
             if around[3] is not None:
                 session.resume_forward(around[3])
 

@@ -1,13 +1,8 @@
-"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples.
-
-Some let samples reach each other: ``logit_scale * texts @ images.T`` compares all pairs of a batch.
-Models return that beside what is each sample's own. Such functions run, and no gradient may come
-back: a loss of the latter gives ``logit_scale`` the gradient 0; one of the former has no per-sample
-gradients at all."""
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import NoneType
 from typing import Any
@@ -47,10 +42,6 @@ from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.ops.runtime.backend import is_autocasting
 
 
-class ComparesSamples(FlashClippingError):
-    """A gradient comes back through an operation whose result for one sample needs the others."""
-
-
 def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
     """The parameters that these are computed from, by their modules' paths and their names."""
     wanted = {id(param) for bare in bares for param in bare.leaves.values()}
@@ -61,48 +52,6 @@ def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
         if id(param) in wanted
     }
     return sorted(found.values())
-
-
-def reason_against(tap: FactorSource, bares: Sequence[ParameterProxy]) -> str | None:
-    """Why no gradient may come back to one of these, if rehearsals have shown that."""
-    mixing = tap.session.evidence.mixing
-    if not mixing:
-        return None
-    for name in names_of(tap, bares):
-        if name in mixing:
-            parameter = name.rpartition(": ")[2]
-            return (
-                f"{mixing[name]}. Its parameter {parameter!r} takes part in what compares samples, "
-                "and the loss reads it: no clipping can bound what a sample adds. Compute the loss "
-                "of each sample from its own outputs (embeddings, hidden states)"
-                ", or freeze the parameter and see to it that the loss is a sum over samples "
-                f"(requires_grad_(False) of {parameter!r})."
-            )
-    return None
-
-
-def run_refusing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-) -> Any:
-    """``func``, whose results no gradient may come back through."""
-    with torch.no_grad():
-        result = func(*args, **kwargs)
-    anchor = torch.zeros((), requires_grad=True)
-    return _Refuses.apply(reason, result, anchor) if isinstance(result, Tensor) else None
-
-
-class _Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, reason: str, result: Tensor, anchor: Tensor) -> Tensor:
-        ctx.reason = reason
-        ctx.set_materialize_grads(False)
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        if grad is not None:  # two passes go through all outputs, also where nothing comes back
-            raise ComparesSamples(ctx.reason)
-        return None, None, None
 
 
 #: Functions that only look at the other tensor's shape, dtype or device.
@@ -157,7 +106,7 @@ def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if (
         rank is None
         or call is not session.current_forward
-        or call.witness is not None
+        or call.reads is not None
         or not bare.is_kept
         or circumstances() != where
         or transforms_are_active()
@@ -188,9 +137,8 @@ def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = session.current_forward
     if (
         call is None
-        or call.witness is not None
+        or call.reads is not None
         or tap.linear_when != (session.epoch, x.dtype, len(x.shape))
-        or session.evidence.mixing
         or session.layouts
         or bare.origin is None
         or bare.value is not bare.origin.leaf
@@ -271,7 +219,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         given = [layout.front(others[0], count)]
     else:
         layout, given = None, others
-    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis)
     if any(batched):
         if writes:
             raise UnsupportedUse(tap, f"{name} writes into a tensor")
@@ -280,14 +228,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         _refuse_mixing(tap, name, args, kwargs)
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-        reason = reason_against(tap, bares)
-        if reason is not None and not in_place and torch.is_grad_enabled():
-            values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-            plain_args, plain_kwargs = unflattened(values, spec)
-            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
-                return result
-        if reason is not None:
-            raise ComparesSamples(reason)
+        if tap.session.probing is not None:
+            return _probed(tap, use, func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
@@ -368,6 +310,23 @@ def _stays_whole(
         and bare.kept_origin is None
         and torch.is_grad_enabled()
     )
+
+
+def _probed(
+    tap: FactorSource, use: str, func: Callable[..., Any], leaves: list[Any], spec: Any
+) -> Any:
+    """The operation as it is, while it is looked at where samples lie in what meets parameters."""
+    values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
+    places = [n for n, leaf in enumerate(leaves) if is_plain(leaf)]
+
+    def compute(x: Tensor | None = None) -> Any:
+        given = values if x is None else [x if n == places[0] else v for n, v in enumerate(values)]
+        args, kwargs = unflattened(given, spec)
+        return func(*args, **kwargs)
+
+    if not use or len(places) != 1:
+        return compute()
+    return tap.session.probing.operation(tap.path, use, values[places[0]], compute)
 
 
 def _out_of_checkpoints() -> AbstractContextManager[Any]:
@@ -491,13 +450,12 @@ def _laid_out(
     tap: FactorSource, name: str, bares: list[ParameterProxy], tensors: list[Tensor]
 ) -> tuple[Layout | None, str, int]:
     """Where samples lie in the one tensor that meets bare parameters, if not along its first axis;
-    what that goes by, in rehearsals and where any layout is known; and how many samples there
-    are."""
+    what that goes by, where any layout is known or looked for; and how many samples there are."""
     session = tap.session
     call = session.current_forward
     if len(tensors) != 1 or session.batch_axis or session.positions is not None:
         return None, "", 0
-    if not session.layouts and (call is None or call.witness is None):
+    if not session.layouts and session.probing is None:
         return None, "", 0
     use = f"{', '.join(names_of(tap, bares))} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
@@ -508,15 +466,11 @@ def _laid_out(
     return (None if layout == TOGETHER else layout), use, count
 
 
-def _carry_samples(
-    tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[ParameterProxy], use: str
-) -> list[bool]:
+def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
     """For tensors that meet bare parameters in one operation: which belong to the batch."""
     # Beside one that surely does, a mask that was computed from it needs no proof.
     certain = any([_is_certain(tensor) for tensor in tensors])
-    call = tap.session.current_forward
-    meets = names_of(tap, bares) if call is not None and call.witness is not None else []
-    return [_carries_samples(tap, tensor, axis, certain, meets, use) for tensor in tensors]
+    return [_carries_samples(tap, tensor, axis, certain) for tensor in tensors]
 
 
 def _is_certain(tensor: Tensor) -> bool:
@@ -524,26 +478,15 @@ def _is_certain(tensor: Tensor) -> bool:
     return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
 
-def _carries_samples(
-    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str], use: str
-) -> bool:
-    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
-    session = tap.session
+def _carries_samples(tap: FactorSource, tensor: Tensor, axis: int, beside: bool) -> bool:
+    """Whether a tensor that meets a bare parameter belongs to the batch, which was shown."""
     if tap.reads_constants or isinstance(tensor, nn.Parameter):
         return False
     sure = _is_certain(tensor)
     if tensor.dim() == 0:
         return sure
-    return session.reads_samples(
-        tap.path,
-        tensor,
-        axis,
-        sure=sure,
-        beside=beside and not sure,
-        meets=meets,
-        free=tensor.dim() if use else 0,
-        use=use,
-    )
+    beside = beside and not sure
+    return tap.session.reads_samples(tap.path, tensor, axis, sure=sure, beside=beside)
 
 
 def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> Tensor:

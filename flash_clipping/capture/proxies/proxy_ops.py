@@ -84,7 +84,7 @@ def mixed(
     )
     if before is not None:
         operation.after = layout_after(operation, plain, use)
-    elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
+    elif (call := tap.session.current_forward) is not None and call.reads is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     _note_recomputation(tap, operation.recomputed)
     return run_mixed(operation, plain)

@@ -213,8 +213,6 @@ class GraphedStep:
         for wrapped in self._wrapped(modules):
             if wrapped._sharded is not None:
                 wrapped._sharded.refuse("GraphedStep")
-        if any(m._session.saw_equal_samples() for m in self._wrapped(modules)):
-            return self._run(args, kwargs)  # no replay would look at samples that differ
         circumstances = graph_key.circumstances(modules, self._wrapped(modules), device)
         name = (str(structure), *map(graph_key.layout, leaves)), circumstances
         graph = self._graphs.get(name)
