@@ -101,6 +101,8 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         corrected |= wrong
         # Layers behind them have read something else.
         evidence.forget({*evidence.reads} - corrected)
+    if other is not None:
+        _sum_up(evidence, whole, other)
     refused = next((look.refused for look in (whole, other) if look and look.refused), None)
     if refused is not None:
         raise refused
@@ -182,37 +184,38 @@ def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
 
 
 def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[str]:
-    """Note what two runs have shown; returns the layers that were given a wrong answer."""
-    by_path: dict[str, dict[Read, bool]] = {}
-    uncertain: set[str] = set()
+    """Note what two runs have shown, read by read; returns the layers that were given a wrong
+    answer, of which nothing is known behind that."""
+    answers: dict[str, list[list[bool]]] = {}
     wrong: set[str] = set()
-    for read, a in whole.reads.items():
+    for read, a in sorted(whole.reads.items()):
+        path, call, place = read
         b = None if other is None else other.reads.get(read)
-        if other is not None and b is None:
-            uncertain.add(read[0])  # the model does something else now and then
-            continue
+        if (other is not None and b is None) or path in wrong:
+            continue  # the model does something else now and then
         answer = _answer(a, whole, b, other)
         if answer is not a.answer or (b is not None and answer is not b.answer):
-            wrong.add(read[0])
-        by_path.setdefault(read[0], {})[read] = answer
-    if other is not None:
-        uncertain |= {read[0] for read in other.reads.keys() - whole.reads.keys()}
-    for path, answers in by_path.items():
-        calls: list[list[bool]] = []
-        for (_, call, place), answer in sorted(answers.items()):
-            while len(calls) <= call:
-                calls.append([])
-            if place == len(calls[call]):  # what comes after a gap is not known
-                calls[call].append(answer)
-        evidence.forget([path])
-        evidence.reads[path] = calls
-        if other is None or path in uncertain:
-            continue
-        if all(answers.values()):
-            evidence.proven.add(path)
-        elif all(answer is (place > 0) for (_, _, place), answer in answers.items()):
-            evidence.constants.add(path)
+            wrong.add(path)
+        calls = answers.setdefault(path, [])
+        while len(calls) <= call:
+            calls.append([])
+        if place == len(calls[call]):  # what comes after a gap is not known
+            calls[call].append(answer)
+    evidence.forget(answers)
+    evidence.reads.update(answers)
     return wrong
+
+
+def _sum_up(evidence: Evidence, whole: Look, other: Look) -> None:
+    """Note the layers all of whose reads are samples, and those that read constants alone."""
+    uncertain = {read[0] for read in whole.reads.keys() ^ other.reads.keys()}
+    for path, calls in evidence.reads.items():
+        if path in uncertain:
+            continue
+        if all(map(all, calls)):
+            evidence.proven.add(path)
+        elif all(answers == [place > 0 for place in range(len(answers))] for answers in calls):
+            evidence.constants.add(path)
 
 
 def _findings(whole: Look, other: Look | None) -> list[Finding]:

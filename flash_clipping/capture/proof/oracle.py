@@ -11,6 +11,8 @@ taps       S                      norms of the other samples are 0 (STRAY)
 the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
+taps,      S                      norms of S are those of the first run (ORDER)
+others
 =========  =====================  =================================================================
 
 The second batch is smaller than the first where nothing is drawn at random; else a few samples are
@@ -73,6 +75,7 @@ WORDS = {
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
+    "ORDER": "rows are booked to other samples where others are in the batch",
     "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
     "SIZE": "what belongs to a sample changes with the number of samples in its batch",
 }
@@ -281,6 +284,8 @@ class _Oracle:
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
         why = self._gradients(taps, plain, alone, loud, calm)
+        if why is None and self.audit <= 1 and "ORDER" not in self.skip:
+            why = self._order(taps, given, places, alone, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
             why = self._sizes()
         return why
@@ -382,6 +387,33 @@ class _Oracle:
             return why
         gap = self._gap(found.projections, expected.projections, expected.norms)
         return self._complain("GRADIENT", gap > self.tolerance, gap)
+
+    def _order(
+        self,
+        taps: Run,
+        given: Any,
+        places: Sequence[int],
+        alone: Mapping[int, float],
+        calm: bool,
+    ) -> Complaint | None:
+        """Whether S have the same norms, through the taps, among the others of the second run:
+        values may decide where rows lie (a router, a sort, a condition)."""
+        at = [places.index(b) for b in self.S]
+        of_S = dict(zip(at, alone.values(), strict=True))
+        try:
+            run = self.runs.run(
+                given, places, [of_S], taps=True, seed=1 + self.audit, calm=calm, sums=0
+            )
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:
+            return None
+        a, b = taps.gradients[0].each, run.gradients[0].each
+        if a is None or b is None or run.drawn != taps.drawn:
+            return None
+        a, b = a[:, self.S], b[:, at]
+        gap = self._gap(a, b, a.norm(dim=1))
+        return self._complain("ORDER", gap > self.tolerance, gap)
 
     def _out_of_order(self, each: Tensor, alone: Mapping[int, float], calm: bool) -> Tensor:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that

@@ -127,7 +127,7 @@ def settle(
     evidence = session.evidence
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
-        if tap is None or has_own_axis(tap) or not module_path:
+        if tap is None or not module_path or not _can_lie_otherwise(tap, calls):
             continue
         name = tap.path
         if paths is not None and name not in paths:
@@ -240,7 +240,13 @@ def tap_of(module: nn.Module) -> Tap | None:
     return tap if isinstance(tap, Tap) else None
 
 
-def has_own_axis(tap: Tap) -> bool:
-    """Whether its rule knows by itself where samples are."""
-    own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
-    return own or tap.path in tap.session.folded_by_rule
+def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:
+    """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
+    rule, path = tap.rule, tap.path
+    if path in tap.session.folded_by_rule:
+        return False
+    if rule is None or type(rule).batch_axis is Rule.batch_axis:
+        return True
+    axis = rule.batch_axis(tap.layer, tap.session.batch_axis)
+    found = [layout.layout for layout in layouts if layout.layout is not None]
+    return axis == 0 and all(layout == TOGETHER for layout in found)
