@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping._compat import transforms_are_active
+from flash_clipping._compat import pytree, transforms_are_active
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     by_itself,
@@ -265,7 +265,8 @@ class Tap(FactorSource):
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule, parameters = self.rule, self.parameters
         if session.probing is not None and (rule is not None or self.generic):
-            return self.original(*args, **kwargs)
+            plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
+            return self.original(*plain[0], **plain[1])
         trainable = parameters.trainable()
         params = trainable[1]
         if rule is None or parameters.computed or not params:
@@ -405,6 +406,8 @@ class Tap(FactorSource):
                 self._bypass_looked_for = not self.session.comparing
             return output
         except UnsupportedUse as unsupported:
+            if session.probing is not None:
+                return self.original(*args, **kwargs)
             place = unsupported.tap
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:

@@ -63,7 +63,10 @@ def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> 
     if how == "routed" and shape == (2, 2):
         pytest.skip("it chooses one token of each sample, in order")
     model = Rows(how).double()
-    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+    with pytest.raises(
+        FlashClippingError,
+        match=r"mix (\(Linear\): what it reads has|.*expected rounding)|outputs of a sample change",
+    ):
         check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
 
 
@@ -90,7 +93,10 @@ def test_other_rows_in_a_model_of_one_batch_size_are_refused(how: str) -> None:
             return super().forward(x.view(4, 3, 4))
 
     flash = GradSampleModuleFlashClipping(OneSize(how).double())
-    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+    with pytest.raises(
+        FlashClippingError,
+        match=r"mix (\(Linear\): what it reads has|.*expected rounding)|outputs of a sample change",
+    ):
         flash(*float64s(4, 3, 4))
 
 

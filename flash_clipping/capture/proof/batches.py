@@ -143,8 +143,9 @@ def _extreme(x: Tensor, row: Tensor) -> Tensor:
     """``row``, a sample of ``x``, as far from the others as the model may take."""
     if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
         return row
-    is_odd = torch.arange(row.numel(), device=x.device).view(row.shape) % 2 > 0
+    number = torch.arange(row.numel(), device=x.device).view(row.shape)
     if x.is_floating_point():
+        # Some with the other sign: what compares entries with a threshold chooses others.
         turned = -EXTREME if bool((x < 0).any()) else EXTREME
-        return row * torch.where(is_odd, turned, EXTREME).to(x.dtype)
-    return torch.where(is_odd, x.max(), x.min())
+        return row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)
+    return torch.where(number % 2 > 0, x.max(), x.min())

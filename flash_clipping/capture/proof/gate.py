@@ -11,9 +11,9 @@ from torch import nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.coverage import of_arguments
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.proof.coverage import of_arguments
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass

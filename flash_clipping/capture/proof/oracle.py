@@ -175,6 +175,9 @@ class _Oracle:
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)
+        session = subject.session
+        #: Whether some layer reads rows that are not the samples.
+        self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
         self.notes: list[str] = []
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
@@ -284,7 +287,7 @@ class _Oracle:
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
         why = self._gradients(taps, plain, alone, loud, calm)
-        if why is None and self.audit <= 1 and "ORDER" not in self.skip:
+        if why is None and self.lies_otherwise and "ORDER" not in self.skip:
             why = self._order(taps, given, places, alone, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
             why = self._sizes()

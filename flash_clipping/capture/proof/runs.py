@@ -6,7 +6,8 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.collectives import collectives_refused
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.batches import Samples
@@ -206,8 +208,11 @@ class Runs:
             with repeatable(self.root, self._devices, seed, calm) as random, torch.enable_grad():
                 for param in self.params:
                     param.grad = None
-                tensors = tensors_in(self.forward(*args, **kwargs))
+                with self._last_layer() as last:
+                    tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
+                if last and not any(self._axes(x, len(places)) for x in tensors):
+                    tensors = [*tensors, last[-1]]  # it returns its loss alone
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
@@ -237,6 +242,28 @@ class Runs:
             session.probing = None
             if around[3] is not None:
                 session.resume_forward(around[3])
+
+    @contextmanager
+    def _last_layer(self) -> Iterator[list[Tensor]]:
+        """Gets what the layer that was called last has returned."""
+        found: list[Tensor] = []
+
+        def note(_: Any, __: Any, output: Any) -> None:
+            if not in_backward():
+                found[:] = tensors_in(output)[:1] or found
+
+        trainable = {id(param) for param in self.params}
+        handles = [
+            module.register_forward_hook(note)
+            for module in self.root.modules()
+            if module is not self.root
+            and any(id(param) in trainable for param in module._parameters.values())
+        ]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
         if not x.is_floating_point() or not x.requires_grad:
