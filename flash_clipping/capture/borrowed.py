@@ -57,14 +57,17 @@ def until_borrowed(
     Raises:
         UsesOthers: by what is returned, before anything was computed from that parameter.
     """
-    waiting = [_Uses(root, serves, stops=True)]
+    is_known = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not waiting:
+        nonlocal is_known
+        if is_known:
             return forward(*args, **kwargs)
-        uses = waiting.pop()
+        uses = _Uses(root, serves, stops=True)
         with uses.watched(), uses:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        is_known = True  # a run that was refused in its midst has not shown it
+        return output
 
     return run
 

@@ -97,7 +97,7 @@ def rows_by_sample(
 
 def _set_batch(call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
     """The model was called with the ids of all bags end to end: its bags are the samples."""
-    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
+    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),):
         call.batch_sizes = (found,)
         if call.reads is not None:
             call.reads.offsets = offsets

@@ -361,7 +361,7 @@ def test_all_outputs_are_looked_at() -> None:
     *fit, unfit = flash(*float64s(3, 2, 2, 3))
     torch.stack(fit).square().sum().backward()
     *_, unfit = flash(*float64s(3, 2, 2, 3))
-    with pytest.raises(FlashClippingError, match=r"rows that are booked to others"):
+    with pytest.raises(FlashClippingError, match=r"token: .* expected rounding alone"):
         unfit.square().sum().backward()
 
 

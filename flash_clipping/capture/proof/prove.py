@@ -15,7 +15,7 @@ afterwards what they were, bit for bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
 from typing import Any
 
 from torch import nn
@@ -70,8 +70,9 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         runs = Runs(subject, subject.samples().tensors)
         seen = observe(subject, runs, seed=sum(session.looked_for.values()))
         subject = seen.subject
-        if seen.findings:
-            _settle_findings(subject, seen.findings)
+        declared = (session.folded - session.folded_by_rule) & session.evidence.reads.keys()
+        if seen.findings or declared:
+            _settle_findings(subject, seen.findings, declared)
         _merge(session, before)
     except BaseException:
         _restore(session, before)
@@ -84,18 +85,23 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     return subject
 
 
-def _settle_findings(subject: Subject, findings: list[Finding]) -> None:
-    """Let a probe say where samples are in what these layers read, if the oracle confirms it.
+def _settle_findings(
+    subject: Subject, findings: Sequence[Finding], declared: AbstractSet[str]
+) -> None:
+    """Let a probe say where samples are in what these layers read, if the oracle confirms it; also
+    where users have ``declared`` it.
 
     Modules without a rule are tried by the generic rule where that is not so.
 
     Raises:
         FlashClippingError: it does not.
     """
-    session, paths = subject.session, {finding.read[0] for finding in findings}
+    session, paths = subject.session, {finding.read[0] for finding in findings} | declared
     words = refusal(findings, subject.root, session.batch_first)
-    if not session.has_oracle:
+    if not session.has_oracle and findings:
         raise FlashClippingError(words)
+    if not session.has_oracle:
+        return
     saved = _saved(session)
     taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
@@ -115,6 +121,8 @@ def _settle_findings(subject: Subject, findings: list[Finding]) -> None:
         _restore(session, saved)
     for tap in unruled:
         tap.generic = False
+    if not findings:
+        return  # a declaration, which holds if it is not shown to be wrong
     whys = "\n".join(dict.fromkeys(table.unfit.values()))
     raise FlashClippingError("\n".join(filter(None, (words, whys))))
 
