@@ -194,7 +194,7 @@ class ModelWatch:
         """
         session, forward = self.session, _own(module.forward)
         session.epoch += 1
-        session.has_oracle = self.sharded is None and not session.units_of_calls.are_known
+        session.has_oracle = self.sharded is None and positions is None
         subject = Subject(module, forward, session, args, kwargs)
         if call is None and positions is None and not self.taps.regions.any_compiled:
             serves = self.taps.serves

@@ -118,7 +118,16 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
         whatever the model raises on the batch as it is.
     """
     reads = Reads()
-    size, refused = runs.look((subject.args, subject.kwargs), reads, seed)
+    given = subject.args, subject.kwargs
+    try:
+        size, refused = runs.look(given, reads, seed)
+    except FlashClippingError:
+        raise
+    except MODELS_OWN:
+        if not runs.marks_inputs:
+            raise
+        runs.marks_inputs, reads = False, Reads()
+        size, refused = runs.look(given, reads, seed)
     whole = Look(size, reads, refused)
     offsets = None if reads.offsets is None else (reads.offsets, size)
     for samples, order, extreme in _others(replace(subject, offsets=offsets)):

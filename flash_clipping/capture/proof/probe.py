@@ -180,6 +180,8 @@ class _Seen:
         self._shapes: dict[Any, torch.Size] = {}
         #: What met bare parameters (0) and what came of it (1), by its name and number.
         self.operations: dict[tuple[str, int, int], str] = {}
+        #: Tensors that a backward pass must reach.
+        self.watched: list[Tensor] = []
 
     def next(self) -> None:
         """Another backward pass begins."""
@@ -224,6 +226,7 @@ class _Seen:
         for is_after, tensor in enumerate((x, result)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self.operations[use, number, is_after] = path
+                self.watched.append(tensor)
                 self._watch((use, number, is_after), tensor, tensor.shape)
         return result
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout, Table
+from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
 from flash_clipping.capture.proof.observe import Finding, observe, refusal
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import Probed, probe
@@ -105,7 +105,7 @@ def _settle_findings(
     saved = _saved(session)
     taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
-    table = Table()
+    whys: dict[str, None] = {}
     for generic in (False, True) if unruled else (False,):
         for tap in unruled:
             tap.generic = generic
@@ -115,16 +115,16 @@ def _settle_findings(
             table = examine(subject, audit=1)
             if table.outputs:
                 return
+            whys.update(dict.fromkeys(table.unfit.values()))
         except MODELS_OWN as error:
             if isinstance(error, FlashClippingError):
-                table = Table(unfit={0: str(error)})
+                whys[str(error)] = None
         _restore(session, saved)
     for tap in unruled:
         tap.generic = False
     if not findings:
         return  # a declaration, which holds if it is not shown to be wrong
-    whys = "\n".join(dict.fromkeys(table.unfit.values()))
-    raise FlashClippingError("\n".join(filter(None, (words, whys))))
+    raise FlashClippingError("\n".join((words, *whys)))
 
 
 def settle(

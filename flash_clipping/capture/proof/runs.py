@@ -121,6 +121,8 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
+        #: Whether floating inputs of :meth:`look` require gradients, if the model does not mind.
+        self.marks_inputs = True
         #: The units of the call, where these are parts of rows.
         self.units: Units | None = None
 
@@ -129,7 +131,8 @@ class Runs:
     ) -> tuple[int, FlashClippingError | None]:
         """The forward alone, through the taps and without chance.
 
-        Floating inputs require gradients, so that what derives from these does.
+        Floating inputs require gradients, so that what derives from these does
+        (:attr:`marks_inputs`).
 
         Args:
             given: arguments.
@@ -141,7 +144,7 @@ class Runs:
         Raises:
             whatever the model raises.
         """
-        args, kwargs = map_tensors(as_computed, given, packed=True)
+        args, kwargs = map_tensors(as_computed, given, packed=True) if self.marks_inputs else given
         session = self.session
         before = session.current_forward
         call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
@@ -230,7 +233,10 @@ class Runs:
                 session.enabled = taps  # gradients of a probe are autograd's own
                 for number, scale in enumerate(scales):
                     before()
-                    gradients.append(self._backward(outputs, places, scale, taps, number < sums))
+                    also = () if probing is None else probing.watched
+                    gradients.append(
+                        self._backward(outputs, places, scale, taps, number < sums, also)
+                    )
             return Run({n: x.detach() for n, x in outputs.items()}, axes, drawn, gradients)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -279,8 +285,9 @@ class Runs:
         scale: Mapping[int, float],
         taps: bool,
         sums: bool,
+        also: Sequence[Tensor] = (),
     ) -> Gradient:
-        """One backward pass of the losses of some samples."""
+        """One backward pass of the losses of some samples, which reaches these tensors ``also``."""
         chosen = [n for n in outputs if self.only is None or n in self.only]
         roots = [outputs[n] for n in chosen]
         weights = [_weights(x, places, scale) for x in roots]
@@ -288,10 +295,16 @@ class Runs:
             nothing = torch.zeros(len(self.params), dtype=torch.float64)
             return Gradient(nothing[:, None].expand(-1, PROJECTIONS), nothing)
         grad = partial(
-            torch.autograd.grad, roots, self.params, weights, retain_graph=True, allow_unused=True
+            torch.autograd.grad,
+            roots,
+            [*self.params, *also],
+            weights,
+            retain_graph=True,
+            allow_unused=True,
         )
         if not taps:
-            found = [a if b is None else b for a, b in zip(grad(), self._left(), strict=True)]
+            found = grad()[: len(self.params)]
+            found = [a if b is None else b for a, b in zip(found, self._left(), strict=True)]
             return self._measured(dict(enumerate(found)), sums)
         session = self.session
         before, plans = session.backward_pass_class, session.plans

@@ -229,7 +229,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
         if tap.session.probing is not None:
-            return _probed(tap, use, func, leaves, spec)
+            return _probed(tap, use or f"{tap.path} in {name}", func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
@@ -319,13 +319,11 @@ def _probed(
     values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
     places = [n for n, leaf in enumerate(leaves) if is_plain(leaf)]
 
-    def compute(x: Tensor | None = None) -> Any:
-        given = values if x is None else [x if n == places[0] else v for n, v in enumerate(values)]
-        args, kwargs = unflattened(given, spec)
+    def compute(x: Tensor) -> Any:
+        values[places[0]] = x
+        args, kwargs = unflattened(values, spec)
         return func(*args, **kwargs)
 
-    if not use or len(places) != 1:
-        return compute()
     return tap.session.probing.operation(tap.path, use, values[places[0]], compute)
 
 
@@ -457,7 +455,8 @@ def _laid_out(
         return None, "", 0
     if not session.layouts and session.probing is None:
         return None, "", 0
-    use = f"{', '.join(names_of(tap, bares))} in {name}"
+    # Of what a module has returned, its name.
+    use = f"{', '.join(names_of(tap, bares)) or tap.path} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
     seen = session.layouts.get(use)
     if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
