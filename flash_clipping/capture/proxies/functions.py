@@ -36,7 +36,13 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import (
+    mixed,
+    note_recomputation,
+    of_samples,
+    run_linear,
+    run_mixed,
+)
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.ops.runtime.backend import is_autocasting
@@ -324,6 +330,7 @@ def _probed(
         args, kwargs = unflattened(values, spec)
         return func(*args, **kwargs)
 
+    note_recomputation(tap, in_backward())
     return tap.session.probing.operation(tap.path, use, values[places[0]], compute)
 
 

@@ -86,11 +86,11 @@ def mixed(
         operation.after = layout_after(operation, plain, use)
     elif (call := tap.session.current_forward) is not None and call.reads is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
-    _note_recomputation(tap, operation.recomputed)
+    note_recomputation(tap, operation.recomputed)
     return run_mixed(operation, plain)
 
 
-def _note_recomputation(tap: FactorSource, recomputed: bool) -> None:
+def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
     """A checkpoint inside the module's forward will run this operation again."""
     if tap.entered not in (None, circumstances()) and not recomputed:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
@@ -118,7 +118,7 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
     else:
         parents = list(dict.fromkeys(bare.leaves.values()))
         session.count_use(parents)
-        _note_recomputation(bare.tap, recomputed)
+        note_recomputation(bare.tap, recomputed)
     samples = None if call is None else call.batch_size
     given = (bare,), bare.kept_lookup, count, rank, samples, recomputed
     output: Tensor = _apply_expansion(*given, *parents)
