@@ -323,6 +323,18 @@ class ClippingSession:
         self._current_forward, self.proven_call = weakref.ref(forward), None
         return forward
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Calls of the root in here have nothing to do with the user's before."""
+        before, current = self._forwards, self.current_forward
+        self._forwards = weakref.WeakSet()
+        try:
+            yield
+        finally:
+            self._forwards = before
+            if current is not None:
+                self.resume_forward(current)
+
     def may_prove(self) -> bool:
         """Whether a forward that starts now is one of training, which may be looked at first."""
         return (

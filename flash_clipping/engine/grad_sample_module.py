@@ -325,14 +325,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, session.returning = session.returning, None
         if call is None:
             return
+        recorded = torch.is_grad_enabled()
+        if recorded and self._losses.of_library:  # first: it knows what its losses are
+            self._losses.after_forward(kwargs, output)
         self._watch.after_forward(module, args, kwargs, output)
-        if not torch.is_grad_enabled():
+        if not recorded:
             return
         call.ended = True
         if call.guesses or self._sharded is not None:
             self._watch.prove_if(bool(call.guesses), module, args, kwargs, call)
-        if self._losses.of_library:
-            self._losses.after_forward(kwargs, output)
         if self.mode == "two_pass":
             return
 

@@ -124,7 +124,8 @@ def _settle_findings(
         tap.generic = False
     if not findings:
         return  # a declaration, which holds if it is not shown to be wrong
-    raise FlashClippingError("\n".join((words, *whys)))
+    # Without their lines to paste: the last line is the one that helps.
+    raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
 
 
 def settle(

@@ -145,25 +145,22 @@ class Runs:
             whatever the model raises.
         """
         args, kwargs = map_tensors(as_computed, given, packed=True) if self.marks_inputs else given
-        session = self.session
-        before = session.current_forward
-        call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
-        refused = None
-        try:
-            with (
-                repeatable(self.root, self._devices, seed, calm=True),
-                without_activations(),
-                collectives_refused(),
-            ):
-                self.forward(*args, **kwargs)
-        except FlashClippingError as error:
-            refused = error
-        finally:
-            call.spent = True
-            call.end()
-            call.reads = None  # who asks the call for its batch keeps nothing of what was noted
-            if before is not None:
-                session.resume_forward(before)
+        session, refused = self.session, None
+        with session.apart():
+            call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
+            try:
+                with (
+                    repeatable(self.root, self._devices, seed, calm=True),
+                    without_activations(),
+                    collectives_refused(),
+                ):
+                    self.forward(*args, **kwargs)
+            except FlashClippingError as error:
+                refused = error
+            finally:
+                call.spent = True
+                call.end()
+                call.reads = None  # who asks the call for its batch keeps nothing of what was noted
         return call.batch_size or 0, refused
 
     def run(
@@ -202,13 +199,19 @@ class Runs:
         self._count += 1
         seed += 0 if self._seeded else 1000 * self._count
         left = [param.grad for param in self.params]
-        around = session.enabled, session.comparing, session.returned, session.current_forward
+        around = session.enabled, session.comparing, session.returned
+        call = None
         session.enabled = taps or probing is not None
-        call = session.begin_forward(batched_inputs(args, kwargs)) if session.enabled else None
         session.comparing, session.returned = True, None  # no two passes
         session.probing = probing
         try:
-            with repeatable(self.root, self._devices, seed, calm) as random, torch.enable_grad():
+            with (
+                session.apart(),
+                repeatable(self.root, self._devices, seed, calm) as random,
+                torch.enable_grad(),
+            ):
+                if session.enabled:
+                    call = session.begin_forward(batched_inputs(args, kwargs))
                 for param in self.params:
                     param.grad = None
                 with self._last_layer() as last:
@@ -244,10 +247,8 @@ class Runs:
             if call is not None:
                 call.spent = True
                 call.end()
-            session.enabled, session.comparing, session.returned = around[:3]
+            session.enabled, session.comparing, session.returned = around
             session.probing = None
-            if around[3] is not None:
-                session.resume_forward(around[3])
 
     @contextmanager
     def _last_layer(self) -> Iterator[list[Tensor]]:

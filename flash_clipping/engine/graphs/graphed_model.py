@@ -117,7 +117,6 @@ class GraphedModel(GraphedStep):
             or not session.enabled
             or not torch.is_grad_enabled()
             or in_backward()
-            or session.saw_equal_samples()
         ):
             return self.step(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
