@@ -133,8 +133,8 @@ class Guard:
         self.name, self.why, self.session = name, why, session
 
     def __call__(self, grad: Tensor | None) -> None:
-        # None: the tap consumed this gradient.
-        if grad is not None and self.session.enabled:
+        # None: the tap consumed this gradient. Those of a probe are autograd's own.
+        if grad is not None and self.session.enabled and self.session.probing is None:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"

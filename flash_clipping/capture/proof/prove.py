@@ -116,9 +116,8 @@ def _settle_findings(
             if table.outputs:
                 return
             whys.update(dict.fromkeys(table.unfit.values()))
-        except MODELS_OWN as error:
-            if isinstance(error, FlashClippingError):
-                whys[str(error)] = None
+        except MODELS_OWN:
+            pass
         _restore(session, saved)
     for tap in unruled:
         tap.generic = False

@@ -233,7 +233,6 @@ class Runs:
                     for n in axes
                 }
                 gradients = []
-                session.enabled = taps  # gradients of a probe are autograd's own
                 for number, scale in enumerate(scales):
                     before()
                     also = () if probing is None else probing.watched
@@ -304,8 +303,8 @@ class Runs:
             allow_unused=True,
         )
         if not taps:
-            found = grad()[: len(self.params)]
-            found = [a if b is None else b for a, b in zip(found, self._left(), strict=True)]
+            own = grad()[: len(self.params)]
+            found = [a if b is None else b for a, b in zip(own, self._left(), strict=True)]
             return self._measured(dict(enumerate(found)), sums)
         session = self.session
         before, plans = session.backward_pass_class, session.plans
