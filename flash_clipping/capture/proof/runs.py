@@ -202,8 +202,6 @@ class Runs:
         around = session.enabled, session.comparing, session.returned
         call = None
         session.enabled = taps or probing is not None
-        session.comparing, session.returned = True, None  # no two passes
-        session.probing = probing
         try:
             with (
                 session.apart(),
@@ -212,6 +210,8 @@ class Runs:
             ):
                 if session.enabled:
                     call = session.begin_forward(batched_inputs(args, kwargs))
+                session.comparing, session.returned = True, None  # no two passes
+                session.probing = probing
                 for param in self.params:
                     param.grad = None
                 with self._last_layer() as last:
