@@ -4,7 +4,7 @@ A buffer is refused because forward changes it, not because it is there:
 
 * Writing in place is refused whatever is written. Every forward compares PyTorch's counters of
   changes, which waits for no device. Writing through ``x.data`` is not counted: for that, the first
-  run of a rehearsal compares values.
+  look at the model compares values.
 * A buffer that is assigned anew may be a constant that is made when it is needed: a mask, a table
   of angles that grows with the sequence. It passes if it has the same bits as before; or if the
   model, run again from the state in which the forward began, makes the same bits of other samples,
@@ -61,7 +61,7 @@ class BufferWatch:
         self.session = session
         #: While a forward runs: every module that has buffers.
         self._before: list[_Before] | None = None
-        #: Found in a rehearsal: a buffer that forward writes in place.
+        #: Found before the first step: a buffer that forward writes in place.
         self._written: _Place | None = None
 
     def before_forward(self) -> None:
@@ -95,7 +95,7 @@ class BufferWatch:
         return run
 
     def refuse_rehearsed(self) -> None:
-        """Raise what a rehearsal has shown.
+        """Raise what was shown before the first step.
 
         Raises:
             NotImplementedError: forward writes a buffer in place.

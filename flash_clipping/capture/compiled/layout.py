@@ -320,7 +320,7 @@ def layout_of(taps: Sequence[Tap], known: Calls, trainables: Sequence[Any]) -> L
     return layout
 
 
-UNPROVEN = "no rehearsal has shown that it reads the samples, one row for each"
+UNPROVEN = "it was not shown that it reads the samples, one row for each"
 
 
 def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:

@@ -372,7 +372,7 @@ class Regions:
         return state
 
     def as_compiled(self) -> contextlib.AbstractContextManager[None]:
-        """For rehearsals, which run uncompiled: the way through the model that compiled code takes,
+        """For the proof, which runs uncompiled: the way through the model that compiled code takes,
         where it asks whether it is compiled."""
         return as_if_compiling() if self.any_compiled else contextlib.nullcontext()
 

@@ -320,7 +320,7 @@ Calls: TypeAlias = list[list["Seen | None"]]
 
 
 def kind_of(tap: WiredTap) -> Kind | None:
-    """What rehearsals have shown of what a layer reads; None where they have not, or where it has
+    """What was shown of what a layer reads; None where it was not, or where it has
     nothing to train."""
     session, evidence = tap.session, tap.session.evidence
     if not tap.trainable()[1]:
