@@ -120,8 +120,11 @@ class OwnParameters:
         )
 
 
-class Guard:
-    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
+class Guard(dict[None, None]):
+    """Refuses gradients that went past a parameter's tap; ``__getitem__`` is the parameter's hook.
+
+    Autograd calls the hook in every backward, with ``None`` where the tap has consumed the
+    gradient. This entry is there, so that Python code runs for other gradients only.
 
     Args:
         name: of the parameter, for the message.
@@ -130,11 +133,11 @@ class Guard:
     """
 
     def __init__(self, name: str, why: str, session: Any):
+        super().__init__({None: None})
         self.name, self.why, self.session = name, why, session
 
-    def __call__(self, grad: Tensor | None) -> None:
-        # None: the tap consumed this gradient.
-        if grad is not None and self.session.enabled:
+    def __missing__(self, grad: Tensor) -> None:
+        if self.session.enabled:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"

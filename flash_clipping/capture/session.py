@@ -545,23 +545,22 @@ class ClippingSession:
             return None
         return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
 
-    def counted_rows(self) -> CountedRows:
-        """Which rows of the calls whose norms have not been taken are no padding."""
-        found: dict[int, CountedRows] = {}
-        for forward in self._forwards:
-            if not forward.spent and forward.recorded and forward.counted_rows is not None:
-                found[id(forward.counted_rows)] = forward.counted_rows
-        if len(found) > 1:
-            refuse_several()
-        return found.popitem()[1] if found else EVERY_ROW
-
-    def draw_of_calls(self) -> DrawnBatch | None:
-        """The draw of the calls whose norms have not been taken."""
+    def rows_and_draw(self) -> tuple[CountedRows, DrawnBatch | None]:
+        """Which rows of the calls whose norms have not been taken are no padding, and of which draw
+        these calls are."""
+        rows: dict[int, CountedRows] = {}
         draws: list[DrawnBatch] = []
         for forward in self._forwards:
-            if forward.draw is not None and forward.recorded and not forward.spent:
+            if forward.spent or not forward.recorded:
+                continue
+            if forward.counted_rows is not None:
+                rows[id(forward.counted_rows)] = forward.counted_rows
+            if forward.draw is not None:
                 draws.append(forward.draw)
-        return of_one_draw(draws) if draws else None
+        if len(rows) > 1:
+            refuse_several()
+        counted = rows.popitem()[1] if rows else EVERY_ROW
+        return counted, of_one_draw(draws) if draws else None
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
@@ -594,9 +593,9 @@ class ClippingSession:
         """
         if is_autograd_compiled():
             refuse_compiled_autograd()
-        if call is not None:
-            self.check_thread(call)
         backward_pass = None if self._backward_pass is None else self._backward_pass()
+        if call is not None and (backward_pass is not None or self._running):
+            self.check_thread(call)
         if backward_pass is None:
             backward_pass = self.new_backward_pass()
             backward_pass.thread = None if call is None else call.thread
@@ -615,12 +614,14 @@ class ClippingSession:
     def captures(self) -> Iterator[GraphedResults]:
         """Let backward passes be captured as a CUDA graph; what each replay has to leave."""
         # Their tables would be found by steps outside before any replay has filled them.
-        before, self.plans = self.plans, Plans()
+        before = self.plans, self.note_sums
+        self.plans, self.note_sums = Plans(), lambda params: None  # sums are noted by replays
         self.captured = GraphedResults(self.plans)
         try:
             yield self.captured
         finally:
-            self.plans, self.captured = before, None
+            self.plans, self.note_sums = before
+            self.captured = None
 
     def end_backward(self, norms_taken: bool = True) -> None:
         self._backward_pass = None
@@ -628,14 +629,3 @@ class ClippingSession:
             return
         for forward in self._forwards:
             forward.spent = True
-
-    def note_non_finite(self, coef: Tensor) -> None:
-        """Warn once when some sample was not finite, without waiting for the device.
-
-        Args:
-            coef: coefficients, which are 0 for such samples and positive for all others.
-        """
-        if self.captured is None:
-            self.non_finite.note(coef)
-        elif not self.non_finite.warned and coef.numel():
-            self.captured.coefs.append(coef)

@@ -48,7 +48,11 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tapped_layer import apply_proven_layer, apply_tapped_layer
+from flash_clipping.capture.tapped_layer import (
+    Proven,
+    apply_proven_layer,
+    apply_tapped_layer,
+)
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
 from flash_clipping.factors import Factor
 from flash_clipping.finish.backward_pass import stored_where_cheaper
@@ -132,7 +136,7 @@ class Tap(FactorSource):
         # What the short way was shown for: all parameters, those that are trainable, and in which
         # epoch; and for which shapes per-sample gradients are formed at once.
         self._proven_for: list[tuple[str, nn.Parameter | None, bool]] = []
-        self.trainable_when_proven: Trainable = [], []
+        self._when_proven: Proven
         self._proven_in = -1
         self.worth_storing: dict[Any, bool] = {}
         self.shared = 0
@@ -203,10 +207,10 @@ class Tap(FactorSource):
                 param is not None and (param.requires_grad != trainable or param.device != device)
             ):
                 return self(x)
-        trainable = self.trainable_when_proven
-        params = trainable[1]
+        proven = self._when_proven
+        params = proven[1]
         call.used.append(params)
-        return apply_proven_layer(self, trainable, call, session.anchor, x, *params)
+        return apply_proven_layer(self, proven, call, session.anchor, x, *params)
 
     def stored_where_cheaper(
         self, factors: Sequence[Factor], shape: torch.Size
@@ -237,14 +241,17 @@ class Tap(FactorSource):
     def note_recorded(self, trainable: Trainable, shared: int) -> None:
         """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
         have other uses. If the call was an ordinary one, the next takes the short way."""
-        self.shared = shared
-        if self._ordinary_in != self.session.epoch:
+        session, self.shared = self.session, shared
+        if self._ordinary_in != session.epoch:
             return
         layer = self.layer
         forward = vars(layer).get("forward")
         if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
-        self.trainable_when_proven, self._proven_in = trainable, self.session.epoch
+        names = frozenset(trainable[0])
+        needs = [Needs((wanted,), names, session.backend) for wanted in (False, True)]
+        self._when_proven = *trainable, needs[0], needs[1]
+        self._proven_in = session.epoch
         self._proven_for = [
             (n, p, p is not None and p.requires_grad) for n, p in layer._parameters.items()
         ]

@@ -257,8 +257,12 @@ class BackwardPass:
         plan = plans.find(number, layout)
         if plan is None:
             self._check_uses()
-        elif self.factors and self.factors[0].batch_size != self.batch_size:
-            self._check_batch_size(self.calls[0], self.factors[0].batch_size)  # it speaks for all
+        elif self.factors:
+            found = self.factors[0].batch_size  # it speaks for all
+            if self.batch_size is None and found in self.session.expected_batch_sizes():
+                self.batch_size, self.first_path = found, self.calls[0]
+            elif found != self.batch_size:
+                self._check_batch_size(self.calls[0], found)
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
@@ -275,12 +279,15 @@ class BackwardPass:
             self.sqnorms_B.clear()
             self.doubts_B.clear()
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
-        scale = self._own_gradient_scale()
+        scale = 1.0
+        if self.session.loss_reduction == "mean":
+            # Over rows, whoever they belong to.
+            units = self.units
+            scale = float(self.batch_size or 0) if units is None else units.scale_of_mean()
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
-        norms_PB, found = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
-        coef = self._clip(params, norms_PB, found, plan.one_device)
+        coef = self._clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _clip(
@@ -316,18 +323,6 @@ class BackwardPass:
             factors[key] = merge(by_key[key])
             by_key[key] = []
         return factors
-
-    def _own_gradient_scale(self) -> float:
-        if self.session.loss_reduction != "mean":
-            return 1.0
-        # The mean is over rows, whoever they belong to.
-        return float(self.batch_size or 0) if self.units is None else self.units.scale_of_mean()
-
-    def _of_whole_gradients(
-        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
-    ) -> tuple[Tensor, Doubts]:
-        """Norms and doubts of all of the gradients, where this process has parts of them only."""
-        return norms_PB, doubts
 
     def _norms(
         self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan, scale: float

@@ -53,7 +53,7 @@ class Doubts:
 
     def bound_total(self, total_B: Tensor) -> Tensor:
         """Norms over all parameters -> what is at least the norm of what is released, ``[B]``."""
-        return upper_bound(total_B, self.total(total_B)) if self.blocks else total_B
+        return upper_bound(total_B, self.total(total_B))
 
     def total(self, like_B: Tensor) -> Tensor:
         """What rounding may hide of squared norms over all parameters, ``[B]`` as ``like_B``."""
