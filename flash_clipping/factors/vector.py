@@ -6,6 +6,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``n`` elements of the parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flash_clipping.ops.row_sum import row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
 
 
+@dataclass(eq=False)
 class RowSum(Factor):
     """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in few partial sums, or one.
 
@@ -23,16 +25,10 @@ class RowSum(Factor):
     Added up when the norms are taken, one launch for many, rather than one by one.
     """
 
-    def __init__(
-        self,
-        rows_BTn: Tensor,
-        shape: Sequence[int] | None = None,
-        normalized: Normalized | None = None,
-    ):
-        self.rows_BTn = rows_BTn
-        #: Of the parameter, where that has several axes.
-        self.shape = None if shape is None else tuple(shape)
-        self.normalized = normalized
+    rows_BTn: Tensor
+    #: Of the parameter, where that has several axes.
+    shape: Sequence[int] | None = None
+    normalized: Normalized | None = None
 
     @property
     def batch_size(self) -> int:
