@@ -356,9 +356,8 @@ class ClippingSession:
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""
         counts: Counter[int] = Counter()
-        for forward in self._forwards:
-            if not forward.spent:
-                counts.update(forward.uses)
+        for forward in self._unspent():
+            counts.update(forward.uses)
         return counts
 
     def resume_forward(self, forward: ForwardCall) -> None:
@@ -511,7 +510,10 @@ class ClippingSession:
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
-        return sum(not forward.spent for forward in self._forwards)
+        return len(self._unspent())
+
+    def _unspent(self) -> list[ForwardCall]:
+        return [forward for forward in self._forwards if not forward.spent]
 
     def made_up(self) -> bool:
         """Whether the samples of the calls whose norms have not been taken were made up.
@@ -519,7 +521,7 @@ class ClippingSession:
         Raises:
             FlashClippingError: those of some were.
         """
-        found = {forward.made_up for forward in self._forwards if not forward.spent}
+        found = {forward.made_up for forward in self._unspent()}
         if len(found) > 1:
             raise FlashClippingError(
                 "backward() goes through calls of the model with samples and without. Call "
@@ -536,14 +538,14 @@ class ClippingSession:
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
-        sizes = {f.batch_size for f in self._forwards if not f.spent}
+        sizes = {forward.batch_size for forward in self._unspent()}
         return sizes.pop() if len(sizes) == 1 else None
 
     def units(self) -> Units | None:
         """The units of the calls whose norms have not been taken, all the same."""
         if self.units_of_calls.sample_of is None and not self.units_of_calls.from_loader:
             return None
-        return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
+        return the_same([forward.units for forward in self._unspent() if forward.recorded])
 
     def rows_and_draw(self) -> tuple[CountedRows, DrawnBatch | None]:
         """Which rows of the calls whose norms have not been taken are no padding, and of which draw

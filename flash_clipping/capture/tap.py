@@ -32,7 +32,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.layer_arguments import LayerArguments
+from flash_clipping.capture.layer_arguments import positional
 from flash_clipping.capture.layer_samples import refuse_input, rows_by_sample, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.positions import (
@@ -109,7 +109,6 @@ class Tap(FactorSource):
         self.rule = rule
         prefixes = [""] * len(own) + [f"{part}." for part in parts]
         self.parameters = OwnParameters(layer, self.owners, prefixes, self.path, rule is not None)
-        self.arguments = LayerArguments(layer, self.path)
         #: How it is recorded inside a compiled region, and its number in the region that runs.
         self.wiring = wiring_of(rule)
         self.number = -1
@@ -445,7 +444,7 @@ class Tap(FactorSource):
         axis = rule.batch_axis(self.layer, self.session.batch_axis)
 
         def ordinary(*inputs: Any, **named: Any) -> Any:
-            inputs = self.arguments.positional(rule, inputs, named)
+            inputs = positional(self.layer, self.path, rule, inputs, named)
             rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
             output, _ = rule.forward(self.layer, *rows)
             if isinstance(output, Tensor):
@@ -470,7 +469,7 @@ class Tap(FactorSource):
         """The layer under autograd, as one function. ``laid_out``: samples lie along the first axis
         now."""
         if kwargs or len(args) > 1:
-            args = self.arguments.positional(rule, args, kwargs)
+            args = positional(self.layer, self.path, rule, args, kwargs)
         if transforms_are_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "

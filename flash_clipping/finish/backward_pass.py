@@ -28,8 +28,7 @@ from flash_clipping.factors import (
     accumulation_dtype,
     merge,
 )
-from flash_clipping.finish.clipping import Doubts
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session, Units
@@ -81,7 +80,7 @@ class BackwardPass:
         #: re-entrant checkpoints only in a backward for all parameters, so it is taken for one.
         self.is_checkpointed = False
 
-        self._stand_ins: ExitStack | None = None
+        self._stand_ins = ExitStack()
         if session.recomputed:
             self.stand_in()
 
@@ -89,14 +88,12 @@ class BackwardPass:
 
     def stand_in(self) -> None:
         """Let checkpoints recompute with stand-ins, as they computed."""
-        self._stand_ins = ExitStack()
         for make in self.session.recomputed.values():
             self._stand_ins.enter_context(make())
 
     def put_back(self) -> None:
         """The parameters themselves again."""
-        if self._stand_ins is not None:
-            self._stand_ins.close()
+        self._stand_ins.close()
 
     def record(
         self,
@@ -126,10 +123,6 @@ class BackwardPass:
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
-
-    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
-        """Take note of a batch without samples, which used these parameters."""
-        self.without_samples = params
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -193,8 +186,7 @@ class BackwardPass:
         norms_taken = done = False
         with torch.no_grad():
             try:
-                if self._stand_ins is not None:
-                    self.put_back()
+                self._stand_ins.close()
                 if self._is_for_parameters():
                     norms_taken = True
                     first = self.used[0] if self.used else self.without_samples

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors import Dense, Factor, accumulation_dtype
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
 from flash_clipping.ops.clipped_sum.table import AT_ONCE

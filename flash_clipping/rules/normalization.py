@@ -300,42 +300,15 @@ class GroupNormRule(Rule):
         B, C = x.shape[:2]
         S = x.shape[2:].numel()
         grad_output = grad_output.contiguous()
-        groups = self.groups(layer)
-        # On a CPU, in one dtype: a batch as one sample with B times the channels and groups, whose
-        # gradients of scale and shift are the samples' own. One pass gives all three.
-        folded = (
-            bool(needs.params)
-            and x.device.type == "cpu"
-            and B > 0
-            and x.dtype == grad_output.dtype == mean.dtype == weight.dtype
-            and x.dtype in (torch.float32, torch.float64)
-        )
-        rows, fold = (1, B) if folded else (B, 1)
-        grads: tuple[Any, ...] = (None, None, None)  # of input, scale and shift
-        if needs.input or folded:
-            grads = torch.ops.aten.native_group_norm_backward(
-                grad_output,
-                x,
-                mean.view(rows, fold * groups),
-                rstd.view(rows, fold * groups),
-                weight.repeat(B) if folded else weight,
-                rows,
-                fold * C,
-                S,
-                fold * groups,
-                [needs.input, folded, folded],
-            )
-        grad_input, weight_BC, bias_BC = grads
-        if needs.params and not folded:
-            weight_BC, bias_BC = group_norm_grads(
-                x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
-            )
-        factors: dict[str, Factor] = {}
-        if "weight" in needs.params:
-            factors["weight"] = Dense(weight_BC.view(B, C))
-        if "bias" in needs.params:
-            factors["bias"] = Dense(bias_BC.view(B, C))
-        return grad_input, factors
+        grad_input = None
+        if needs.input:
+            grad_input = torch.ops.aten.native_group_norm_backward(
+                *(grad_output, x, mean, rstd, weight, B, C, S, self.groups(layer)),
+                [True, False, False],
+            )[0]
+        weight_BC, bias_BC = group_norm_grads(x, grad_output, mean, rstd, backend=needs.backend)
+        factors = {"weight": Dense(weight_BC), "bias": Dense(bias_BC)}
+        return grad_input, {name: factors[name] for name in needs.params}
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
