@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -12,23 +11,11 @@ from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
+from flash_clipping.capture.scoped_forward import ScopedForward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.rules import find_rule, find_scope
-from flash_clipping.rules.registry import Scope
-
-
-class ScopedForward(Tap):
-    """Stands in for the ``forward`` of a module, not a layer, with a registered scope."""
-
-    def __init__(self, module: nn.Module, path: str, scope: Scope, session: ClippingSession):
-        super().__init__(module, path, None, session)
-        self.scope = scope
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.scope(self.layer, *args, **kwargs):
-            return self.original(*args, **kwargs)
 
 
 class InstalledTaps:

@@ -279,7 +279,8 @@ class BackwardPass:
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
-        coef = self._clip(params, norms_PB, Doubts(doubts, scale), plan.one_device)
+        norms_PB, of_norms = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
+        coef = self._clip(params, norms_PB, of_norms, plan.one_device)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _clip(
@@ -315,6 +316,12 @@ class BackwardPass:
             factors[key] = merge(by_key[key])
             by_key[key] = []
         return factors
+
+    def _of_whole_gradients(
+        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
+    ) -> tuple[Tensor, Doubts]:
+        """Norms and doubts of all of the gradients, where this process has parts of them only."""
+        return norms_PB, doubts
 
     def _norms(
         self, params: Sequence[nn.Parameter], blocks: Blocks, plan: Plan, scale: float

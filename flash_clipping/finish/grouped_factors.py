@@ -52,10 +52,11 @@ class VectorStack(NamedTuple):
         in fp32 (float64 for float64); by one coefficient vector for all, or one for each."""
         if len(coefs) == 1 or all(coef is coefs[0] for coef in coefs):
             sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
-            sums: Sequence[Tensor] = sums_N.split(self.sizes)
-        else:
-            columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
-            sums = [weighted_sum(column, coef, backend=backend) for column, coef in columns]
+            if self.shape is None:
+                return sums_N.split(self.sizes)
+            return sums_N.view(len(self.keys), *self.shape).unbind(0)
+        columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
+        sums = [weighted_sum(column, coef, backend=backend) for column, coef in columns]
         return sums if self.shape is None else [sum_n.view(self.shape) for sum_n in sums]
 
 

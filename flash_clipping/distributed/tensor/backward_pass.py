@@ -65,16 +65,13 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
             factors.update(zip(terms, map(Dense, grads), strict=True))
         return factors
 
-    def _clip(
-        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
-    ) -> Tensor:
-        """By the norms of whole gradients."""
+    def _of_whole_gradients(
+        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
+    ) -> tuple[Tensor, Doubts]:
         marks = [marks_B for marks_B in self._marks if len(marks_B) == norms_PB.shape[1]]
         self._marks.clear()
         marks_B = torch.stack(marks).sum(0) % (1 << 20) if marks else None
-        keys = [id(param) for param in params]
-        norms_PB, doubts = self.messages.whole_norms(keys, norms_PB, doubts, marks_B)
-        return super()._clip(params, norms_PB, doubts, one_device)
+        return self.messages.whole_norms([id(param) for param in params], norms_PB, doubts, marks_B)
 
     def add_clipped_sums(self) -> None:
         """As for any sharded model; ``mode="two_pass"`` has summed its own terms only."""
