@@ -67,6 +67,13 @@ def _overrides(method: Any, default: Any) -> bool:
     return getattr(method, "__func__", None) is not default
 
 
+def _moved(output: Any, axis: int) -> Any:
+    """An output, or several, with samples along this axis in place of the first."""
+    if isinstance(output, Tensor):
+        return output.transpose(0, axis)
+    return tuple(part.transpose(0, axis) for part in output)
+
+
 class RefusedByRule(FlashClippingError, ValueError):
     """What a rule said of a layer that it cannot serve, with the layer's path, which rules do not
     know. Its last line is the rule's, or freezes the layer."""
@@ -446,10 +453,7 @@ class Tap(FactorSource):
         def ordinary(*inputs: Any, **named: Any) -> Any:
             inputs = positional(self.layer, self.path, rule, inputs, named)
             rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
-            output, _ = rule.forward(self.layer, *rows)
-            if isinstance(output, Tensor):
-                return output.transpose(0, axis)
-            return tuple(part.transpose(0, axis) for part in output)
+            return _moved(rule.forward(self.layer, *rows)[0], axis)
 
         try:
             return rule.call(self.layer, ordinary, args, kwargs)
@@ -494,10 +498,10 @@ class Tap(FactorSource):
                 "known which samples its rows are of. Write `with samples(...)` inside the "
                 "function that is checkpointed."
             )
+        if not isinstance(x, Tensor) or x.device != params[0].device:
+            refuse_input(self.path, x, params[0])
         if rows is not None:
             self._was_declared = True
-            if not isinstance(x, Tensor) or x.device != params[0].device:
-                refuse_input(self.path, x, params[0])
             folded = self.folded and not rule.takes_samples
             if folded or any(isinstance(other, ParameterProxy) for other in args):
                 raise UnsupportedLayer(
@@ -508,19 +512,14 @@ class Tap(FactorSource):
         elif (
             self.path not in session.evidence.proven
             or self._rule_has_rows
-            or isinstance(x, ParameterProxy)
-            or (len(args) > 1 and any(isinstance(other, ParameterProxy) for other in args))
-        ):
-            if not isinstance(x, Tensor) or x.device != params[0].device:
-                refuse_input(self.path, x, params[0])
-            if call is not None:
-                samples = samples_in(self, self.layer, rule, call, axis, args)
-                if samples is None:
-                    raise ReadsNoSamples
-                args = samples
-                x = args[0]
-        if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
-            refuse_input(self.path, x, params[0])
+            or any(isinstance(read, ParameterProxy) for read in args)
+        ) and call is not None:
+            samples = samples_in(self, self.layer, rule, call, axis, args)
+            if samples is None:
+                raise ReadsNoSamples
+            args = samples
+        if args[0].dim() <= axis:
+            refuse_input(self.path, args[0], params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         folds = self._rule_folds
@@ -540,11 +539,7 @@ class Tap(FactorSource):
             self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype
         if folds:
             return output.flatten(0, 1)
-        if not axis:
-            return output
-        if isinstance(output, Tensor):
-            return output.transpose(0, axis)
-        return tuple(part.transpose(0, axis) for part in output)
+        return _moved(output, axis) if axis else output
 
     def _apply_laid_out(
         self,
