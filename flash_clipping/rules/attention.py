@@ -5,7 +5,7 @@ Shape suffixes: ``B`` samples, ``L`` queries, ``S`` keys, ``E`` features, ``H`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     UnsupportedLayer,
@@ -118,9 +119,7 @@ class MultiheadAttentionRule(Rule):
             return tuple(layer.in_proj_weight.chunk(3))
         return layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: Needs) -> Grads:
         inputs, weights = saved[:3], saved[3:]
         factors: dict[str, Factor] = {}
         grads = list(grad_output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     as_BTd,
@@ -38,9 +38,7 @@ class LinearRule(Rule):
         assert weight is not None
         return F.linear(x, weight.mT if self.transposed else weight, bias), (x, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, weight = saved
         grad_input = None
         if needs.input:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     UnsupportedLayer,
@@ -53,7 +54,7 @@ def _normalized_backward(
     rstd: Tensor,
     weight: Tensor | None,
     needs: Needs,
-) -> tuple[Tensor | None, Mapping[str, Factor]]:
+) -> Grads:
     """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
     axes, x_flat, G_flat = len(shape), x, grad_output
     of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
@@ -117,9 +118,7 @@ class LayerNormRule(Rule):
         )
         return output, (x, mean, rstd, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, mean, rstd, weight = saved
         return _normalized_backward(
             layer.normalized_shape, x, grad_output, mean, rstd, weight, needs
@@ -171,9 +170,7 @@ class RMSNormRule(Rule):
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
         return output, (x, rstd, scale)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, rstd, scale = saved
         shape = layer.normalized_shape if scale is None else scale.shape
         return _normalized_backward(shape, x, grad_output, None, rstd, scale, needs)
@@ -293,9 +290,7 @@ class GroupNormRule(Rule):
         )
         return output, (x, mean, rstd, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, mean, rstd, weight = saved
         B, C = x.shape[:2]
         S = x.shape[2:].numel()
