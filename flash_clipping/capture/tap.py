@@ -13,7 +13,7 @@ of its parameters per sample, so that autograd itself delivers their per-sample 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -72,6 +72,15 @@ def _moved(output: Any, axis: int) -> Any:
     if isinstance(output, Tensor):
         return output.transpose(0, axis)
     return tuple(part.transpose(0, axis) for part in output)
+
+
+class Use(NamedTuple):
+    """One call of a layer with a rule: its parameters, the call of the root that it belongs to, if
+    any, and whether it runs in backward itself (activation checkpointing)."""
+
+    trainable: Trainable
+    call: ForwardCall | None
+    recomputed: bool
 
 
 class RefusedByRule(FlashClippingError, ValueError):
@@ -295,12 +304,13 @@ class Tap(FactorSource):
             return unrecorded(session, self.original, args, kwargs)
         if (call is None or call.ended) and not recomputed:
             self._refuse_call()
+        use = Use(trainable, call, recomputed)
         try:
             if not self._rule_calls:
-                return self._apply(rule, trainable, call, recomputed, args, kwargs)
+                return self._apply(rule, use, args, kwargs)
 
             def tapped(*args: Any, **kwargs: Any) -> Any:
-                return self._apply(rule, trainable, call, recomputed, args, kwargs)
+                return self._apply(rule, use, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
         except ReadsNoSamples:
@@ -463,9 +473,7 @@ class Tap(FactorSource):
     def _apply(
         self,
         rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
+        use: Use,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         laid_out: bool = False,
@@ -480,12 +488,13 @@ class Tap(FactorSource):
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        session, params = self.session, trainable[1]
+        session, (trainable, call, recomputed) = self.session, use
+        params = trainable[1]
         if session.positions is not None:
-            return self._apply_by_position(rule, trainable, call, recomputed, args)
+            return self._apply_by_position(rule, use, args)
         if session.layouts and self.path in session.layouts and not laid_out:
             # Only layers whose samples could lie along any axis get there.
-            return self._apply_laid_out(rule, trainable, call, recomputed, args)
+            return self._apply_laid_out(rule, use, args)
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -541,22 +550,15 @@ class Tap(FactorSource):
             return output.flatten(0, 1)
         return _moved(output, axis) if axis else output
 
-    def _apply_laid_out(
-        self,
-        rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """The same where samples lie along another axis, or their rows apart."""
         x, session = args[0], self.session
-        B = session.samples() if call is None else call.batch_size
+        B = session.samples() if use.call is None else use.call.batch_size
         layout = TOGETHER
         if isinstance(x, Tensor) and not isinstance(x, ParameterProxy) and B:
             layout = layout_of(self.path, x, B, session.layouts[self.path])
         if layout == TOGETHER:
-            return self._apply(rule, trainable, call, recomputed, args, {}, laid_out=True)
+            return self._apply(rule, use, args, {}, laid_out=True)
         assert B
         if len(args) > 1 or declared_rows() is not None:
             raise UnsupportedLayer(
@@ -567,22 +569,16 @@ class Tap(FactorSource):
         whole = rows.shape[:3]  # of rows of the first axis: [B, outer, inner]
         if by_row := layout.axis == 0:
             rows = rows.flatten(0, 2)
-        output = self._apply(rule, trainable, call, recomputed, (rows,), {}, laid_out=True)
+        output = self._apply(rule, use, (rows,), {}, laid_out=True)
         if not isinstance(output, Tensor):
             raise UnsupportedLayer("it returns several tensors, with samples along another axis.")
         # As the layer itself would leave it: models view what they get.
         return layout.back(output.unflatten(0, whole) if by_row else output).contiguous()
 
-    def _apply_by_position(
-        self,
-        rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _apply_by_position(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """The same where units are parts of rows: every position is a row."""
-        session, params = self.session, trainable[1]
+        session, (trainable, call, recomputed) = self.session, use
+        params = trainable[1]
         assert session.positions is not None
         if declared_rows() is not None or any(isinstance(x, ParameterProxy) for x in args):
             refuse_layer(self.path, "it is called inside samples(...), or reads parameters")

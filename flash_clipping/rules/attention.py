@@ -129,16 +129,11 @@ class MultiheadAttentionRule(Rule):
                 grads[position] = rows[:, :-1]
                 if name in needs.params:
                     factors[name] = Dense(rows[:, -1:].unsqueeze(1).clone())
-        outers: list[Factor] = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
+        outers = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
         if "in_proj_weight" in needs.params:
-            one_input = inputs[0] is inputs[1] is inputs[2] or (
-                inputs[0].data_ptr() == inputs[1].data_ptr() == inputs[2].data_ptr()
-                and inputs[0].stride() == inputs[1].stride() == inputs[2].stride()
-                and inputs[0].shape == inputs[1].shape == inputs[2].shape
-            )
-            factors["in_proj_weight"] = (
-                Outer(inputs[0], torch.cat(grads, dim=-1)) if one_input else Stacked(outers)
-            )
+            read_one = len({outer.shares_input_with() for outer in outers}) == 1
+            whole = Outer(inputs[0], torch.cat(grads, dim=-1)) if read_one else Stacked(outers)
+            factors["in_proj_weight"] = whole
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         for name, outer in zip(names, outers, strict=True):
             if name in needs.params:

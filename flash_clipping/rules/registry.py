@@ -263,11 +263,6 @@ def own(output: Tensor) -> Tensor:
     return output.detach() if output._is_view() else output
 
 
-def positions(x: Tensor, features: int = 1) -> int:
-    """Number of positions per sample: product of the axes between batch and features."""
-    return x.shape[1 : x.dim() - features].numel()
-
-
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
     if x.dim() == 3:
