@@ -142,7 +142,10 @@ class GradLedger:
 
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""
-        grads = {id(param): grad for param in params if (grad := param.grad) is not None}
+        grads: dict[int, Tensor] = {}
+        for param in params:
+            if (grad := param.grad) is not None:
+                grads[id(param)] = grad
         for key in self._foreign:
             grads.pop(key, None)
         left = dict(zip(grads, map(weakref.ref, grads.values()), strict=True))
