@@ -3,7 +3,7 @@
 A layer that adds its output up over processes (tensor parallelism as Megatron has it) holds a part
 of the gradient, and its norm would be taken for the whole. A statistic over processes makes a
 sample's gradient depend on samples elsewhere. ``DTensor`` and ``fully_shard`` say what they do, and
-are served; of a collective on plain tensors nothing is known. It is looked for before the first step.
+are served; of a collective on plain tensors nothing is known. It is looked for before any step.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class _NoSamples(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         if ctx.session.enabled:
             # Its end leaves zeros wherever nothing was recorded.
-            ctx.session.begin_backward().record_no_samples(ctx.params)
+            ctx.session.begin_backward().without_samples = ctx.params
         return (None,) * len(ctx.needs_input_grad)
 
 

@@ -59,48 +59,34 @@ class OwnParameters:
         self.has_rule = has_rule
         self.computed = False
         self._trainable: Trainable = [], []
-        self._own_names: list[str] = []  # of the same, as their owners have them
         self._attributes = -1  # how many the layer had when its parameters were last looked up
 
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
-        # The same lists again where they hold: what calls keep would make Python look for garbage
-        # in every step.
-        params, names, count = self._trainable[1], self._own_names, 0
-        if len(vars(self.layer)) != self._attributes or self.layer._buffers:
-            return self._look_up()  # is there a tensor where a parameter was?
-        for owner in self.owners:
+        names: list[str] = []
+        params: list[nn.Parameter] = []
+        for owner, prefix in zip(self.owners, self.prefixes, strict=True):
             for name, param in owner._parameters.items():
                 if param is not None and param.requires_grad:
-                    if count == len(params) or params[count] is not param or names[count] != name:
-                        return self._look_up()
-                    count += 1
-        return self._trainable if count == len(params) else self._look_up()
-
-    def _look_up(self) -> Trainable:
-        named = [
-            (prefix, name, param)
-            for owner, prefix in zip(self.owners, self.prefixes, strict=True)
-            for name, param in owner._parameters.items()
-            if param is not None and param.requires_grad
-        ]
-        found = [(prefix + name, param) for prefix, name, param in named]
-        self._own_names = [name for _, name, _ in named]
-        self._attributes = len(vars(self.layer))
-        if self.has_rule:
-            self.computed = self._computes_weights(found)
-        names, params = self._trainable
-        if [name for name, _ in found] != names or any(
-            new is not old for (_, new), old in zip(found, params, strict=True)
-        ):
-            self._trainable = [name for name, _ in found], [param for _, param in found]
+                    names.append(prefix + name)
+                    params.append(param)
+        known = self._trainable
+        changed = names != known[0] or [*map(id, params)] != [*map(id, known[1])]
+        if changed or len(vars(self.layer)) != self._attributes or self.layer._buffers:
+            self._attributes = len(vars(self.layer))
+            if self.has_rule:  # is there a tensor where a parameter was?
+                self.computed = self._computes_weights(names, params)
+        if changed:
+            self._trainable = names, params
+        # The same lists again where they hold: what calls keep would make Python look for garbage
+        # in every step.
         return self._trainable
 
-    def _computes_weights(self, found: list[tuple[str, nn.Parameter]]) -> bool:
+    def _computes_weights(self, names: list[str], params: list[nn.Parameter]) -> bool:
         """Whether the layer reads tensors that are none of its own parameters: a weight that
         another module computes and assigns. A rule would not see that tensor's gradient; the
         layer's own forward uses it as what it is."""
-        for name, param in found:
+        for name, param in zip(names, params, strict=True):
             if not (param.is_leaf or isinstance(param, ParameterProxy)):
                 raise FlashClippingError(
                     f"{self.path}: its {name} is a tensor that was computed from something else "
@@ -111,7 +97,7 @@ class OwnParameters:
                 )
         attributes, buffers = vars(self.layer), self.layer._buffers
         return (
-            any(isinstance(param, ParameterProxy) for _, param in found)
+            any(isinstance(param, ParameterProxy) for param in params)
             or any(isinstance(value, Tensor) for value in attributes.values())
             or "weight" in attributes
             or "bias" in attributes
@@ -120,8 +106,11 @@ class OwnParameters:
         )
 
 
-class Guard:
-    """Tensor hook of one parameter: a gradient that arrives here went past the parameter's tap.
+class Guard(dict[None, None]):
+    """Refuses gradients that went past a parameter's tap; ``__getitem__`` is the parameter's hook.
+
+    Autograd calls the hook in every backward, with ``None`` where the tap has consumed the
+    gradient. This entry is there, so that Python code runs for other gradients only.
 
     Args:
         name: of the parameter, for the message.
@@ -130,11 +119,12 @@ class Guard:
     """
 
     def __init__(self, name: str, why: str, session: Any):
+        super().__init__({None: None})
         self.name, self.why, self.session = name, why, session
 
-    def __call__(self, grad: Tensor | None) -> None:
-        # None: the tap consumed this gradient. Those of a probe are autograd's own.
-        if grad is not None and self.session.enabled and self.session.probing is None:
+    def __missing__(self, grad: Tensor) -> None:
+        # Gradients of a probe are autograd's own.
+        if self.session.enabled and self.session.probing is None:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"

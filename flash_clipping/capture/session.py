@@ -368,9 +368,8 @@ class ClippingSession:
     def uses(self) -> Counter[int]:
         """Uses of every parameter that a backward may still ask about, by ``id``."""
         counts: Counter[int] = Counter()
-        for forward in self._forwards:
-            if not forward.spent:
-                counts.update(forward.uses)
+        for forward in self._unspent():
+            counts.update(forward.uses)
         return counts
 
     def resume_forward(self, forward: ForwardCall) -> None:
@@ -493,7 +492,10 @@ class ClippingSession:
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
-        return sum(not forward.spent for forward in self._forwards)
+        return len(self._unspent())
+
+    def _unspent(self) -> list[ForwardCall]:
+        return [forward for forward in self._forwards if not forward.spent]
 
     def made_up(self) -> bool:
         """Whether the samples of the calls whose norms have not been taken were made up.
@@ -501,7 +503,7 @@ class ClippingSession:
         Raises:
             FlashClippingError: those of some were.
         """
-        found = {forward.made_up for forward in self._forwards if not forward.spent}
+        found = {forward.made_up for forward in self._unspent()}
         if len(found) > 1:
             raise FlashClippingError(
                 "backward() goes through calls of the model with samples and without. Call "
@@ -518,32 +520,31 @@ class ClippingSession:
 
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
-        sizes = {f.batch_size for f in self._forwards if not f.spent}
+        sizes = {forward.batch_size for forward in self._unspent()}
         return sizes.pop() if len(sizes) == 1 else None
 
     def units(self) -> Units | None:
         """The units of the calls whose norms have not been taken, all the same."""
         if self.units_of_calls.sample_of is None and not self.units_of_calls.from_loader:
             return None
-        return the_same([f.units for f in self._forwards if not f.spent and f.recorded])
+        return the_same([forward.units for forward in self._unspent() if forward.recorded])
 
-    def counted_rows(self) -> CountedRows:
-        """Which rows of the calls whose norms have not been taken are no padding."""
-        found: dict[int, CountedRows] = {}
-        for forward in self._forwards:
-            if not forward.spent and forward.recorded and forward.counted_rows is not None:
-                found[id(forward.counted_rows)] = forward.counted_rows
-        if len(found) > 1:
-            refuse_several()
-        return found.popitem()[1] if found else EVERY_ROW
-
-    def draw_of_calls(self) -> DrawnBatch | None:
-        """The draw of the calls whose norms have not been taken."""
+    def rows_and_draw(self) -> tuple[CountedRows, DrawnBatch | None]:
+        """Which rows of the calls whose norms have not been taken are no padding, and of which draw
+        these calls are."""
+        rows: dict[int, CountedRows] = {}
         draws: list[DrawnBatch] = []
         for forward in self._forwards:
-            if forward.draw is not None and forward.recorded and not forward.spent:
+            if forward.spent or not forward.recorded:
+                continue
+            if forward.counted_rows is not None:
+                rows[id(forward.counted_rows)] = forward.counted_rows
+            if forward.draw is not None:
                 draws.append(forward.draw)
-        return of_one_draw(draws) if draws else None
+        if len(rows) > 1:
+            refuse_several()
+        counted = rows.popitem()[1] if rows else EVERY_ROW
+        return counted, of_one_draw(draws) if draws else None
 
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
@@ -576,9 +577,9 @@ class ClippingSession:
         """
         if is_autograd_compiled():
             refuse_compiled_autograd()
-        if call is not None:
-            self.check_thread(call)
         backward_pass = None if self._backward_pass is None else self._backward_pass()
+        if call is not None and (backward_pass is not None or self._running):
+            self.check_thread(call)
         if backward_pass is None:
             backward_pass = self.new_backward_pass()
             backward_pass.thread = None if call is None else call.thread
@@ -597,12 +598,14 @@ class ClippingSession:
     def captures(self) -> Iterator[GraphedResults]:
         """Let backward passes be captured as a CUDA graph; what each replay has to leave."""
         # Their tables would be found by steps outside before any replay has filled them.
-        before, self.plans = self.plans, Plans()
+        before = self.plans, self.note_sums
+        self.plans, self.note_sums = Plans(), lambda params: None  # sums are noted by replays
         self.captured = GraphedResults(self.plans)
         try:
             yield self.captured
         finally:
-            self.plans, self.captured = before, None
+            self.plans, self.note_sums = before
+            self.captured = None
 
     def end_backward(self, norms_taken: bool = True) -> None:
         self._backward_pass = None
@@ -610,14 +613,3 @@ class ClippingSession:
             return
         for forward in self._forwards:
             forward.spent = True
-
-    def note_non_finite(self, coef: Tensor) -> None:
-        """Warn once when some sample was not finite, without waiting for the device.
-
-        Args:
-            coef: coefficients, which are 0 for such samples and positive for all others.
-        """
-        if self.captured is None:
-            self.non_finite.note(coef)
-        elif not self.non_finite.warned and coef.numel():
-            self.captured.coefs.append(coef)

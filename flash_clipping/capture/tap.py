@@ -13,7 +13,7 @@ of its parameters per sample, so that autograd itself delivers their per-sample 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -32,7 +32,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.layer_arguments import LayerArguments
+from flash_clipping.capture.layer_arguments import positional
 from flash_clipping.capture.layer_samples import refuse_input, rows_by_sample, samples_in
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.positions import (
@@ -48,7 +48,11 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tapped_layer import apply_proven_layer, apply_tapped_layer
+from flash_clipping.capture.tapped_layer import (
+    Proven,
+    apply_proven_layer,
+    apply_tapped_layer,
+)
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
 from flash_clipping.factors import Factor
 from flash_clipping.finish.backward_pass import stored_where_cheaper
@@ -61,6 +65,22 @@ _MISSING = object()
 def _overrides(method: Any, default: Any) -> bool:
     """Whether a rule, or its type, has a method of its own."""
     return getattr(method, "__func__", None) is not default
+
+
+def _moved(output: Any, axis: int) -> Any:
+    """An output, or several, with samples along this axis in place of the first."""
+    if isinstance(output, Tensor):
+        return output.transpose(0, axis)
+    return tuple(part.transpose(0, axis) for part in output)
+
+
+class Use(NamedTuple):
+    """One call of a layer with a rule: its parameters, the call of the root that it belongs to, if
+    any, and whether it runs in backward itself (activation checkpointing)."""
+
+    trainable: Trainable
+    call: ForwardCall | None
+    recomputed: bool
 
 
 class RefusedByRule(FlashClippingError, ValueError):
@@ -105,7 +125,6 @@ class Tap(FactorSource):
         self.rule = rule
         prefixes = [""] * len(own) + [f"{part}." for part in parts]
         self.parameters = OwnParameters(layer, self.owners, prefixes, self.path, rule is not None)
-        self.arguments = LayerArguments(layer, self.path)
         #: How it is recorded inside a compiled region, and its number in the region that runs.
         self.wiring = wiring_of(rule)
         self.number = -1
@@ -132,7 +151,7 @@ class Tap(FactorSource):
         # What the short way was shown for: all parameters, those that are trainable, and in which
         # epoch; and for which shapes per-sample gradients are formed at once.
         self._proven_for: list[tuple[str, nn.Parameter | None, bool]] = []
-        self.trainable_when_proven: Trainable = [], []
+        self._when_proven: Proven
         self._proven_in = -1
         self.worth_storing: dict[Any, bool] = {}
         self.shared = 0
@@ -203,10 +222,10 @@ class Tap(FactorSource):
                 param is not None and (param.requires_grad != trainable or param.device != device)
             ):
                 return self(x)
-        trainable = self.trainable_when_proven
-        params = trainable[1]
+        proven = self._when_proven
+        params = proven[1]
         call.used.append(params)
-        return apply_proven_layer(self, trainable, call, session.anchor, x, *params)
+        return apply_proven_layer(self, proven, call, session.anchor, x, *params)
 
     def stored_where_cheaper(
         self, factors: Sequence[Factor], shape: torch.Size
@@ -237,14 +256,17 @@ class Tap(FactorSource):
     def note_recorded(self, trainable: Trainable, shared: int) -> None:
         """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
         have other uses. If the call was an ordinary one, the next takes the short way."""
-        self.shared = shared
-        if self._ordinary_in != self.session.epoch:
+        session, self.shared = self.session, shared
+        if self._ordinary_in != session.epoch:
             return
         layer = self.layer
         forward = vars(layer).get("forward")
         if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
-        self.trainable_when_proven, self._proven_in = trainable, self.session.epoch
+        names = frozenset(trainable[0])
+        needs = [Needs((wanted,), names, session.backend) for wanted in (False, True)]
+        self._when_proven = *trainable, needs[0], needs[1]
+        self._proven_in = session.epoch
         self._proven_for = [
             (n, p, p is not None and p.requires_grad) for n, p in layer._parameters.items()
         ]
@@ -285,12 +307,13 @@ class Tap(FactorSource):
             return unrecorded(session, self.original, args, kwargs)
         if (call is None or call.ended) and not recomputed:
             self._refuse_call()
+        use = Use(trainable, call, recomputed)
         try:
             if not self._rule_calls:
-                return self._apply(rule, trainable, call, recomputed, args, kwargs)
+                return self._apply(rule, use, args, kwargs)
 
             def tapped(*args: Any, **kwargs: Any) -> Any:
-                return self._apply(rule, trainable, call, recomputed, args, kwargs)
+                return self._apply(rule, use, args, kwargs)
 
             return rule.call(self.layer, tapped, args, kwargs)
         except ReadsNoSamples:
@@ -443,12 +466,9 @@ class Tap(FactorSource):
         axis = rule.batch_axis(self.layer, self.session.batch_axis)
 
         def ordinary(*inputs: Any, **named: Any) -> Any:
-            inputs = self.arguments.positional(rule, inputs, named)
+            inputs = positional(self.layer, self.path, rule, inputs, named)
             rows = (x.transpose(0, axis) if isinstance(x, Tensor) else x for x in inputs)
-            output, _ = rule.forward(self.layer, *rows)
-            if isinstance(output, Tensor):
-                return output.transpose(0, axis)
-            return tuple(part.transpose(0, axis) for part in output)
+            return _moved(rule.forward(self.layer, *rows)[0], axis)
 
         try:
             return rule.call(self.layer, ordinary, args, kwargs)
@@ -458,9 +478,7 @@ class Tap(FactorSource):
     def _apply(
         self,
         rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
+        use: Use,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         laid_out: bool = False,
@@ -468,19 +486,20 @@ class Tap(FactorSource):
         """The layer under autograd, as one function. ``laid_out``: samples lie along the first axis
         now."""
         if kwargs or len(args) > 1:
-            args = self.arguments.positional(rule, args, kwargs)
+            args = positional(self.layer, self.path, rule, args, kwargs)
         if transforms_are_active():
             raise FlashClippingError(
                 f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
                 "where its per-sample gradients cannot be recorded. Call the layer outside the "
                 "transform, or use torch.func.functional_call on the unwrapped model."
             )
-        session, params = self.session, trainable[1]
+        session, (trainable, call, recomputed) = self.session, use
+        params = trainable[1]
         if session.positions is not None:
-            return self._apply_by_position(rule, trainable, call, recomputed, args)
+            return self._apply_by_position(rule, use, args)
         if session.layouts and self.path in session.layouts and not laid_out:
             # Only layers whose samples could lie along any axis get there.
-            return self._apply_laid_out(rule, trainable, call, recomputed, args)
+            return self._apply_laid_out(rule, use, args)
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -493,10 +512,10 @@ class Tap(FactorSource):
                 "known which samples its rows are of. Write `with samples(...)` inside the "
                 "function that is checkpointed."
             )
+        if not isinstance(x, Tensor) or x.device != params[0].device:
+            refuse_input(self.path, x, params[0])
         if rows is not None:
             self._was_declared = True
-            if not isinstance(x, Tensor) or x.device != params[0].device:
-                refuse_input(self.path, x, params[0])
             folded = self.folded and not rule.takes_samples
             if folded or any(isinstance(other, ParameterProxy) for other in args):
                 raise UnsupportedLayer(
@@ -507,19 +526,14 @@ class Tap(FactorSource):
         elif (
             self.path not in session.evidence.proven
             or self._rule_has_rows
-            or isinstance(x, ParameterProxy)
-            or (len(args) > 1 and any(isinstance(other, ParameterProxy) for other in args))
-        ):
-            if not isinstance(x, Tensor) or x.device != params[0].device:
-                refuse_input(self.path, x, params[0])
-            if call is not None:
-                samples = samples_in(self, self.layer, rule, call, axis, args)
-                if samples is None:
-                    raise ReadsNoSamples
-                args = samples
-                x = args[0]
-        if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
-            refuse_input(self.path, x, params[0])
+            or any(isinstance(read, ParameterProxy) for read in args)
+        ) and call is not None:
+            samples = samples_in(self, self.layer, rule, call, axis, args)
+            if samples is None:
+                raise ReadsNoSamples
+            args = samples
+        if args[0].dim() <= axis:
+            refuse_input(self.path, args[0], params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         folds = self._rule_folds
@@ -536,28 +550,17 @@ class Tap(FactorSource):
             self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype
         if folds:
             return output.flatten(0, 1)
-        if not axis:
-            return output
-        if isinstance(output, Tensor):
-            return output.transpose(0, axis)
-        return tuple(part.transpose(0, axis) for part in output)
+        return _moved(output, axis) if axis else output
 
-    def _apply_laid_out(
-        self,
-        rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """The same where samples lie along another axis, or their rows apart."""
         x, session = args[0], self.session
-        B = session.samples() if call is None else call.batch_size
+        B = session.samples() if use.call is None else use.call.batch_size
         layout = TOGETHER
         if isinstance(x, Tensor) and not isinstance(x, ParameterProxy) and B:
             layout = layout_of(self.path, x, B, session.layouts[self.path])
         if layout == TOGETHER:
-            return self._apply(rule, trainable, call, recomputed, args, {}, laid_out=True)
+            return self._apply(rule, use, args, {}, laid_out=True)
         assert B
         if len(args) > 1 or declared_rows() is not None:
             raise UnsupportedLayer(
@@ -568,22 +571,16 @@ class Tap(FactorSource):
         whole = rows.shape[:3]  # of rows of the first axis: [B, outer, inner]
         if by_row := layout.axis == 0:
             rows = rows.flatten(0, 2)
-        output = self._apply(rule, trainable, call, recomputed, (rows,), {}, laid_out=True)
+        output = self._apply(rule, use, (rows,), {}, laid_out=True)
         if not isinstance(output, Tensor):
             raise UnsupportedLayer("it returns several tensors, with samples along another axis.")
         # As the layer itself would leave it: models view what they get.
         return layout.back(output.unflatten(0, whole) if by_row else output).contiguous()
 
-    def _apply_by_position(
-        self,
-        rule: Rule,
-        trainable: Trainable,
-        call: ForwardCall | None,
-        recomputed: bool,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _apply_by_position(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """The same where units are parts of rows: every position is a row."""
-        session, params = self.session, trainable[1]
+        session, (trainable, call, recomputed) = self.session, use
+        params = trainable[1]
         assert session.positions is not None
         if declared_rows() is not None or any(isinstance(x, ParameterProxy) for x in args):
             refuse_layer(self.path, "it is called inside samples(...), or reads parameters")

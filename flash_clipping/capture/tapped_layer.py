@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -15,7 +15,11 @@ from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor
-from flash_clipping.rules.registry import own
+from flash_clipping.rules.registry import Needs, own
+
+#: Names and trainable parameters of a layer that takes the short way, and what its backward is
+#: asked for without, and with, the gradient of its input.
+Proven: TypeAlias = tuple[list[str], list[nn.Parameter], Needs, Needs]
 
 _NO_SECOND = (
     "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
@@ -135,7 +139,7 @@ class ProvenLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         tap: Any,
-        trainable: Trainable,
+        proven: Proven,
         call: ForwardCall,
         anchor: Tensor,
         x: Tensor,
@@ -145,8 +149,10 @@ class ProvenLayer(torch.autograd.Function):
         output, saved = tap.rule.forward(tap.layer, x)
         ctx.save_for_backward(*saved)
         # The call lives as long as this graph does: later backward passes ask it.
-        ctx.tap, ctx.trainable, ctx.call = tap, trainable, call
-        return _fresh(output, (x,)) if output._is_view() else output
+        ctx.tap, ctx.proven, ctx.call = tap, proven, call
+        if output._is_view():  # to be changed in place, maybe
+            return output.clone() if is_alias_of(x, output) else output.detach()
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -154,8 +160,8 @@ class ProvenLayer(torch.autograd.Function):
         session = tap.session
         if is_grad_enabled():
             raise FlashClippingError(_NO_SECOND.format(tap.path))
-        names, params = ctx.trainable
-        needs = tap.needs(ctx.needs_input_grad[4:5], names)
+        names, params, needs_without, needs_with = ctx.proven
+        needs = needs_with if ctx.needs_input_grad[4] else needs_without
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
         factors = [*map(by_name.__getitem__, names)]
         if not session.enabled:

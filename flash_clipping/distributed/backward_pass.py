@@ -48,7 +48,7 @@ class ShardedBackwardPass(BackwardPass):
         readers: Readers | None = None,
     ) -> None:
         if self._is_made_up:
-            self.record_no_samples([*self.without_samples, *params])
+            self.without_samples = [*self.without_samples, *params]
             return
         super().record(path, params, factors, readers)
 

@@ -169,7 +169,7 @@ class ShardedModel:
             "is used elsewhere, or freeze it."
         )
         guard = Guard(name, why, self.session)
-        self._handles.append(unsharded.register_hook(guard))
+        self._handles.append(unsharded.register_hook(guard.__getitem__))
 
     def _clip(
         self,

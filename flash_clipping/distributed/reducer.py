@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flash_clipping.distributed.process_groups import device_of
 from flash_clipping.distributed.tensor.local import local_of
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.grouped_factors import GroupedFactors
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn

@@ -6,6 +6,7 @@ clipped by, and the optimizer is given the record of these, or an error.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.engine.step_record import Bound, StepRecord, added
+
+_VERSION = operator.attrgetter("_version")
 
 
 class GradLedger:
@@ -139,19 +142,14 @@ class GradLedger:
 
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""
-        foreign = self._foreign
-        known: list[nn.Parameter] = []
-        grads: list[Tensor] = []
-        versions: list[int] = []
+        grads: dict[int, Tensor] = {}
         for param in params:
-            grad = param.grad
-            if grad is not None and not (foreign and id(param) in foreign):
-                known += (param,)
-                grads += (grad,)
-                versions += (grad._version,)
-        keys = [*map(id, known)]
-        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
-        self._versions = dict(zip(keys, versions, strict=True))
+            if (grad := param.grad) is not None:
+                grads[id(param)] = grad
+        for key in self._foreign:
+            grads.pop(key, None)
+        left = dict(zip(grads, map(weakref.ref, grads.values()), strict=True))
+        self._versions = dict(zip(grads, map(_VERSION, grads.values()), strict=True))
         self._left = left  # the last: an interrupt before it leaves nothing known
 
     def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:

@@ -7,9 +7,8 @@ optimizer is told of the sums is in :mod:`flash_clipping.engine.grad_ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, Unpack
 
@@ -42,7 +41,7 @@ from flash_clipping.engine.options import (
     check_options,
 )
 from flash_clipping.engine.parallel import refuse_new_class
-from flash_clipping.engine.parameter_guards import ParameterGuards, trainable_parameters
+from flash_clipping.engine.parameter_guards import ParameterGuards, TrainableParameters
 from flash_clipping.engine.step_record import checked_bound
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import refuse_unsupported
@@ -140,12 +139,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.inputs_want_gradients = False
         #: Of a stage in a pipeline: norms over all stages, ``[B]``.
         self.norms_over_stages: Tensor | None = None
-        #: Modules that hold parameters, in the model's order.
-        self._owners = [module for module in m.modules() if module._parameters]
+        owners = [module for module in m.modules() if module._parameters]
+        self._trainable = TrainableParameters(owners)
         self._session = ClippingSession(
             clip=self._clip,
-            note_sums=self._note_sums,
-            trainable=partial(trainable_parameters, self._owners),
+            note_sums=self.running_step.note_sums,
+            trainable=self._trainable,
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
@@ -208,7 +207,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
         self._losses = ModelLosses(root, self._session)
-        self._guards = ParameterGuards(root, self._owners, self._session, self.sum_dtype, handles)
+        self._guards = ParameterGuards(
+            root, self._trainable, self._session, self.sum_dtype, handles
+        )
         wrapper = self if isinstance(self, nn.Module) else root
         self._watch = ModelWatch(
             wrapper, root, self._session, self._taps, self._guards, self.strict
@@ -386,32 +387,34 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ) -> Tensor:
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
-        captured, step = self._session.captured, self.running_step
+        session, step = self._session, self.running_step
         step.awaits_backward = False
-        counted = self._session.counted_rows()
+        counted, draw = session.rows_and_draw()
         is_padded = counted.rows is not None
         if is_padded:
             norms_PB = counted.norms(norms_PB)
-        if captured is None:
+        if session.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         norms.publish(params, norms_PB, one_device)
         total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:
-            upper = doubts.bound_total(total_B)
+            upper = doubts.bound_total(total_B) if doubts.blocks else total_B
         if is_padded:
             upper = counted.bounds(upper)
         # Past what stands around the wrapper's attributes, which are the model's as well.
         held = self.__dict__
         held["_per_sample_gradient_norms"], held["upper_bounds"] = total_B, upper
-        if captured is None:
-            step.count_backward(total_B, self._session.draw_of_calls())
-        else:
-            captured.norms.append((params, norms_PB, upper))  # every replay publishes its own
         coef = self._coefficients(upper)
         # A coefficient of 0 is of a sample that is not finite, or of padding.
-        self._session.note_non_finite(counted.positive(coef) if is_padded else coef)
+        positive = counted.positive(coef) if is_padded else coef
+        if session.captured is None:
+            step.count_backward(total_B, draw)
+            session.non_finite.note(positive)
+        else:  # every replay publishes its own
+            session.captured.norms.append((params, norms_PB, upper))
+            session.captured.coefs.append(positive)
         return coef
 
     def _coefficients(self, upper: Tensor) -> Tensor:
@@ -420,11 +423,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if self.clipping == "per_layer":
             return clipping_coefficients(upper, bound, self.clipping)
         return clipping_coefficients(upper.unsqueeze(0), bound, self.clipping, upper)
-
-    def _note_sums(self, params: Iterable[nn.Parameter]) -> None:
-        """The clipped sums of these parameters are in ``p.grad``."""
-        if self._session.captured is None:
-            self.running_step.note_sums(params)
 
     @contextmanager
     def summed_loss(self) -> Iterator[bool]:
@@ -512,7 +510,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """The parameters that are trainable now, in the model's order."""
         if self._sharded is not None:  # layers record whole parameters, users see shards
             return self._sharded.slots.trainable()
-        return self._session.trainable()
+        return [*self._session.trainable()]
 
     @trainable_parameters.setter
     def trainable_parameters(self, value: Any) -> None:

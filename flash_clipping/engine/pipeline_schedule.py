@@ -222,7 +222,7 @@ class PrivateSchedule:
         with torch.no_grad():
             found = self._stage.norms(of_round.count, torch.device(self._torch_stage.device))
             coef_n = self.module._coefficients(found.upper_n)
-            self._session.note_non_finite(coef_n)
+            self._session.non_finite.note(coef_n)
             self._stage.complete(coef_n)
         return found
 

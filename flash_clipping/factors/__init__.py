@@ -8,7 +8,7 @@ from flash_clipping.factors.merge import Rearranged, Stacked, merge
 from flash_clipping.factors.scaled_lookup import ScaledLookup
 from flash_clipping.factors.segmented import SegmentedOuter
 from flash_clipping.factors.units import OfUnits, UnitMap, by_units
-from flash_clipping.factors.vector import RowSum, VectorStack
+from flash_clipping.factors.vector import RowSum
 
 __all__ = [
     "Bag",
@@ -25,7 +25,6 @@ __all__ = [
     "Stacked",
     "TiedEmbedding",
     "UnitMap",
-    "VectorStack",
     "accumulation_dtype",
     "by_units",
     "merge",

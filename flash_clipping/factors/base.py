@@ -10,8 +10,10 @@ Shape suffix: ``B`` samples.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class Factor(ABC):
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:
             own = base.__module__.partition(".")[0] == __name__.partition(".")[0]
-            if own and base is not Factor and issubclass(base, Factor):
+            if own and issubclass(base, Factor) and not inspect.isabstract(base):
                 raise TypeError(
                     f"{cls.__name__} is derived from {base.__name__}, which is final. Derive it "
                     "from flash_clipping.factors.Factor, and give it sqnorms, doubt, clipped_sum "
@@ -111,13 +113,36 @@ class Factor(ABC):
         return Dense(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
 
 
+class MeasuredOnce(Factor):
+    """A gradient whose norms, and what rounding may hide of them, come from one computation."""
+
+    _measured: tuple[Tensor, Tensor | None] | None = None
+
+    @abstractmethod
+    def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
+        """Squared norms in parts, ``[B, n]``, and what rounding may hide of them, ``[B]``."""
+
+    def sqnorm_parts(self, backend: str) -> Tensor:
+        if self._measured is None:
+            self._measured = self.measure(backend)
+        return self._measured[0]
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return self.sqnorm_parts(backend).sum(1)
+
+    def doubt(self, backend: str) -> Tensor | None:
+        if self._measured is None:
+            self._measured = self.measure(backend)
+        return self._measured[1]
+
+
+@dataclass(eq=False)
 class Dense(Factor):
     """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
 
-    def __init__(self, grads: Tensor, sq_parts_Bn: Tensor | None = None):
-        self.grads = grads
-        #: Squared norms in parts that are still to be added up, where they are known already.
-        self.sq_parts_Bn = sq_parts_Bn
+    grads: Tensor
+    #: Squared norms in parts that are still to be added up, where they are known already.
+    sq_parts_Bn: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -134,6 +159,9 @@ class Dense(Factor):
         return self.grads.numel() <= self.SMALL * max(1, self.batch_size)
 
     def sqnorms(self, backend: str) -> Tensor:
+        return self.sqnorm_parts(backend).sum(1)
+
+    def sqnorm_parts(self, backend: str) -> Tensor:
         if self.sq_parts_Bn is None:
             flat = self.grads.reshape(self.batch_size, self.grads.shape[1:].numel())
             # vector_norm reduces in the wider dtype without writing a converted copy.
@@ -141,11 +169,6 @@ class Dense(Factor):
                 flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)
             )
             self.sq_parts_Bn = norm_B.square().unsqueeze(1)
-        return self.sq_parts_Bn.sum(1)
-
-    def sqnorm_parts(self, backend: str) -> Tensor:
-        if self.sq_parts_Bn is None:
-            return super().sqnorm_parts(backend)
         return self.sq_parts_Bn
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
+from flash_clipping.factors.base import Dense, MeasuredOnce, accumulation_dtype
 from flash_clipping.ops.convolution import (
     Geometry,
     convolution_grads,
@@ -25,7 +25,7 @@ from flash_clipping.ops.runtime import cost
 from flash_clipping.ops.runtime.backend import full_precision
 
 
-class Convolution(Factor):
+class Convolution(MeasuredOnce):
     """A convolution: ``g_b`` is an outer product of unfolded input patches and ``G``.
 
     The unfolded input is ``prod(kernel_size)`` times the input. On a GPU it is never formed
@@ -51,28 +51,15 @@ class Convolution(Factor):
         self.geometry = Geometry(
             tuple(weight.shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups
         )
-        self._norms: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def batch_size(self) -> int:
         return self.G.shape[0]
 
-    def _measured(self, backend: str) -> tuple[Tensor, Tensor | None]:
-        """Squared norms in parts, and what is in doubt of them: whoever measures knows."""
-        if self._norms is None:
-            # The clipped sum will want them so as well.
-            self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
-            self._norms = convolution_sqnorms(self.x, self.G, self.geometry, backend=backend)
-        return self._norms
-
-    def sqnorms(self, backend: str) -> Tensor:
-        return self._measured(backend)[0].sum(1)
-
-    def sqnorm_parts(self, backend: str) -> Tensor:
-        return self._measured(backend)[0]
-
-    def doubt(self, backend: str) -> Tensor | None:
-        return self._measured(backend)[1]
+    def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
+        # The clipped sum will want them so as well.
+        self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
+        return convolution_sqnorms(self.x, self.G, self.geometry, backend=backend)
 
     def doubt_of_any_product(self) -> Tensor:
         """What rounding may hide of squared norms, ``[B]``, whichever way products were formed."""

@@ -7,11 +7,13 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``N`` ids of all bags, ``V`` row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Factor, accumulation_dtype
+from flash_clipping.factors.base import Factor, MeasuredOnce, accumulation_dtype
 from flash_clipping.factors.linear import Outer
 from flash_clipping.ops import certificate
 from flash_clipping.ops.embedding import (
@@ -22,29 +24,27 @@ from flash_clipping.ops.embedding import (
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.row_scale import row_scale
 
+#: Elements of temporaries in sums of rows of a table.
+BLOCK = 1 << 22
 
+
+@dataclass(eq=False)
 class Lookup(Factor):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
 
-    def __init__(
-        self, ids_BT: Tensor, G_BTd: Tensor, num_embeddings: int, padding_idx: int | None = None
-    ):
-        self.ids_BT = ids_BT
-        self.G_BTd = G_BTd
-        self.num_embeddings = num_embeddings
-        self.padding_idx = padding_idx
+    ids_BT: Tensor
+    G_BTd: Tensor
+    num_embeddings: int
+    padding_idx: int | None = None
 
     @property
     def batch_size(self) -> int:
         return self.G_BTd.shape[0]
 
     def sqnorms(self, backend: str) -> Tensor:
-        return self._parts(backend).sum(1)
+        return self.sqnorm_parts(backend).sum(1)
 
     def sqnorm_parts(self, backend: str) -> Tensor:
-        return self._parts(backend)
-
-    def _parts(self, backend: str) -> Tensor:
         return embedding_sqnorms(
             self.ids_BT,
             self.G_BTd,
@@ -102,7 +102,42 @@ class Lookup(Factor):
         )
 
 
-class Bag(Factor):
+class Scattered(NamedTuple):
+    """Rows of a table that receive a gradient each: row ``ids_N[n]`` receives ``G_Nd[n]``, of the
+    sample, or unit, ``unit_N[n]``; none of it belongs to a unit where that is ``units``."""
+
+    ids_N: Tensor
+    G_Nd: Tensor
+    unit_N: Tensor
+    units: int
+    table: int
+
+    def sqnorms(self) -> tuple[Tensor, Tensor]:
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
+
+        Runs of one unit and one id are added up in a fixed order, as many features at a time as
+        :data:`BLOCK` allows.
+        """
+        dtype = accumulation_dtype(self.G_Nd.dtype)
+        N = len(self.ids_N)
+        keys_N, order_N = (self.unit_N * self.table + self.ids_N).sort(stable=True)
+        new_N = torch.ones_like(keys_N)
+        new_N[1:] = keys_N[1:] != keys_N[:-1]
+        run_N = new_N.cumsum(0) - 1
+        unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
+        sq_N = self.G_Nd.new_zeros(N, dtype=dtype)
+        for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
+            rows_Nf = columns_Nf[order_N].to(dtype)
+            sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
+        norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
+        return self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
+
+    def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
+        return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
+
+
+@dataclass(eq=False)
+class Bag(MeasuredOnce):
     """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
 
     All ids of one bag receive multiples of one vector, so that
@@ -110,40 +145,25 @@ class Bag(Factor):
     all bags.
     """
 
-    def __init__(
-        self, bags_N: Tensor, ids_N: Tensor, weights_N: Tensor, G_Bd: Tensor, num_embeddings: int
-    ):
-        self.bags_N = bags_N
-        self.ids_N = ids_N
-        self.weights_N = weights_N
-        self.G_Bd = G_Bd
-        self.num_embeddings = num_embeddings
+    bags_N: Tensor
+    ids_N: Tensor
+    weights_N: Tensor
+    G_Bd: Tensor
+    num_embeddings: int
 
     @property
     def batch_size(self) -> int:
         return self.G_Bd.shape[0]
 
-    def sqnorms(self, backend: str) -> Tensor:
-        dtype = accumulation_dtype(self.G_Bd.dtype)
-        # Runs of equal (bag, id), added up in a fixed order.
-        keys_N, order_N = (self.bags_N * self.num_embeddings + self.ids_N).sort(stable=True)
-        run_N = torch.ones_like(keys_N).cumsum(0) - 1
-        if keys_N.numel():
-            run_N = torch.cat([run_N[:1], (keys_N[1:] != keys_N[:-1]).long().cumsum(0)])
-        weights_N1 = self.weights_N[order_N].to(dtype).unsqueeze(1)
-        sums_N1 = sums_by_index(weights_N1, run_N, len(run_N))
-        bag_N = torch.zeros_like(keys_N).index_put((run_N,), self.bags_N[order_N])
-        multiplicity_B = sums_by_index(sums_N1.square(), bag_N, self.batch_size).squeeze(1)
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        weights_N1, B = self.weights_N.unsqueeze(1), self.batch_size
+        scattered = Scattered(self.ids_N, weights_N1, self.bags_N, B, self.num_embeddings)
+        sq_weight_B, weight_B = scattered.sqnorms()
         # In float64: the square of one may be lost in fp32, and the other make up for it.
         norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
-        return norm_B.square().mul_(multiplicity_B).to(dtype)
-
-    def doubt(self, backend: str) -> Tensor | None:
-        dtype = accumulation_dtype(self.G_Bd.dtype)
-        weights_N1 = self.weights_N.to(dtype).abs().unsqueeze(1)
-        weight_B = sums_by_index(weights_N1, self.bags_N, self.batch_size).squeeze(1)
-        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
-        return certificate.doubt(norm_B.mul_(weight_B).to(dtype))
+        dtype = sq_weight_B.dtype
+        sq_B = norm_B.square().mul_(sq_weight_B).to(dtype)
+        return sq_B.unsqueeze(1), certificate.doubt(norm_B.mul_(weight_B).to(dtype))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         G_Bd, weights_N = self.G_Bd, self.weights_N
@@ -162,12 +182,12 @@ class Bag(Factor):
         return sums_by_index(G_Nd, self.bags_N * V + self.ids_N, B * V).view(B, V, d)
 
 
+@dataclass(eq=False)
 class TiedEmbedding(Factor):
     """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
 
-    def __init__(self, lookup: Lookup, head: Outer):
-        self.lookup = lookup
-        self.head = head
+    lookup: Lookup
+    head: Outer
 
     @property
     def batch_size(self) -> int:

@@ -6,6 +6,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` outp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from flash_clipping.ops.outer import outer_grads, outer_sqnorms
 from flash_clipping.ops.runtime import cost
 
 
+@dataclass(eq=False)
 class Outer(Factor):
     """``g_b = G_b^T A_b`` (``p x d``): a linear map with input ``A`` and output gradient ``G``."""
 
-    def __init__(self, A_BTd: Tensor, G_BTp: Tensor):
-        self.A_BTd = A_BTd
-        self.G_BTp = G_BTp
+    A_BTd: Tensor
+    G_BTp: Tensor
 
     @property
     def batch_size(self) -> int:

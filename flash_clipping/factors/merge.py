@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from flash_clipping.factors.embedding import Lookup, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 
 
+@dataclass(eq=False)
 class Stacked(Factor):
     """A parameter whose leading axis is made of parts, each with a gradient of its own.
 
     ``nn.MultiheadAttention`` keeps the projections of query, key and value in one matrix.
     """
 
-    def __init__(self, parts: Sequence[Factor]):
-        self.parts = list(parts)
+    parts: Sequence[Factor]
 
     @property
     def batch_size(self) -> int:
@@ -41,6 +42,7 @@ class Stacked(Factor):
         return torch.cat([part.dense() for part in self.parts], dim=1)
 
 
+@dataclass(eq=False)
 class Rearranged(Factor):
     """A gradient whose parameter has its elements elsewhere.
 
@@ -50,8 +52,8 @@ class Rearranged(Factor):
             same object for every use.
     """
 
-    def __init__(self, inner: Factor, arrange: Callable[[Tensor], Tensor]):
-        self.inner, self.arrange = inner, arrange
+    inner: Factor
+    arrange: Callable[[Tensor], Tensor]
 
     @property
     def batch_size(self) -> int:
@@ -90,8 +92,6 @@ class Rearranged(Factor):
 
 def merge(factors: Sequence[Factor]) -> Factor:
     """One factor for all uses of one parameter: uses of one kind are laid end to end along T."""
-    if len(factors) == 1:
-        return factors[0]
     by_kind: dict[type[Factor], list[Factor]] = {}
     for factor in factors:
         by_kind.setdefault(type(factor), []).append(factor)
@@ -100,9 +100,7 @@ def merge(factors: Sequence[Factor]) -> Factor:
     ]
     if len(merged) == 1:
         return merged[0]
-    kinds = {type(factor): factor for factor in merged}
-    if set(kinds) == {Lookup, Outer}:
-        lookup, head = kinds[Lookup], kinds[Outer]
-        assert isinstance(lookup, Lookup) and isinstance(head, Outer)
-        return TiedEmbedding(lookup, head)
+    match sorted(merged, key=lambda factor: type(factor).__name__):
+        case [Lookup() as lookup, Outer() as head]:
+            return TiedEmbedding(lookup, head)
     return Dense.sum_of(merged)

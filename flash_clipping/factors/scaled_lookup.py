@@ -7,6 +7,7 @@ table, ``d`` features.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ BUFFER = 1 << 25
 """About how many elements of rows are formed at a time (one feature of one sample at least)."""
 
 
+@dataclass(eq=False)
 class ScaledLookup(Factor):
     """Row ``ids[b, t, l]`` of the gradient of sample b receives ``scale[b, t, l] · X[b, t]``.
 
@@ -34,9 +36,10 @@ class ScaledLookup(Factor):
         num_embeddings: rows of the table, E.
     """
 
-    def __init__(self, ids_BTL: Tensor, scale_BTL: Tensor, X_BTd: Tensor, num_embeddings: int):
-        self.ids_BTL, self.scale_BTL, self.X_BTd = ids_BTL, scale_BTL, X_BTd
-        self.num_embeddings = num_embeddings
+    ids_BTL: Tensor
+    scale_BTL: Tensor
+    X_BTd: Tensor
+    num_embeddings: int
 
     @property
     def batch_size(self) -> int:

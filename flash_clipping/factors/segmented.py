@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor
+from flash_clipping.factors.base import Dense, Factor, MeasuredOnce
 from flash_clipping.ops.segments import (
     Rows,
     Segments,
@@ -21,7 +21,7 @@ from flash_clipping.ops.segments import (
 )
 
 
-class SegmentedOuter(Factor):
+class SegmentedOuter(MeasuredOnce):
     """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
 
     Args:
@@ -36,7 +36,6 @@ class SegmentedOuter(Factor):
         self.A = A if isinstance(A, Rows) else Rows(A)
         self.G = G if isinstance(G, Rows) else Rows(G)
         self.segments, self.stacked = segments, stacked
-        self._norms: tuple[Tensor, Tensor] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -46,19 +45,11 @@ class SegmentedOuter(Factor):
         segments = self.segments
         return *self.A, *self.G, segments.samples, segments.groups, self.stacked
 
-    def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
-        if self._norms is None:
-            found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
-            # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
-            sq_B, doubt_B = map(self.segments.by_sample, found)
-            self._norms = sq_B, doubt_B
-        return self._norms
-
-    def sqnorms(self, backend: str) -> Tensor:
-        return self._measured(backend)[0]
-
-    def doubt(self, backend: str) -> Tensor | None:
-        return self._measured(backend)[1]
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
+        # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
+        sq_B, doubt_B = map(self.segments.by_sample, found)
+        return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         sums = grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)

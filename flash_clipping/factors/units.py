@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor, accumulation_dtype
+from flash_clipping.factors.base import Dense, Factor, MeasuredOnce
 from flash_clipping.factors.convolution import Convolution
-from flash_clipping.factors.embedding import Bag, Lookup, TiedEmbedding
+from flash_clipping.factors.embedding import BLOCK, Bag, Lookup, Scattered, TiedEmbedding
 from flash_clipping.factors.linear import Outer
 from flash_clipping.factors.merge import Stacked, merge
 from flash_clipping.factors.segmented import SegmentedOuter
@@ -36,9 +37,6 @@ from flash_clipping.ops.segments import (
     segment_sqnorms,
     segment_sums,
 )
-
-#: Elements of temporaries in the cross term of a tied embedding, and in sums of rows of a table.
-BLOCK = 1 << 22
 
 
 class UnitMap:
@@ -117,7 +115,8 @@ def by_units(factor: Factor, units: UnitMap) -> Factor:
     return OfUnits(factor, units)
 
 
-class OfUnits(Factor):
+@dataclass(eq=False)
+class OfUnits(MeasuredOnce):
     """``g_u = Σ g_m`` over the rows m of unit u.
 
     Args:
@@ -125,9 +124,8 @@ class OfUnits(Factor):
         units: which unit each row belongs to.
     """
 
-    def __init__(self, rows: Factor, units: UnitMap):
-        self.rows, self.units = rows, units
-        self._norms: tuple[Tensor, Tensor] | None = None
+    rows: Factor
+    units: UnitMap
 
     @property
     def batch_size(self) -> int:
@@ -136,16 +134,9 @@ class OfUnits(Factor):
     def operands(self) -> tuple[()]:
         return ()  # it is handled by itself, whatever it holds
 
-    def _measured(self, backend: str) -> tuple[Tensor, Tensor]:
-        if self._norms is None:
-            self._norms = _measure(self.rows, self.units, backend)
-        return self._norms
-
-    def sqnorms(self, backend: str) -> Tensor:
-        return self._measured(backend)[0]
-
-    def doubt(self, backend: str) -> Tensor | None:
-        return self._measured(backend)[1]
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        sq_U, doubt_U = _measure(self.rows, self.units, backend)
+        return sq_U.unsqueeze(1), doubt_U
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
@@ -227,7 +218,7 @@ def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor
     if isinstance(rows, SegmentedOuter):
         return _segmented_sqnorms(rows, units, backend)
     if isinstance(rows, Lookup | Bag):
-        sq_U, spread_U = _Scattered.of(rows, units).sqnorms()
+        sq_U, spread_U = _scattered(rows, units).sqnorms()
         return sq_U, certificate.doubt(spread_U)
     if isinstance(rows, TiedEmbedding):
         return _tied_sqnorms(rows, units, backend)
@@ -286,7 +277,7 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Te
     before.
     """
     head = rows.head
-    scattered = _Scattered.of(rows.lookup, units)
+    scattered = _scattered(rows.lookup, units)
     sq_U, spread_U = scattered.sqnorms()
     head_sq_U, head_doubt_U = _measure(head, units, backend)
     dtype = torch.promote_types(sq_U.dtype, head_sq_U.dtype)
@@ -310,47 +301,14 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Te
     return sq_U + head_sq_U + 2 * cross_U, doubt_U
 
 
-class _Scattered:
-    """Rows of a table that receive a gradient each: row ``ids_N[n]`` receives ``G_Nd[n]``.
-
-    Of no unit (``unit_N`` is U) is also what gets no gradient: padding.
-    """
-
-    def __init__(self, ids_N: Tensor, G_Nd: Tensor, unit_N: Tensor, units: int, table: int):
-        self.ids_N, self.G_Nd, self.unit_N = ids_N, G_Nd, unit_N
-        self.units, self.table = units, table
-
-    @classmethod
-    def of(cls, rows: Lookup | Bag, units: UnitMap) -> _Scattered:
-        count, table = units.count, rows.num_embeddings
-        if isinstance(rows, Bag):
-            G_Nd = rows.G_Bd[rows.bags_N] * rows.weights_N[:, None]
-            return cls(rows.ids_N, G_Nd, units.bins_M[rows.bags_N], count, table)
-        ids_N = rows.ids_BT.flatten()
-        unit_N = units.bins_M.repeat_interleave(rows.ids_BT.shape[1])
-        if rows.padding_idx is not None:
-            unit_N = unit_N.masked_fill(ids_N == rows.padding_idx, count)
-        return cls(ids_N, rows.G_BTd.flatten(0, 1), unit_N, count, table)
-
-    def sqnorms(self) -> tuple[Tensor, Tensor]:
-        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
-
-        Runs of one unit and one id are added up in a fixed order, as many features at a time as
-        :data:`BLOCK` allows.
-        """
-        dtype = accumulation_dtype(self.G_Nd.dtype)
-        N = len(self.ids_N)
-        keys_N, order_N = (self.unit_N * self.table + self.ids_N).sort(stable=True)
-        new_N = torch.ones_like(keys_N)
-        new_N[1:] = keys_N[1:] != keys_N[:-1]
-        run_N = new_N.cumsum(0) - 1
-        unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
-        sq_N = self.G_Nd.new_zeros(N, dtype=dtype)
-        for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
-            rows_Nf = columns_Nf[order_N].to(dtype)
-            sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
-        norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
-        return self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
-
-    def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
-        return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
+def _scattered(rows: Lookup | Bag, units: UnitMap) -> Scattered:
+    """What gets no gradient, as padding, is of no unit."""
+    count, table = units.count, rows.num_embeddings
+    if isinstance(rows, Bag):
+        G_Nd = rows.G_Bd[rows.bags_N] * rows.weights_N[:, None]
+        return Scattered(rows.ids_N, G_Nd, units.bins_M[rows.bags_N], count, table)
+    ids_N = rows.ids_BT.flatten()
+    unit_N = units.bins_M.repeat_interleave(rows.ids_BT.shape[1])
+    if rows.padding_idx is not None:
+        unit_N = unit_N.masked_fill(ids_N == rows.padding_idx, count)
+    return Scattered(ids_N, rows.G_BTd.flatten(0, 1), unit_N, count, table)

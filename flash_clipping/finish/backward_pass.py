@@ -28,8 +28,7 @@ from flash_clipping.factors import (
     accumulation_dtype,
     merge,
 )
-from flash_clipping.finish.clipping import Doubts
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
 from flash_clipping.finish.session import Readers, Session, Units
@@ -81,7 +80,7 @@ class BackwardPass:
         #: re-entrant checkpoints only in a backward for all parameters, so it is taken for one.
         self.is_checkpointed = False
 
-        self._stand_ins: ExitStack | None = None
+        self._stand_ins = ExitStack()
         if session.recomputed:
             self.stand_in()
 
@@ -89,14 +88,12 @@ class BackwardPass:
 
     def stand_in(self) -> None:
         """Let checkpoints recompute with stand-ins, as they computed."""
-        self._stand_ins = ExitStack()
         for make in self.session.recomputed.values():
             self._stand_ins.enter_context(make())
 
     def put_back(self) -> None:
         """The parameters themselves again."""
-        if self._stand_ins is not None:
-            self._stand_ins.close()
+        self._stand_ins.close()
 
     def record(
         self,
@@ -126,10 +123,6 @@ class BackwardPass:
         self.calls.append(path)
         self.used.append(params)
         self.factors += factors
-
-    def record_no_samples(self, params: Sequence[nn.Parameter]) -> None:
-        """Take note of a batch without samples, which used these parameters."""
-        self.without_samples = params
 
     @cached_property
     def uses(self) -> Counter[int]:
@@ -193,8 +186,7 @@ class BackwardPass:
         norms_taken = done = False
         with torch.no_grad():
             try:
-                if self._stand_ins is not None:
-                    self.put_back()
+                self._stand_ins.close()
                 if self._is_for_parameters():
                     norms_taken = True
                     first = self.used[0] if self.used else self.without_samples
@@ -257,8 +249,12 @@ class BackwardPass:
         plan = plans.find(number, layout)
         if plan is None:
             self._check_uses()
-        elif self.factors and self.factors[0].batch_size != self.batch_size:
-            self._check_batch_size(self.calls[0], self.factors[0].batch_size)  # it speaks for all
+        elif self.factors:
+            found = self.factors[0].batch_size  # it speaks for all
+            if self.batch_size is None and found in self.session.expected_batch_sizes():
+                self.batch_size, self.first_path = found, self.calls[0]
+            elif found != self.batch_size:
+                self._check_batch_size(self.calls[0], found)
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
@@ -275,12 +271,16 @@ class BackwardPass:
             self.sqnorms_B.clear()
             self.doubts_B.clear()
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
-        scale = self._own_gradient_scale()
+        scale = 1.0
+        if self.session.loss_reduction == "mean":
+            # Over rows, whoever they belong to.
+            units = self.units
+            scale = float(self.batch_size or 0) if units is None else units.scale_of_mean()
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
-        norms_PB, found = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
-        coef = self._clip(params, norms_PB, found, plan.one_device)
+        norms_PB, of_norms = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
+        coef = self._clip(params, norms_PB, of_norms, plan.one_device)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _clip(
@@ -316,12 +316,6 @@ class BackwardPass:
             factors[key] = merge(by_key[key])
             by_key[key] = []
         return factors
-
-    def _own_gradient_scale(self) -> float:
-        if self.session.loss_reduction != "mean":
-            return 1.0
-        # The mean is over rows, whoever they belong to.
-        return float(self.batch_size or 0) if self.units is None else self.units.scale_of_mean()
 
     def _of_whole_gradients(
         self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts

@@ -1,4 +1,4 @@
-"""From per-sample norms to clipping coefficients.
+"""From per-sample norms to clipping coefficients, and these as clipped sums take them.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -6,13 +6,14 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -53,7 +54,7 @@ class Doubts:
 
     def bound_total(self, total_B: Tensor) -> Tensor:
         """Norms over all parameters -> what is at least the norm of what is released, ``[B]``."""
-        return upper_bound(total_B, self.total(total_B)) if self.blocks else total_B
+        return upper_bound(total_B, self.total(total_B))
 
     def total(self, like_B: Tensor) -> Tensor:
         """What rounding may hide of squared norms over all parameters, ``[B]`` as ``like_B``."""
@@ -78,6 +79,11 @@ class Doubts:
         }
         none_B = torch.zeros_like(like_PB[0])
         return torch.stack([found.get(key, none_B) for key in keys])
+
+
+#: Norms ``[P, B]`` of the parameters, in their order, what rounding may hide of them, and whether
+#: the parameters are all on one device -> coefficients ``[B]`` or ``[P, B]``.
+ClipFunction: TypeAlias = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
 
 
 def clipping_coefficients(
@@ -128,3 +134,43 @@ def clipping_coefficients(
         coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
     # bound / inf is 0 already; what is NaN comes from a norm that is.
     return coef.nan_to_num_(nan=0.0, posinf=math.inf)
+
+
+class Coefficients:
+    """Every parameter's coefficients, ``[B]`` on its device. Parameters go by their ``id``.
+
+    Args:
+        coef: ``[B]`` for all, or ``[P, B]``.
+        params: the trainable parameters, in order.
+        plan: which also knows whether they are all on one device.
+    """
+
+    def __init__(self, coef: Tensor, params: Sequence[nn.Parameter], plan: Plan):
+        self._of: dict[int, Tensor] = {}
+        by_param = coef.dim() == 2
+        is_one = not by_param and plan.one_device and coef.get_device() == params[0].get_device()
+        #: The coefficients of all parameters, where one tensor holds them.
+        self.one: Tensor | None = coef if is_one else None
+        if is_one:
+            self._of = dict.fromkeys(plan.trainable, coef)
+            return
+        rows = coef.unbind(0) if by_param else [coef] * len(params)
+        on_device: dict[tuple[int, int], Tensor] = {}
+        for key, param, row in zip(plan.trainable, params, rows, strict=True):
+            place = (id(row), param.get_device())
+            if place not in on_device:
+                on_device[place] = row.to(param.device, non_blocking=True)
+            self._of[key] = on_device[place]
+
+    def __getitem__(self, key: int) -> Tensor:
+        return self._of[key]
+
+    def alike(self, keys: Iterable[int]) -> list[list[int]]:
+        """Those of these parameters together that are clipped by the same coefficients."""
+        if self.one is not None:
+            found = [*keys]
+            return [found] if found else []
+        by_coef: dict[int, list[int]] = {}  # by id of the coefficients
+        for key in keys:
+            by_coef.setdefault(id(self._of[key]), []).append(key)
+        return list(by_coef.values())

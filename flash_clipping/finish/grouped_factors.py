@@ -1,29 +1,63 @@
 """The factors of one backward pass, put together as its plan has them handled.
 
-Shape suffixes: ``B`` samples.
+Shape suffixes: ``B`` samples, ``P`` parameters, ``n`` elements of one of them, ``N`` of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from flash_clipping.factors import Dense, Factor, VectorStack
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
 from flash_clipping.ops.clipped_sum.table import AT_ONCE
 from flash_clipping.ops.linear import linear_sqnorm_blocks
-from flash_clipping.ops.outer import sum_parts, weighted_sums_many
-from flash_clipping.ops.runtime.shapes import Group
+from flash_clipping.ops.outer import sum_parts, weighted_sum, weighted_sums_many
+from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.runtime.shapes import Group, Normalized
 
 #: Rows ``[n, B]`` of several parameters, and the ids of these.
 Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
 
 #: Takes the clipped sums of some parameters, whose ids come first.
 Add: TypeAlias = Callable[[Sequence[int], Sequence[Tensor]], None]
+
+
+class VectorStack(NamedTuple):
+    """Small per-sample gradients of several parameters, side by side, and their squared norms.
+
+    A model has a bias and a norm layer for every few matrices; one by one, their launches take
+    longer than their arithmetic.
+
+    Attributes:
+        keys: ids of the parameters.
+        sizes: elements of each.
+        grads_BN, sq_PB: gradients and squared norms.
+        shape: of every parameter, where all have one.
+    """
+
+    keys: list[int]
+    sizes: Sequence[int]
+    grads_BN: Tensor
+    sq_PB: Tensor
+    shape: Sequence[int] | None = None
+
+    def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> Sequence[Tensor]:
+        """One clipped sum per parameter, ``[n]`` or in its shape where all have one, in order and
+        in fp32 (float64 for float64); by one coefficient vector for all, or one for each."""
+        if len(coefs) == 1 or all(coef is coefs[0] for coef in coefs):
+            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
+            if self.shape is None:
+                return sums_N.split(self.sizes)
+            return sums_N.view(len(self.keys), *self.shape).unbind(0)
+        columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
+        sums = [weighted_sum(column, coef, backend=backend) for column, coef in columns]
+        return sums if self.shape is None else [sum_n.view(self.shape) for sum_n in sums]
 
 
 class GroupedFactors:
@@ -50,15 +84,31 @@ class GroupedFactors:
             for key in keys:
                 Gs += (factors[key].G_BTp,)
             self.linear[number] = A_BTd, Gs
-        take = factors.__getitem__
         for keys in plan.sums:
+            rows: list[Tensor] = []
+            x_hats: list[Normalized | None] = []
+            sizes: list[int] = []
+            for key in keys:
+                factor = factors[key]
+                rows += (factor.rows_BTn,)
+                x_hats += (factor.normalized,)
+                sizes += (factor.rows_BTn.shape[2],)
             memo = plan.memos["row_sums", keys[0]]
-            self.stacks.append(VectorStack.of_sums(keys, [*map(take, keys)], self.backend, memo))
+            grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
+            self.stacks.append(VectorStack(keys, sizes, grads_BN, sq_PB))
         for keys in plan.vectors:
-            self.stacks.append(VectorStack.of_dense(keys, [*map(take, keys)]))
-        for held, chosen in ((self.stored, plan.stored), (self.others, plan.others)):
-            for key in chosen:
-                held[key] = factors[key]
+            # A stack takes over a memory format (channels_last) that all have in common.
+            grads = torch.stack([factors[key].grads for key in keys], dim=1).contiguous()
+            B, P, *shape = grads.shape
+            n = grads.shape[2:].numel()  # a scalar's is 1
+            dtype = accumulation_dtype(grads.dtype)
+            norms_BP = torch.linalg.vector_norm(grads.view(B, P, n), dim=2, dtype=dtype)
+            stack = keys, [n] * P, grads.view(B, P * n), norms_BP.square_().T, shape
+            self.stacks.append(VectorStack(*stack))
+        for key in plan.stored:
+            self.stored[key] = factors[key]
+        for key in plan.others:
+            self.others[key] = factors[key]
 
     def forget(self) -> None:
         """Let go of all of them."""
@@ -81,17 +131,17 @@ class GroupedFactors:
                 keys: list[int] = []
                 for group, layer in block.order:
                     keys += (plan.linear[group][layer],)
-                blocks.append((keys, block.sq_RB))
+                blocks += ((keys, block.sq_RB),)
                 if block.doubt_RB is not None:
-                    doubts.append((keys, block.doubt_RB))
+                    doubts += ((keys, block.doubt_RB),)
             del groups
         for stack in self.stacks:
-            blocks.append((stack.keys, stack.sq_PB))
+            blocks += ((stack.keys, stack.sq_PB),)
         if self.stored or self.others:
             blocks += self._sqnorms_one_by_one()
         for key, factor in self.others.items():
             if (doubt_B := factor.doubt(self.backend)) is not None:
-                doubts.append(([key], doubt_B.unsqueeze(0)))
+                doubts += (([key], doubt_B.unsqueeze(0)),)
         return blocks, doubts
 
     def _sqnorms_one_by_one(self) -> Blocks:
@@ -103,66 +153,64 @@ class GroupedFactors:
         for key, factor in (*self.stored.items(), *self.others.items()):
             parts_Bn = factor.sqnorm_parts(self.backend)
             if parts_Bn.shape[1] == 1:
-                of_one_part.append(([key], parts_Bn.mT))
+                of_one_part += (([key], parts_Bn.mT),)
             else:
-                keys.append(key)
-                parts.append(parts_Bn)
+                keys += (key,)
+                parts += (parts_Bn,)
         return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
 
     # -- clipped sums -------------------------------------------------------------------------
 
     def add_clipped_sums(self, plan: Plan, coef: Coefficients, add: Add) -> None:
         """Hand on every parameter's clipped sum, letting go of factors on the way."""
-        if self.linear:
-            self._add_products(plan, coef, add)
-        while self.stacks:
-            stack = self.stacks.pop()
-            coefs = [coef.one] if coef.one is not None else [coef[key] for key in stack.keys]
-            add(stack.keys, stack.clipped_sums(coefs, self.backend))
-        if self.stored:
-            self._add_stored(coef, add)
-        while self.others:
-            key, factor = self.others.popitem()
-            add([key], [factor.clipped_sum(coef[key], self.backend)])
-            del factor
-
-    def _add_products(self, plan: Plan, coef: Coefficients, add: Add) -> None:
-        """Linear maps, as many at a time as one launch serves."""
+        one = coef.one
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for number, (A_BTd, Gs) in self.linear.items():
             for key, G in zip(plan.linear[number], Gs, strict=True):
                 pairs[key] = A_BTd, G
         self.linear.clear()
-        if plan.products is None:
+        if plan.products is None:  # as many at a time as one launch serves
             keys = [*pairs]
             parts = in_turn([*pairs.values()], backend=self.backend)
             plan.products = [[keys[i] for i in part] for part in parts]
         for number, part in enumerate(plan.products):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in (part,) if coef.one is not None else coef.alike(part):
+            for keys in (part,) if one is not None else coef.alike(part):
+                operands = [*map(pairs.pop, keys)]
+                coef_B = one if one is not None else coef[keys[0]]
                 memo = plan.memos["clipped_sums", number, *(() if keys is part else keys)]
                 sums = clipped_sums_many(
-                    [*map(pairs.pop, keys)],
-                    coef.one if coef.one is not None else coef[keys[0]],
-                    backend=self.backend,
-                    checked=True,
-                    memo=memo,
+                    operands, coef_B, backend=self.backend, checked=True, memo=memo
                 )
                 add(keys, sums)
+                del operands, sums
+        while self.stacks:
+            stack = self.stacks.pop()
+            coefs = [one] if one is not None else [coef[key] for key in stack.keys]
+            add(stack.keys, stack.clipped_sums(coefs, self.backend))
+        if self.stored:
+            self._add_stored(plan, coef, add)
+        while self.others:
+            key, factor = self.others.popitem()
+            add([key], [factor.clipped_sum(coef[key], self.backend)])
+            del factor
 
-    def _add_stored(self, coef: Coefficients, add: Add) -> None:
+    def _add_stored(self, plan: Plan, coef: Coefficients, add: Add) -> None:
         """Stored gradients, several at a time."""
-        for keys in coef.alike(self.stored):
-            while keys:
-                batch: list[int] = []
-                elements = 0
-                while keys and (not batch or elements + self._elements(keys[-1]) <= AT_ONCE):
-                    batch.append(keys.pop())
-                    elements += self._elements(batch[-1])
-                grads = [self.stored.pop(key).dense() for key in batch]
-                coef_B = coef[batch[0]]
-                add(batch, weighted_sums_many(grads, coef_B, backend=self.backend))
-
-    def _elements(self, key: int) -> int:
-        """Of a parameter whose gradients are stored."""
-        return self.stored[key].grads.shape[1:].numel()
+        if plan.stored_parts is None:
+            parts: list[list[int]] = []
+            room = 0
+            for key in plan.stored:
+                elements = self.stored[key].grads.shape[1:].numel()
+                if not parts or elements > room:
+                    parts.append([])
+                    room = AT_ONCE
+                parts[-1].append(key)
+                room -= elements
+            plan.stored_parts = parts  # as a whole: an interrupt may come at any line
+        for part in plan.stored_parts:
+            for keys in (part,) if coef.one is not None else coef.alike(part):
+                grads: list[Tensor] = []
+                for key in keys:
+                    grads += (self.stored.pop(key).grads,)
+                add(keys, weighted_sums_many(grads, coef[keys[0]], backend=self.backend))

@@ -39,7 +39,8 @@ class Plan:
         unreached: trainable parameters that backward did not reach; known once norms are.
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
-        products: linear maps whose clipped sums are taken together; likewise.
+        products, stored_parts: linear maps, and stored gradients, whose clipped sums are taken
+            together; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
     products: list[list[int]] | None = None
+    stored_parts: list[list[int]] | None = None
     memos: defaultdict[Hashable, Memo] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -103,6 +105,7 @@ def layout_of_step(
     tensors = [*compress(operands, are_tensors)]
     addresses = [*map(Tensor.data_ptr, tensors)]
     contiguous = [*map(Tensor.is_contiguous, tensors)]
+    apart = compress(tensors, map(operator.not_, contiguous))
     # Which of them lie at one address: the last of these stands for all.
     last = dict(zip(addresses, range(len(addresses)), strict=True))
     return (
@@ -113,8 +116,8 @@ def layout_of_step(
         tuple(compress(operands, map(operator.not_, are_tensors))),
         tuple(map(_SHAPE, tensors)),
         tuple(map(_DTYPE, tensors)),
-        # Along axes of one element they say nothing.
-        tuple([None if ok else x.stride() for x, ok in zip(tensors, contiguous, strict=True)]),
+        tuple(contiguous),
+        tuple(map(Tensor.stride, apart)),  # along axes of one element they say nothing
         tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
         tuple(map(last.__getitem__, addresses)),
         tuple(map(Tensor.get_device, tensors)),

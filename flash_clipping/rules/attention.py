@@ -5,7 +5,7 @@ Shape suffixes: ``B`` samples, ``L`` queries, ``S`` keys, ``E`` features, ``H`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     UnsupportedLayer,
@@ -118,9 +119,7 @@ class MultiheadAttentionRule(Rule):
             return tuple(layer.in_proj_weight.chunk(3))
         return layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: Needs) -> Grads:
         inputs, weights = saved[:3], saved[3:]
         factors: dict[str, Factor] = {}
         grads = list(grad_output)
@@ -130,16 +129,11 @@ class MultiheadAttentionRule(Rule):
                 grads[position] = rows[:, :-1]
                 if name in needs.params:
                     factors[name] = Dense(rows[:, -1:].unsqueeze(1).clone())
-        outers: list[Factor] = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
+        outers = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
         if "in_proj_weight" in needs.params:
-            one_input = inputs[0] is inputs[1] is inputs[2] or (
-                inputs[0].data_ptr() == inputs[1].data_ptr() == inputs[2].data_ptr()
-                and inputs[0].stride() == inputs[1].stride() == inputs[2].stride()
-                and inputs[0].shape == inputs[1].shape == inputs[2].shape
-            )
-            factors["in_proj_weight"] = (
-                Outer(inputs[0], torch.cat(grads, dim=-1)) if one_input else Stacked(outers)
-            )
+            read_one = len({outer.shares_input_with() for outer in outers}) == 1
+            whole = Outer(inputs[0], torch.cat(grads, dim=-1)) if read_one else Stacked(outers)
+            factors["in_proj_weight"] = whole
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         for name, outer in zip(names, outers, strict=True):
             if name in needs.params:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from flash_clipping._compat import padding_of
 from flash_clipping.factors import Convolution, Dense, Factor, RowSum
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     UnsupportedLayer,
@@ -54,9 +54,7 @@ class ConvolutionRule(Rule):
         )
         return output, (x, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, weight = saved
         read, padding = padded(layer, x)
         grad_input = None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Bag, Factor, Lookup
-from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer, as_BTd, register_rule
+from flash_clipping.factors import Bag, Lookup
+from flash_clipping.rules.registry import (
+    Grads,
+    Needs,
+    Rule,
+    UnsupportedLayer,
+    as_BTd,
+    register_rule,
+)
 
 
 @register_rule(nn.Embedding)
@@ -35,9 +41,7 @@ class EmbeddingRule(Rule):
         output = F.embedding(ids, layer.weight, layer.padding_idx, layer.max_norm, layer.norm_type)
         return output, (ids,)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         (ids,) = saved
         ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
         lookup = Lookup(ids_BT, as_BTd(grad_output), layer.num_embeddings, layer.padding_idx)
@@ -93,9 +97,7 @@ class EmbeddingBagRule(Rule):
         )
         return output, (ids, offsets, per_sample_weights)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         ids, offsets, per_sample_weights = saved
         B = grad_output.shape[0]
         bags_N = self._bags(layer, ids, offsets)

@@ -5,7 +5,6 @@ B samples, S positions, n streams, D features, K = n·D, m = n² + 2n logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from flash_clipping.layers.ops.hyper_connections import (
     hyper_connections,
     hyper_connections_backward,
 )
-from flash_clipping.rules.registry import Needs, Rule, register_rule
+from flash_clipping.rules.registry import Grads, Needs, Rule, register_rule
 
 
 @register_rule(HyperConnections)
@@ -39,9 +38,7 @@ class HyperConnectionsRule(Rule):
         saved = (x, *params, result.inv_BS, result.mix_BSm)
         return tuple(layer.like(x, output) for output in outputs), saved
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: Needs) -> Grads:
         x, phi, alpha, bias, gamma, inv_BS, mix_BSm = saved
         x_BSnD = layer.positions(x)
         B, S, n, D = x_BSnD.shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,20 +11,14 @@ from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     as_BTd,
     autocast_operands,
-    own,
     register_rule,
     weight_and_bias,
 )
-
-
-def bias_factor(G_BTp: Tensor, needs: Needs) -> Factor:
-    """A bias: ``g_b = sum_t G_bt``, added up later if the weight's factor holds ``G`` anyway."""
-    factor = RowSum(G_BTp)
-    return factor if "weight" in needs.params else Dense(factor.dense())
 
 
 @register_rule(nn.Linear)
@@ -43,22 +36,20 @@ class LinearRule(Rule):
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
         assert weight is not None
-        return own(F.linear(x, weight.mT if self.transposed else weight, bias)), (x, weight)
+        return F.linear(x, weight.mT if self.transposed else weight, bias), (x, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, weight = saved
         grad_input = None
         if needs.input:
             grad_input = grad_output @ (weight.mT if self.transposed else weight)
-        G_BTp = as_BTd(grad_output)
+        if "weight" not in needs.params:
+            return grad_input, {"bias": Dense(RowSum(as_BTd(grad_output)).dense())}
+        A_BTd, G_BTp = as_BTd(x), on_16_bytes(grad_output)
         factors: dict[str, Factor] = {}
-        if "weight" in needs.params:
-            A_BTd, G_BTp = as_BTd(x), on_16_bytes(G_BTp)
-            factors["weight"] = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
+        factors["weight"] = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
         if "bias" in needs.params:
-            factors["bias"] = bias_factor(G_BTp, needs)
+            factors["bias"] = RowSum(G_BTp)  # added up later, as the weight's factor holds G anyway
         return grad_input, factors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules.registry import (
+    Grads,
     Needs,
     Rule,
     UnsupportedLayer,
@@ -45,65 +46,61 @@ def _is_bound_by_launches(x: Tensor) -> bool:
     return x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES
 
 
-def _normalized_backward(
-    shape: Sequence[int],
-    x: Tensor,
-    grad_output: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    needs: Needs,
-) -> tuple[Tensor | None, Mapping[str, Factor]]:
-    """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
-    axes, x_flat, G_flat = len(shape), x, grad_output
-    of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
-    if of_several is not None:
-        x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
-        mean = None if mean is None else mean.flatten(-axes)
-        weight = None if weight is None else weight.flatten()
-    factors: dict[str, Factor] = {}
-    if mean is not None and _is_bound_by_launches(x):
-        # PyTorch's own kernel for the input gradient, and vectors in one launch with other layers':
-        # a launch through Triton takes the host several times as long as PyTorch's own, and a
-        # small layer takes the device less than either.
-        grad_input = None
-        if needs.input:
-            if weight is not None and weight.dtype != x.dtype:
-                weight = weight.to(x.dtype)
-            grad_input = _layer_norm_backward(
-                G_flat, x_flat, x_flat.shape[-1:], mean, rstd, weight, None, [True, False, False]
-            )[0]
-        G_BTd = as_BTd(G_flat)
-        if "weight" in needs.params:
-            x_hat = Normalized(as_BTd(x_flat), mean, rstd)
-            factors["weight"] = RowSum(G_BTd, of_several, x_hat)
-        if "bias" in needs.params:
-            factors["bias"] = RowSum(G_BTd, of_several)
-    else:
-        grad_input, weight_BnD, bias_BnD = norm_backward(
-            x_flat,
-            G_flat,
-            mean,
-            rstd,
-            weight,
-            input_grad=needs.input,
-            weight_grad="weight" in needs.params,
-            bias_grad="bias" in needs.params,
-            parts_kept=PARTS_KEPT,
-            backend=needs.backend,
-        )
-        # To be added up with those of other layers.
-        if weight_BnD is not None:
-            factors["weight"] = RowSum(weight_BnD, of_several)
-        if bias_BnD is not None:
-            factors["bias"] = RowSum(bias_BnD, of_several)
-    if grad_input is not None and grad_input.shape != x.shape:
-        grad_input = grad_input.view_as(x)
-    return grad_input, factors
+class _RowNormRule(Rule):
+    """A layer that normalizes along its last axes. It saves its input, the means (``None`` where
+    none were subtracted), the reciprocal deviations, and what the result is multiplied with."""
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+        """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
+        x, mean, rstd, weight = saved
+        shape = layer.normalized_shape if weight is None else weight.shape
+        axes, x_flat, G_flat = len(shape), x, grad_output
+        of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
+        if of_several is not None:
+            x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
+            mean = None if mean is None else mean.flatten(-axes)
+            weight = None if weight is None else weight.flatten()
+        factors: dict[str, Factor] = {}
+        if mean is not None and _is_bound_by_launches(x):
+            # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
+            # other layers: a launch through Triton takes the host several times as long as
+            # PyTorch's own, and a small layer takes the device less than either.
+            grad_input = None
+            if needs.input:
+                scale = None if weight is None else weight.to(x.dtype)
+                operands = G_flat, x_flat, x_flat.shape[-1:], mean, rstd, scale, None
+                grad_input = _layer_norm_backward(*operands, [True, False, False])[0]
+            G_BTd = as_BTd(G_flat)
+            if "weight" in needs.params:
+                x_hat = Normalized(as_BTd(x_flat), mean, rstd)
+                factors["weight"] = RowSum(G_BTd, of_several, x_hat)
+            if "bias" in needs.params:
+                factors["bias"] = RowSum(G_BTd, of_several)
+        else:
+            grad_input, weight_BnD, bias_BnD = norm_backward(
+                x_flat,
+                G_flat,
+                mean,
+                rstd,
+                weight,
+                input_grad=needs.input,
+                weight_grad="weight" in needs.params,
+                bias_grad="bias" in needs.params,
+                parts_kept=PARTS_KEPT,
+                backend=needs.backend,
+            )
+            # To be added up with those of other layers.
+            if weight_BnD is not None:
+                factors["weight"] = RowSum(weight_BnD, of_several)
+            if bias_BnD is not None:
+                factors["bias"] = RowSum(bias_BnD, of_several)
+        if grad_input is not None and grad_input.shape != x.shape:
+            grad_input = grad_input.view_as(x)
+        return grad_input, factors
 
 
 @register_rule(nn.LayerNorm)
-class LayerNormRule(Rule):
+class LayerNormRule(_RowNormRule):
     """``dgamma_b = sum_t G_t * xhat_t`` and ``dbeta_b = sum_t G_t``."""
 
     def works_by_position(self, layer: Any) -> bool:
@@ -116,14 +113,6 @@ class LayerNormRule(Rule):
             x, layer.normalized_shape, weight, bias, layer.eps
         )
         return output, (x, mean, rstd, weight)
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
-        x, mean, rstd, weight = saved
-        return _normalized_backward(
-            layer.normalized_shape, x, grad_output, mean, rstd, weight, needs
-        )
 
 
 def _default_eps(dtype: torch.dtype) -> float:
@@ -144,7 +133,7 @@ DEFAULT_EPS = {
 
 
 @register_rule(nn.RMSNorm)
-class RMSNormRule(Rule):
+class RMSNormRule(_RowNormRule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
 
     def works_by_position(self, layer: Any) -> bool:
@@ -169,14 +158,7 @@ class RMSNormRule(Rule):
             axes = tuple(range(-len(shape), 0))
             eps = DEFAULT_EPS[x.dtype] if eps is None else eps
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
-        return output, (x, rstd, scale)
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
-        x, rstd, scale = saved
-        shape = layer.normalized_shape if scale is None else scale.shape
-        return _normalized_backward(shape, x, grad_output, None, rstd, scale, needs)
+        return output, (x, None, rstd, scale)
 
 
 def _eps_of(layer: nn.Module) -> Any:
@@ -293,49 +275,20 @@ class GroupNormRule(Rule):
         )
         return output, (x, mean, rstd, weight)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, mean, rstd, weight = saved
         B, C = x.shape[:2]
         S = x.shape[2:].numel()
         grad_output = grad_output.contiguous()
-        groups = self.groups(layer)
-        # On a CPU, in one dtype: a batch as one sample with B times the channels and groups, whose
-        # gradients of scale and shift are the samples' own. One pass gives all three.
-        folded = (
-            bool(needs.params)
-            and x.device.type == "cpu"
-            and B > 0
-            and x.dtype == grad_output.dtype == mean.dtype == weight.dtype
-            and x.dtype in (torch.float32, torch.float64)
-        )
-        rows, fold = (1, B) if folded else (B, 1)
-        grads: tuple[Any, ...] = (None, None, None)  # of input, scale and shift
-        if needs.input or folded:
-            grads = torch.ops.aten.native_group_norm_backward(
-                grad_output,
-                x,
-                mean.view(rows, fold * groups),
-                rstd.view(rows, fold * groups),
-                weight.repeat(B) if folded else weight,
-                rows,
-                fold * C,
-                S,
-                fold * groups,
-                [needs.input, folded, folded],
-            )
-        grad_input, weight_BC, bias_BC = grads
-        if needs.params and not folded:
-            weight_BC, bias_BC = group_norm_grads(
-                x.view(B, C, S), grad_output.view(B, C, S), mean, rstd, backend=needs.backend
-            )
-        factors: dict[str, Factor] = {}
-        if "weight" in needs.params:
-            factors["weight"] = Dense(weight_BC.view(B, C))
-        if "bias" in needs.params:
-            factors["bias"] = Dense(bias_BC.view(B, C))
-        return grad_input, factors
+        grad_input = None
+        if needs.input:
+            grad_input = torch.ops.aten.native_group_norm_backward(
+                *(grad_output, x, mean, rstd, weight, B, C, S, self.groups(layer)),
+                [True, False, False],
+            )[0]
+        weight_BC, bias_BC = group_norm_grads(x, grad_output, mean, rstd, backend=needs.backend)
+        factors = {"weight": Dense(weight_BC), "bias": Dense(bias_BC)}
+        return grad_input, {name: factors[name] for name in needs.params}
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -9,7 +9,7 @@ back where the samples are in the user's batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flash_clipping.factors import Dense, Factor, Outer
 from flash_clipping.rules.linear import LinearRule
-from flash_clipping.rules.registry import Needs, Rule, register_rule, register_scope
+from flash_clipping.rules.registry import Grads, Needs, Rule, register_rule, register_scope
 
 #: (samples in the batch, where sorted row i belongs, the packed rows) while a packed sequence is
 #: processed.
@@ -63,9 +63,7 @@ class RNNLinearRule(LinearRule):
         batch_size, order_B = packed[:2] if packed is not None else (x.shape[0], None)
         return output, (*saved, order_B, batch_size)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         *saved_linear, order_B, batch_size = saved
         grad_input, factors = super().backward(layer, tuple(saved_linear), grad_output, needs)
         if order_B is None and batch_size == grad_output.shape[0]:
@@ -98,7 +96,5 @@ class SequenceBiasRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         return torch.cat([x, layer.bias.expand(x.shape[0], 1, -1)], dim=1), ()
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         return grad_output[:, :-1], {"bias": Dense(grad_output[:, -1].clone())}

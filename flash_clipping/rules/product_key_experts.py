@@ -5,7 +5,7 @@ B samples, T positions, N = B·T, L experts of a position, d features, E experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_clipping.factors import Factor, ScaledLookup
 from flash_clipping.factors.scaled_lookup import BUFFER
 from flash_clipping.layers.product_key_experts import ExpertTables
-from flash_clipping.rules.registry import Needs, Rule, as_BTd, register_rule
+from flash_clipping.rules.registry import Grads, Needs, Rule, as_BTd, register_rule
 
 
 @register_rule(ExpertTables)
@@ -44,9 +44,7 @@ class ExpertTablesRule(Rule):
         y = torch.cat(outputs).view(x.shape)
         return y, (x, chosen, none, weights, torch.cat(before), down_Ed, up_Ed)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
         x, chosen, none, weights, before_NL, down_Ed, up_Ed = saved
         x_Nd, grad_Nd, chosen_NL, none_NL, weights_NL = map(
             _rows, (x, grad_output, chosen, none, weights)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -48,6 +48,11 @@ class Needs:
     def input(self) -> bool:
         """Whether the gradient of the first input is wanted."""
         return self.inputs[0]
+
+
+#: What a backward gives: the gradient of the first input (or ``None``), or a tuple of all inputs'
+#: gradients; and a factor for every trainable parameter, by its name.
+Grads: TypeAlias = tuple[Any, Mapping[str, Factor]]
 
 
 class Rule(ABC):
@@ -124,9 +129,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[Any, Mapping[str, Factor]]:
+    def backward(self, layer: nn.Module, saved: Any, grad_output: Any, needs: Needs) -> Grads:
         """Compute the gradient of the first input (or ``None``) and a factor per parameter name.
 
         A layer with several differentiable inputs returns a tuple of their gradients; one with
@@ -258,11 +261,6 @@ def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 def own(output: Tensor) -> Tensor:
     """A tensor in memory that nobody else has, without the mark of a view that it may bear."""
     return output.detach() if output._is_view() else output
-
-
-def positions(x: Tensor, features: int = 1) -> int:
-    """Number of positions per sample: product of the axes between batch and features."""
-    return x.shape[1 : x.dim() - features].numel()
 
 
 def as_BTd(x: Tensor) -> Tensor:

@@ -229,18 +229,18 @@ def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
     """In low precision against float64 on what the backward met: no more than rounding of sums."""
     torch.manual_seed(0)
     met: list[SegmentedOuter] = []
-    norms = SegmentedOuter.sqnorms
+    measure = SegmentedOuter.measure
 
-    def noted(self: SegmentedOuter, backend: str) -> Tensor:
+    def noted(self: SegmentedOuter, backend: str) -> tuple[Tensor, Tensor]:
         met.append(self)
-        return norms(self, backend)
+        return measure(self, backend)
 
     model = Block().to(dtype)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     batch = tuple(x.to(dtype) for x in inputs(4, 5))
     squares(flash, batch).backward()  # rehearsals measure norms as well
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SegmentedOuter, "sqnorms", noted)
+        patch.setattr(SegmentedOuter, "measure", noted)
         squares(flash, batch).backward()
     assert len(met) == 2
     for factor in met:

@@ -358,7 +358,7 @@ class Runs:
     def of_taps(self, backward: _Collects, sums: Mapping[int, Tensor]) -> Gradient:
         """The result of a backward pass through the taps."""
         # With the loss reduction "mean" both are as many times as large as there are samples.
-        factor = backward._own_gradient_scale()
+        factor = backward.scale
         numbers = {id(param): n for n, param in enumerate(self.params)}
         found = self._measured({numbers[key]: grad for key, grad in sums.items()})
         each, bounds = (x.cpu().double() / factor for x in (backward.each, backward.bounds))
@@ -375,6 +375,7 @@ class _Collects(BackwardPass):
 
     each: Tensor
     bounds: Tensor
+    scale: float
 
     def __init__(
         self, session: Session, *, runs: Runs, tell: Callable[[Gradient], None], sums: bool
@@ -407,7 +408,7 @@ class _Collects(BackwardPass):
     def _clip(
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
     ) -> Tensor:
-        self.each = norms_PB
+        self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])
 

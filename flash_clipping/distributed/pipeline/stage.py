@@ -18,8 +18,7 @@ from flash_clipping._compat import assert_async
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
-from flash_clipping.finish.clipping import Doubts
-from flash_clipping.finish.coefficients import Coefficients
+from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.randomness import SecretStream
 

@@ -39,10 +39,12 @@ def row_sums(
     """
     if normalized is None:
         normalized = [None] * len(rows)
-    if memo and not _have_plain_statistics(rows[0], normalized):
+    if memo and memo["normalized"] and not _have_plain_statistics(rows[0], normalized):
         memo.clear()
     if not memo:
         _check(rows, normalized)
+        if memo is not None:
+            memo["normalized"] = any([x_hat is not None for x_hat in normalized])
     return backends.run(reference.row_sums, backend, rows[0], rows, normalized, memo)
 
 

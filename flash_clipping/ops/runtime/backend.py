@@ -33,6 +33,12 @@ OLDEST_TRITON = (3, 3)
 """In the interpreter of the one before, sums of rows come out as 0, without an error."""
 
 _BACKENDS: Any = torch.backends
+_SETTINGS = (  # of fp32 matmuls and convolutions
+    _BACKENDS.cuda.matmul,
+    _BACKENDS.mkldnn.matmul,
+    _BACKENDS.cudnn.conv,
+    _BACKENDS.mkldnn.conv,
+)
 _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
 
@@ -219,8 +225,7 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
             _end_of_step.chosen, _end_of_step.precise_on = {}, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        convolutions = _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.conv
-        for setting in (*matmul_settings(), *convolutions):
+        for setting in _SETTINGS:
             wanted = setting.fp32_precision
             if wanted not in ("none", "ieee"):
                 setting.fp32_precision = "ieee"
@@ -234,7 +239,7 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
 
 def matmul_settings() -> tuple[Any, Any]:
     """How PyTorch computes fp32 matmuls on a GPU and on a CPU: what has an ``fp32_precision``."""
-    return _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul
+    return _SETTINGS[0], _SETTINGS[1]
 
 
 def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:

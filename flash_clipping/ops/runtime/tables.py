@@ -85,13 +85,15 @@ def is_whole(width: int, itemsize: int) -> bool:
     return width * itemsize % ALIGNMENT == 0
 
 
-def on_16_bytes(x_BTf: Tensor) -> Tensor:
-    """The same numbers in rows that descriptors can address, for all kernels that will read them.
+def on_16_bytes(x: Tensor) -> Tensor:
+    """``[B, ..., f]`` as ``[B, T, f]``, in rows that descriptors can address, for all kernels that
+    will read them.
 
     A copy of what is large and lies otherwise (a vocabulary of 50257 in 16 bits), and only where
     kernels have descriptors: without, rows of such a width are read element by element anyway.
     What is between its rows is left as it was found. Nothing reads that.
     """
+    x_BTf = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     if x_BTf.numel() < WORTH_A_COPY:  # nearly all that come here
         # Copied once where features do not lie together, rather than by every kernel.
         return x_BTf if x_BTf.stride(2) == 1 else x_BTf.contiguous()
