@@ -236,22 +236,19 @@ class Region:
             for number, tap in enumerate(self.taps):
                 tap.number = number
             session.numbered = self.taps
-        if not layout.wires:
-            return [
-                None if calls is None else tuple(WiredCall(kind, ()) for kind, _ in calls)
-                for calls in layout.by_tap
-            ]
-        call = session.current_forward
-        handed = Handed(self.path, layout, session, call, in_backward())
-        wires = Wired.apply(handed, self.session.anchor, *layout.params)
+        wires: Sequence[Tensor] = ()
+        if layout.wires:
+            call = session.current_forward
+            handed = Handed(self.path, layout, session, call, in_backward())
+            wires = Wired.apply(handed, session.anchor, *layout.params)
         return [
             None
             if calls is None
             else tuple(
-                WiredCall(kind, tuple(None if place is None else wires[place] for place in places))
-                for kind, places in calls
+                WiredCall(slot.kind, tuple(None if n is None else wires[n] for n in slot.places))
+                for slot in calls
             )
-            for calls in layout.by_tap
+            for calls in layout.calls
         ]
 
     # -- what wires are like ----------------------------------------------------------------------

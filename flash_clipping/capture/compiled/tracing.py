@@ -33,33 +33,13 @@ from flash_clipping.capture.compiled.unbatched import (
     without_same,
 )
 from flash_clipping.capture.compiled.wirings import (
-    ConvolutionWiring,
-    EmbeddingWiring,
-    FoundRMSNormWiring,
-    GroupNormWiring,
-    InstanceNormWiring,
     Kind,
-    LayerNormWiring,
-    LinearWiring,
     PerSampleParameter,
-    RMSNormWiring,
     Seen,
-    TransposedLinearWiring,
     Wires,
     Wiring,
 )
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.rules.convolution import ConvolutionRule
-from flash_clipping.rules.embedding import EmbeddingRule
-from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
-from flash_clipping.rules.normalization import (
-    FoundRMSNormRule,
-    GroupNormRule,
-    InstanceNormRule,
-    LayerNormRule,
-    RMSNormRule,
-    ShiftedRMSNormRule,
-)
 from flash_clipping.rules.registry import Rule
 
 
@@ -102,26 +82,6 @@ class WiredTap(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def original(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-#: Of exactly these: another rule knows better what its layers' gradients are made of.
-_WIRINGS: dict[type[Rule], Wiring] = {
-    LinearRule: LinearWiring(),
-    TransposedLinearRule: TransposedLinearWiring(),
-    EmbeddingRule: EmbeddingWiring(),
-    LayerNormRule: LayerNormWiring(),
-    RMSNormRule: RMSNormWiring(),
-    FoundRMSNormRule: FoundRMSNormWiring(FoundRMSNormRule()),
-    ShiftedRMSNormRule: FoundRMSNormWiring(ShiftedRMSNormRule()),
-    GroupNormRule: GroupNormWiring(),
-    InstanceNormRule: InstanceNormWiring(),
-    ConvolutionRule: ConvolutionWiring(),
-}
-
-
-def wiring_of(rule: Rule | None) -> Wiring | None:
-    """How layers with this rule are wired, if they are."""
-    return _WIRINGS.get(type(rule)) if rule is not None else None
 
 
 # -- what runs while Dynamo traces -----------------------------------------------------------------
