@@ -28,7 +28,15 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Lookup,
+    Outer,
+    RowSum,
+    accumulation_dtype,
+)
 from flash_clipping.ops.runtime.backend import full_precision
 
 #: What holds no other arguments. Most functions get nothing else, and small layers wait for the
@@ -105,9 +113,30 @@ class AffineView:
         """That of the transpose."""
         return replace(self, transposed=not self.transposed)
 
-    def is_parameter(self, value: Tensor) -> bool:
-        """Whether a gradient of the value is the parameter's as it is."""
-        return not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+    def of_parameter(self, factor: Factor, value: Tensor) -> Factor | None:
+        """A factor of the value as one of the parameter; it is nobody else's and may be changed.
+
+        Returns: ``None`` where it has no such form.
+        """
+        if isinstance(factor, Outer | Lookup | Convolution):
+            turned = self.transposed and not isinstance(factor, Outer)
+            if turned or not self.is_whole(value):
+                return None
+        if isinstance(factor, Outer):
+            A, G = self.matched(factor.A_BTd), self.scaled(factor.G_BTp)
+            return Outer(G, A) if self.transposed else Outer(A, G)
+        if isinstance(factor, Lookup):
+            factor.G_BTd = self.scaled(factor.G_BTd)
+            return factor
+        if isinstance(factor, Convolution):
+            factor.x, factor.G = self.matched(factor.x), self.scaled(factor.G)
+            return factor
+        as_it_is = not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+        if isinstance(factor, RowSum) and as_it_is:
+            rows_BTn = self.matched(factor.rows_BTn)
+            if rows_BTn is factor.rows_BTn or factor.normalized is None:
+                return RowSum(rows_BTn, factor.shape, factor.normalized)
+        return Dense(self.grads(factor.dense()))
 
     def is_whole(self, value: Tensor) -> bool:
         """Whether the value has the parameter's axes, or these exchanged."""
