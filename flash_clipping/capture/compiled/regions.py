@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -96,8 +95,8 @@ class Region:
         self._warned = False
         self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, Affine] = {}
-        self._known: OrderedDict[Hashable, Calls] = OrderedDict()
-        self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self._known: dict[Hashable, Calls] = {}
+        self._layouts: dict[Hashable, Layout] = {}
 
     @staticmethod
     def _entry(
@@ -115,7 +114,7 @@ class Region:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a compiled module is not compiled, as PyTorch has it.
         state = self.__dict__.copy()
-        state.update(compiled=None, _shapes={}, _known=OrderedDict(), _layouts=OrderedDict())
+        state.update(compiled=None, _shapes={}, _known={}, _layouts={})
         return state
 
     @property
@@ -339,10 +338,10 @@ def _copied(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _keep(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+def _keep(known: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     known[key] = value
     if len(known) > REMEMBERED:
-        known.popitem(last=False)
+        del known[next(iter(known))]
 
 
 class Regions:
@@ -361,11 +360,10 @@ class Regions:
         self._of_blocks: list[tuple[nn.Module, str, Any, Any]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
         self._of_root: tuple[EmptyBatchForward, Any] | None = None
-        self._compiled_call: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(_codes={}, _compiled_call=None, _of_blocks=[])
+        state.update(_codes={}, _of_blocks=[])
         return state
 
     def as_compiled(self) -> contextlib.AbstractContextManager[None]:
@@ -387,7 +385,7 @@ class Regions:
         compiled = vars(root).get("_compiled_call_impl")
         if compiled is not None and (context := _context_of(compiled)) is not None:
             # The hooks of the root, which must not be compiled, are called by its call.
-            self._compiled_call, root._compiled_call_impl = compiled, None  # type: ignore
+            self._put(root, "_compiled_call_impl", None)
             self._install(forward, context)
         elif is_compiled(root) and self._of_root is None:
             self._install(forward, root.dynamo_ctx)
@@ -460,9 +458,6 @@ class Regions:
             forward, before = self._of_root
             forward.instance_forward = before
             self._of_root = None
-        if self._compiled_call is not None:
-            self.root._compiled_call_impl = self._compiled_call  # type: ignore
-            self._compiled_call = None
 
 
 def _forward_of(module: nn.Module) -> Any:
