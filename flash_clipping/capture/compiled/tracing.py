@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,9 +38,6 @@ from flash_clipping.capture.compiled.wirings import (
     Seen,
     Wires,
 )
-
-if TYPE_CHECKING:
-    from flash_clipping.capture.tap import Tap
 
 
 class WiredCall(NamedTuple):
@@ -127,7 +124,7 @@ def _note_misfit() -> bool:
     return True
 
 
-def traced_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
@@ -157,7 +154,7 @@ def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 def _on_wires(
-    tap: Tap, call: WiredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, call: WiredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Whether the wires of a call fit it, and the layer's output on them."""
     wires = call.wires
@@ -199,7 +196,7 @@ def _seen(x: Tensor, y: Tensor, kind: Kind = "samples") -> Seen:
     return Seen(tuple(x.shape), x.dtype, tuple(y.shape), y.dtype, kind)
 
 
-def _own_parameters(tap: Tap) -> list[tuple[Any, str, Any]]:
+def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
     """Those that a module computes with itself and that are trainable, and where they are."""
     return [
         (owner, name, param)
@@ -209,7 +206,7 @@ def _own_parameters(tap: Tap) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _parameters_fit(tap: Tap, wires: Wires) -> bool:
+def _parameters_fit(tap: Any, wires: Wires) -> bool:
     found = _own_parameters(tap)
     if len(found) != len(wires):
         return False
@@ -222,7 +219,7 @@ def _parameters_fit(tap: Tap, wires: Wires) -> bool:
 
 
 def _on_own_parameters(
-    tap: Tap, rows: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, rows: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's own forward, with its parameters as what is the same for all samples.
 
@@ -239,7 +236,7 @@ def _on_own_parameters(
 
 
 @never_compiled
-def by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer as it is uncompiled, with all that it calls."""
     session = tap.session
     before, session.by_itself = session.by_itself, True
@@ -255,7 +252,7 @@ def by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 Calls: TypeAlias = list[list["Seen | None"]]
 
 
-def kind_of(tap: Tap) -> Kind | None:
+def kind_of(tap: Any) -> Kind | None:
     """What rehearsals have shown of what a layer reads; None where they have not, or where it has
     nothing to train."""
     session, evidence = tap.session, tap.session.evidence
@@ -274,7 +271,7 @@ def kind_of(tap: Tap) -> Kind | None:
     return None
 
 
-def noted_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers see."""
     session = tap.session
     assert session.seen is not None
@@ -303,7 +300,7 @@ def noted_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return output
 
 
-def _serves_same_for_all(tap: Tap) -> bool:
+def _serves_same_for_all(tap: Any) -> bool:
     """Whether a layer may read what is the same for all samples."""
     wiring = tap.wiring
     if tap.generic or tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
@@ -312,7 +309,7 @@ def _serves_same_for_all(tap: Tap) -> bool:
 
 
 def _noted_own(
-    tap: Tap,
+    tap: Any,
     of_tap: list[Seen | None],
     batch_size: int,
     args: tuple[Any, ...],
