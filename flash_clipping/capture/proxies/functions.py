@@ -27,7 +27,6 @@ from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.proxies.operation import (
     ADDITION,
     IN_PLACE,
-    ProxyOp,
     looked_up,
     name_of,
 )
@@ -35,13 +34,14 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
     UnsupportedUse,
+    called,
     circumstances,
     flattened,
     is_plain,
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.ops.runtime.backend import is_autocasting
@@ -81,12 +81,10 @@ def reason_against(tap: FactorSource, bares: Sequence[ParameterProxy]) -> str | 
     return None
 
 
-def run_refusing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-) -> Any:
-    """``func``, whose results no gradient may come back through."""
+def run_refusing(func: Callable[..., Any], leaves: list[Any], spec: Any, reason: str) -> Any:
+    """The function, whose result no gradient may come back through; None if that is no tensor."""
     with torch.no_grad():
-        result = func(*args, **kwargs)
+        result = called(func, leaves, spec)
     anchor = torch.zeros((), requires_grad=True)
     return _Refuses.apply(reason, result, anchor) if isinstance(result, Tensor) else None
 
@@ -128,6 +126,20 @@ _NONE = object()
 _PLAIN_ARGUMENTS = {int, float, bool, str, NoneType}
 
 
+def _is_met_again(bare: ParameterProxy, call: Any, where: Any, reads: list[bool]) -> bool:
+    """Whether a stand-in is as it was when a function of it ran in this call of the model, under
+    these circumstances, with as many tensors, of which those that require grad are ``reads``."""
+    return (
+        call is not None
+        and call.witness is None
+        and bare.is_kept
+        and circumstances() == where
+        and not transforms_are_active()
+        and not in_backward()
+        and bool(bare.tap.session.knows_reads(call, bare.tap.path, reads))
+    )
+
+
 def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The short way of a function that the same call of the model has run before, with the same
     stand-in and tensors of the same shapes, as layers do that share a table of biases.
@@ -146,24 +158,14 @@ def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             of_samples_only = of_samples_only and x.requires_grad
         elif kind not in _PLAIN_ARGUMENTS:
             return _NONE
-    if bare is None:
+    root = bare if bare is None or bare.parent is None else bare.parent
+    if root is None or root.again is None:
         return _NONE
-    root = bare if bare.parent is None else bare.parent
-    if root.again is None:
-        return _NONE
-    session = root.tap.session
     call, where, uses = root.again
     rank = uses.get((func, shapes, bare.shape, bare is root, of_samples_only))
-    if (
-        rank is None
-        or call is not session.current_forward
-        or call.witness is not None
-        or not bare.is_kept
-        or circumstances() != where
-        or transforms_are_active()
-        or in_backward()
-        or not session.knows_reads(call, bare.tap.path, [of_samples_only] * len(shapes))
-    ):
+    if rank is None or call is not bare.tap.session.current_forward:
+        return _NONE
+    if not _is_met_again(bare, call, where, [of_samples_only] * len(shapes)):
         return _NONE
     value = of_samples(bare, shapes[0][0], rank) if rank else bare.value
     named = {name: value if x is bare else x for name, x in kwargs.items()}
@@ -185,25 +187,18 @@ def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _NONE
     tap = bare.tap
     session = tap.session
-    call = session.current_forward
     if (
-        call is None
-        or call.witness is not None
-        or tap.linear_when != (session.epoch, x.dtype, len(x.shape))
+        tap.linear_when != (session.epoch, x.dtype, len(x.shape))
         or session.evidence.mixing
         or session.layouts
         or bare.origin is None
         or bare.value is not bare.origin.leaf
         or bare.value.dtype != x.dtype
-        or not bare.is_kept
         or is_autocasting()
-        or circumstances() != tap.entered
-        or transforms_are_active()
-        or in_backward()
-        or not session.knows_reads(call, tap.path, [True])
     ):
         return _NONE
-    return run_linear(bare, call, x)
+    call = session.current_forward
+    return run_linear(bare, call, x) if _is_met_again(bare, call, tap.entered, [True]) else _NONE
 
 
 def _note_linear(bare: ParameterProxy, leaves: list[Any], spec: Any) -> None:
@@ -221,7 +216,7 @@ def _note_use(
     0 where it met constants."""
     bare = bares[0]
     call, where = bare.tap.session.current_forward, circumstances()
-    of_samples_only = all(_need_grad(others))
+    of_samples_only = all(x.requires_grad for x in others)
     root = bare if bare.parent is None else bare.parent
     plain = all(type(x) is Tensor for x in others)
     if len(bares) > 1 or not plain or of_samples_only != bool(rank) or where[0] is False:
@@ -251,9 +246,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
         raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
     if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
-        values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-        args, kwargs = unflattened(values, spec)
-        return func(*args, **kwargs)  # all were computed with gradients off
+        return called(func, leaves, spec)  # all were computed with gradients off
     if name == "backward":
         raise UnsupportedUse(
             tap,
@@ -281,19 +274,17 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
         reason = reason_against(tap, bares)
-        if reason is not None and not in_place and torch.is_grad_enabled():
-            values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-            plain_args, plain_kwargs = unflattened(values, spec)
-            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
-                return result
         if reason is not None:
-            raise ComparesSamples(reason)
+            result = None
+            if not in_place and torch.is_grad_enabled():
+                result = run_refusing(func, leaves, spec, reason)
+            if result is None:
+                raise ComparesSamples(reason)
+            return result
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            values = [expanded if leaf is bares[0] else leaf for leaf in leaves]
-            plain_args, plain_kwargs = unflattened(values, spec)
-            result = func(*plain_args, **plain_kwargs)
+            result = called(func, leaves, spec, lambda _: expanded)
         else:
             result = mixed(func, leaves, spec, batched, axis, layout, count, use)
         if by_sample and bares[0].expanded is not None:
@@ -304,12 +295,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
-    if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
+    reads_grad = any(x.requires_grad for x in others)
+    if name not in _METADATA_ONLY and torch.is_grad_enabled() and reads_grad:
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-    values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    plain_args, plain_kwargs = unflattened(values, spec)
     with _out_of_checkpoints():
-        result = func(*plain_args, **plain_kwargs)
+        result = called(func, leaves, spec)
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
@@ -336,8 +326,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return value
         return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent)
 
-    if rows is None and isinstance(result, Tensor):
-        return derived(result, None)
+    if isinstance(result, Tensor):
+        return derived(result, rows)
     if rows is None:
         return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
     return pytree.tree_map(
@@ -399,13 +389,8 @@ def _row_of(
     if any(word in name for word in _RANDOM):
         return None
     sizes = {bare.shape[0] for bare in bares if bare.row is not None}
-    ones = [
-        (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, ParameterProxy) else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = unflattened(ones, spec)
     try:
-        rows = func(*args, **kwargs)
+        rows = called(func, leaves, spec, lambda x: x.value if x.row is None else x.row)
     except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
         return None
     values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
@@ -432,16 +417,12 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         )
 
 
-def _need_grad(tensors: list[Tensor]) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors]
-
-
 def _table_rows(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
 ) -> TableRows | None:
     """Which rows of a table ``result`` is, if it is made of such rows alone."""
-    args, kwargs = unflattened(leaves, spec)
     if name == "embedding":
+        args, kwargs = unflattened(leaves, spec)
         return looked_up(*args, **kwargs)
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     if len(bares) != 1 or (before := bares[0].lookup) is None:
@@ -454,14 +435,10 @@ def _table_rows(
         return None
     # The same for the number of the row in every place of it, and for the number of the feature: no
     # memory, if rows stay whole.
-    numbers = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
-    along = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
-    moved = []
-    for tensor in (numbers, along.expand(value.shape)):
-        given = [tensor if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-        args, kwargs = unflattened(given, spec)
-        moved.append(func(*args, **kwargs))
-    ids, along = moved
+    rows = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
+    numbers = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
+    ids = called(func, leaves, spec, lambda _: rows)
+    along = called(func, leaves, spec, lambda _: numbers.expand(value.shape))
     features = [
         axis for axis in range(result.dim()) if along.stride(axis) and along.shape[axis] > 1
     ]
@@ -511,39 +488,32 @@ def _laid_out(
 def _carry_samples(
     tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[ParameterProxy], use: str
 ) -> list[bool]:
-    """For tensors that meet bare parameters in one operation: which belong to the batch."""
-    # Beside one that surely does, a mask that was computed from it needs no proof.
-    certain = any([_is_certain(tensor) for tensor in tensors])
-    call = tap.session.current_forward
+    """For tensors that meet bare parameters in one operation: which belong to the batch, as
+    rehearsals have shown."""
+    session, call = tap.session, tap.session.current_forward
+    # Those that came out of a tapped layer that read samples. Beside one, a mask that was computed
+    # from it needs no proof.
+    sure = [x.requires_grad and not (x.is_leaf and isinstance(x, nn.Parameter)) for x in tensors]
+    certain = any(sure)
     meets = names_of(tap, bares) if call is not None and call.witness is not None else []
-    return [_carries_samples(tap, tensor, axis, certain, meets, use) for tensor in tensors]
 
+    def belongs(x: Tensor, is_sure: bool) -> bool:
+        if tap.reads_constants or isinstance(x, nn.Parameter):
+            return False
+        if x.dim() == 0:
+            return is_sure
+        return session.reads_samples(
+            tap.path,
+            x,
+            axis,
+            sure=is_sure,
+            beside=certain and not is_sure,
+            meets=meets,
+            free=x.dim() if use else 0,
+            use=use,
+        )
 
-def _is_certain(tensor: Tensor) -> bool:
-    """Whether a tensor came out of a tapped layer that read samples."""
-    return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
-
-
-def _carries_samples(
-    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str], use: str
-) -> bool:
-    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
-    session = tap.session
-    if tap.reads_constants or isinstance(tensor, nn.Parameter):
-        return False
-    sure = _is_certain(tensor)
-    if tensor.dim() == 0:
-        return sure
-    return session.reads_samples(
-        tap.path,
-        tensor,
-        axis,
-        sure=sure,
-        beside=beside and not sure,
-        meets=meets,
-        free=tensor.dim() if use else 0,
-        use=use,
-    )
+    return [belongs(x, is_sure) for x, is_sure in zip(tensors, sure, strict=True)]
 
 
 def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> Tensor:
@@ -555,7 +525,7 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
         leaves, spec = flattened((like, x), {})
         with plain_functions():
-            return _mixed_rows(leaves, spec, Layout(axis))
+            return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
@@ -566,21 +536,3 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         )
     with plain_functions():
         return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
-
-
-def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout) -> Tensor:
-    like, row = leaves
-    operation = ProxyOp(
-        func=torch.add,
-        leaves=[torch.empty(0), row],
-        spec=spec,
-        bares=[row],
-        batched=[True],
-        autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
-        recomputed=in_backward(),
-        origins=[None],
-        before=layout,
-        after=layout,
-        count=like.shape[layout.axis],
-    )
-    return run_mixed(operation, [like])

@@ -30,6 +30,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     UnsupportedUse,
     unflattened,
 )
+from flash_clipping.capture.row_layouts import TOGETHER
 from flash_clipping.factors import Dense, Factor, accumulation_dtype
 from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule
@@ -191,8 +192,10 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
         with torch.enable_grad():
             output = operation.call([x.detach() for x in plain], operands)
         found = []
-        for b in range(G.shape[0] if operation.after is None else operation.count):
-            G_b = operation.only(G, b)
+        after = operation.after
+        layout, B = (TOGETHER, len(G)) if after is None else (after, operation.count)
+        for b in range(B):
+            G_b = layout.only(G, b, B)
             found.append(torch.autograd.grad(output, operands, G_b, retain_graph=True))
         return (
             [torch.stack(grads) for grads in zip(*found, strict=True)]

@@ -97,14 +97,6 @@ class ProxyOp:
             result: Tensor = self.func(*args, **kwargs)
         return result
 
-    def only(self, G: Tensor, b: int) -> Tensor:
-        """The output gradient of one sample, with 0 in the places of the others."""
-        if self.after is not None:
-            return self.after.only(G, b, self.count)
-        G_b = torch.zeros_like(G)
-        G_b[b] = G[b]
-        return G_b
-
     @property
     def params(self) -> list[nn.Parameter]:
         return list({param: None for bare in self.bares for param in bare.leaves.values()})
@@ -194,17 +186,11 @@ def _seen(operation: ProxyOp, x: Tensor) -> Layout:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             _refuse(operation)
         masks.append(output.isnan())
-    for layout in layouts_of(masks[0].shape, B, masks[0].dim()):
-        expected = torch.zeros_like(masks[0])
-        if all(bool((_only(layout, expected, b, B) == mask).all()) for b, mask in enumerate(masks)):
+    every = torch.ones_like(masks[0])
+    for layout in layouts_of(every.shape, B, every.dim()):
+        if all(torch.equal(layout.only(every, b, B), mask) for b, mask in enumerate(masks)):
             return layout
     _refuse(operation)
-
-
-def _only(layout: Layout, zeros: Tensor, b: int, B: int) -> Tensor:
-    found = zeros.clone(memory_format=torch.contiguous_format)
-    layout.front(found, B)[b] = True
-    return found
 
 
 def _refuse(operation: ProxyOp) -> NoReturn:

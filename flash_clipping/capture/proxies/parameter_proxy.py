@@ -68,6 +68,24 @@ def unflattened(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str
     return args, kwargs
 
 
+def called(
+    func: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    instead: Callable[[ParameterProxy], Any] | None = None,
+) -> Any:
+    """The function of these arguments, with other tensors in place of stand-ins: their values,
+    where nothing else is said."""
+    given = [
+        leaf
+        if not isinstance(leaf, ParameterProxy)
+        else (leaf.value if instead is None else instead(leaf))
+        for leaf in leaves
+    ]
+    args, kwargs = unflattened(given, spec)
+    return func(*args, **kwargs)
+
+
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 #: Functions after which all elements are still there, in their order, if their number is the same.
 _RESHAPES = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone"}

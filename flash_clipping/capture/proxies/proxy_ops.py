@@ -83,7 +83,7 @@ def mixed(
         count=count,
     )
     if before is not None:
-        operation.after = layout_after(operation, plain, use)
+        operation.after = layout_after(operation, plain, use) if use else before
     elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     _note_recomputation(tap, operation.recomputed)
@@ -182,8 +182,8 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
         sum_leaves, sum_spec = flattened((zeros, bare), {})
         return mixed(torch.add, sum_leaves, sum_spec, [True], 0)
 
-    own = [of_each(leaf) if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    args, kwargs = unflattened(own, spec)
+    of_samples_only = [of_each(x) if isinstance(x, ParameterProxy) else x for x in leaves]
+    args, kwargs = unflattened(of_samples_only, spec)
     # Fused kernels of CUDA keep what their backward needs only where a query, a key or a value
     # requires a gradient: that of a mask alone would be made of memory that nobody wrote.
     named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
