@@ -10,7 +10,7 @@ Shape suffixes: ``B`` samples."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -38,8 +38,36 @@ from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
 from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
 from flash_clipping.rules.registry import Needs, Rule
 
+Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
 
-def input_grads(
+#: The gradient of the one tensor that carries samples, and factors of parameters.
+Gradients: TypeAlias = tuple[Tensor | None, Factors]
+
+
+def gradients(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: tuple[bool, ...],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
+    """Gradients of the tensors that carry samples, and factors of parameters.
+
+    Args:
+        plain: the operation's ordinary tensors.
+        values: those of its stand-ins.
+        needs: which of ``plain`` need a gradient.
+        G: the output gradient.
+    """
+    rows = _table_factor(operation, plain, G)
+    found = _factored(operation, plain, values, needs, G) if rows is None else None
+    if found is not None:
+        return found
+    grads = _input_grads(operation, plain, needs, G)
+    return grads, _per_sample_factors(operation, plain, G) if rows is None else [rows]
+
+
+def _input_grads(
     operation: ProxyOp, plain: list[Tensor], needs: tuple[bool, ...], G: Tensor
 ) -> list[Tensor | None]:
     """Gradients of the tensors that carry samples: the operation's own backward."""
@@ -61,13 +89,15 @@ def input_grads(
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
-def table_factor(
+def _table_factor(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
 ) -> tuple[nn.Parameter, Factor] | None:
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
     bare, rows = operation.bares[0], operation.rows
     if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
+        return None
+    if operation.after is not None:
         return None
     if len(operation.bares) > 1 or len(plain) != 1 or (operation.axis and rows.feature != -1):
         return None
@@ -76,9 +106,9 @@ def table_factor(
     return bare.leaves[rows.table], rows.factor(G, operation.axis)
 
 
-def per_sample_grads(
+def _per_sample_factors(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
+) -> Iterator[tuple[nn.Parameter, Factor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     own_row = [
         operation.after is None and operation.row_by_row(bare, plain, G) for bare in operation.bares
@@ -100,9 +130,10 @@ def per_sample_grads(
         if not origin.requires_grad:
             continue  # computed with gradients off
         if has_own:
-            yield from _through_rows(bare, grads_B)
-            continue
-        yield from through(origin, bare.leaves, grads_B)
+            found = _through_rows(bare, grads_B)
+        else:
+            found = through(origin, bare.leaves, grads_B)
+        yield from ((param, Dense(grads)) for param, grads in found)
 
 
 def through(
@@ -146,16 +177,7 @@ def _operand_grads(
 
     Of an operand that has a row per sample, with respect to that row: ``[B, 1, *row]``.
     """
-    name = name_of(operation.func)
     bares = operation.bares
-    real = not G.is_complex() and all(x.is_floating_point() for x in plain)
-    if len(bares) == len(plain) == 1 and len(operation.leaves) == 2 and real:
-        by_row = operation.by_row(bares[0], G.dim()) or own_row[0]
-        shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
-        if name in ADDITION:
-            return [reduce_to(G, shape)]
-        if name in MULTIPLICATION:
-            return [reduce_to(G * plain[0], shape)]
 
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
@@ -208,7 +230,7 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
         ) from error
 
 
-def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
+def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
     """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
     aligned = [1] * (G.dim() - len(shape)) + list(shape)
     axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
@@ -217,25 +239,20 @@ def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     return G.reshape(G.shape[0], *shape)
 
 
-Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
-
-#: The gradient of the one tensor that carries samples, and factors of parameters.
-Gradients: TypeAlias = tuple[Tensor | None, Factors]
-
-
 @dataclass(slots=True)
 class _Operand:
     """A tensor that the operation was called with.
 
     Attributes:
         value: what it was then.
-        origin: for a stand-in, what it is of ``param``; an ordinary tensor has neither.
+        bare: the stand-in, if it is none of the ordinary tensors.
+        origin: for a stand-in, what it is of one parameter, if it is little more than that.
         carries_samples: it is the operation's one tensor that does.
     """
 
     value: Tensor
+    bare: ParameterProxy | None = None
     origin: AffineView | None = None
-    param: nn.Parameter | None = None
     carries_samples: bool = False
 
 
@@ -253,44 +270,34 @@ class _Asked(NamedTuple):
     backend: str
 
 
-def factored_gradients(
+def _factored(
     operation: ProxyOp,
     plain: list[Tensor],
     values: list[Tensor],
     needs: Sequence[bool],
     G: Tensor,
 ) -> tuple[list[Tensor | None], Factors] | None:
-    """Gradients of an operation's tensors and factors of its parameters, from its formula.
-
-    Args:
-        plain: its ordinary tensors.
-        values: those of its stand-ins.
-        needs: which of ``plain`` need a gradient.
-        G: the output gradient.
+    """:func:`gradients` from the operation's formula.
 
     Returns:
         ``None`` where there is none: another operation, more than one tensor that carries samples,
         or a stand-in that is more than a parameter laid out anew.
     """
-    name = name_of(operation.func)
+    name, origins = name_of(operation.func), operation.origins
     backward = _BACKWARDS.get(name)
-    if backward is None or operation.axis or operation.after or None in operation.origins:
+    if backward is None or operation.axis or operation.after:
+        return None
+    if None in origins and name not in ADDITION | MULTIPLICATION:
         return None
     if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
         return None
     at = operation.batched.index(True)
     if any(need and place != at for place, need in enumerate(needs)):
         return None
-    tensors = iter(
-        [_Operand(x, None, None, b) for x, b in zip(plain, operation.batched, strict=True)]
-    )
-    stand_ins = iter(
-        [
-            _Operand(value, origin, bare.leaves[origin.leaf])
-            for value, origin, bare in zip(values, operation.origins, operation.bares, strict=True)
-            if origin is not None
-        ]
-    )
+    pairs = zip(plain, operation.batched, strict=True)
+    tensors = iter([_Operand(x, carries_samples=batched) for x, batched in pairs])
+    values = values or [bare.value.detach() for bare in operation.bares]
+    stand_ins = iter([_Operand(*of) for of in zip(values, operation.bares, origins, strict=True)])
     leaves = [
         leaf
         if not isinstance(leaf, Tensor)
@@ -320,11 +327,11 @@ def _by_rule(
     grad_input, by_name = rule.backward(layer, saved, asked.G, needs)
     factors: Factors = []
     for name, operand in trained.items():
-        assert operand.origin is not None and operand.param is not None
+        assert operand.origin is not None and operand.bare is not None
         factor = operand.origin.of_parameter(by_name[name], operand.value)
         if factor is None:
             return None
-        factors.append((operand.param, factor))
+        factors.append((operand.bare.leaves[operand.origin.leaf], factor))
     return grad_input, factors
 
 
@@ -337,20 +344,27 @@ def _multiplication(asked: _Asked, x: Any, y: Any) -> Gradients | None:
 
 
 def _pointwise(asked: _Asked, x: Any, y: Any, product: bool) -> Gradients | None:
-    """What carries samples, and what is broadcast over these; ``None`` where it is not."""
+    """What carries samples, and a stand-in that is broadcast over these, or expanded over them."""
     if not isinstance(x, _Operand) or not isinstance(y, _Operand):
         return None
     G, (samples, other) = asked.G, (x, y) if x.carries_samples else (y, x)
-    by_row = other.value.dim() == G.dim() and other.value.shape[0] != 1  # a row for each sample
-    if by_row or samples.value.shape != G.shape:
+    bare, shape = other.bare, other.value.shape
+    assert bare is not None
+    by_row = len(shape) == G.dim() and shape[0] != 1
+    value = bare.row if by_row else bare.value
+    if value is None or samples.value.shape != G.shape:
         return None
     grad_input = None
     if asked.input:
         grad_input = G * other.value if product else G
-    if other.origin is None or other.param is None:
-        return grad_input, []
-    grads_B = reduce_to(G * samples.value if product else G, other.value.shape)
-    return grad_input, [(other.param, Dense(other.origin.grads(grads_B)))]
+    if not value.requires_grad:
+        return grad_input, []  # computed with gradients off
+    G = G * samples.value if product else G
+    grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    if other.origin is not None:
+        param = bare.leaves[other.origin.leaf]
+        return grad_input, [(param, Dense(other.origin.grads(grads_B)))]
+    return grad_input, [(p, Dense(grads)) for p, grads in through(value, bare.leaves, grads_B)]
 
 
 def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:

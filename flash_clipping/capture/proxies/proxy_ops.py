@@ -15,13 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flash_clipping._compat import apply_of
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.gradients import (
-    factored_gradients,
-    input_grads,
-    per_sample_grads,
-    table_factor,
-    through,
-)
+from flash_clipping.capture.proxies.gradients import gradients, through
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
     IN_PLACE,
@@ -246,7 +240,7 @@ class _MixedFunction(torch.autograd.Function):
             plain = [G.new_empty(()).expand(ctx.shape)]
             values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
-        grads, factors = _gradients(operation, plain, values, needs, G)
+        grads, factors = gradients(operation, plain, values, needs, G)
         given = operation.recomputed, operation.readers, operation.samples
         return None, None, *grads, *_recorded(operation.tap, operation.params, factors, *given)
 
@@ -282,26 +276,6 @@ def _recorded(
     ]
 
 
-def _gradients(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    needs: tuple[bool, ...],
-    G: Tensor,
-) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
-    """Gradients of the tensors that carry samples, and factors of parameters."""
-    found = factored_gradients(operation, plain, values, needs, G)
-    if found is not None:
-        return found
-    grads = input_grads(operation, plain, needs, G)
-    rows = None if operation.after is not None else table_factor(operation, plain, G)
-    if rows is not None:
-        return grads, [rows]
-    return grads, (
-        (param, Dense(grads_B)) for param, grads_B in per_sample_grads(operation, plain, G)
-    )
-
-
 class _LinearFunction(torch.autograd.Function):
     """See :func:`run_linear`."""
 
@@ -317,10 +291,13 @@ class _LinearFunction(torch.autograd.Function):
         _refuse_second(ctx.tap)
         factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
         grad = G @ weight if ctx.needs_input_grad[2] else None
-        if ctx.tap.session.enabled:
-            ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
-            return None, None, grad, None
-        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.backend)
+        factors = [(ctx.weight, factor)]
+        return (
+            None,
+            None,
+            grad,
+            *_recorded(ctx.tap, [ctx.weight], factors, False, None, ctx.samples),
+        )
 
 
 def run_linear(bare: ParameterProxy, call: Any, x: Tensor) -> Tensor:
