@@ -33,6 +33,9 @@ from flash_clipping.rules.registry import Needs, Rule
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
+#: A factor for every trainable parameter of a layer, by name.
+Factors: TypeAlias = Mapping[str, Factor]
+
 #: The wires of one call of a layer, in the order of its wiring; None for what nobody needs.
 Wires: TypeAlias = Sequence[Tensor | None]
 
@@ -83,27 +86,24 @@ class Wiring(ABC):
         """The layer's output. Traced: PyTorch's operators only, which Inductor fuses."""
 
     @abstractmethod
-    def factors(
-        self, layer: Any, names: Sequence[str], grads: Sequence[Any]
-    ) -> Mapping[str, Factor]:
-        """A factor for every trainable parameter, from the gradients of the wires."""
+    def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
+        """What the gradients of the wires tell of these parameters."""
 
-
-def _factors_of_rule(
-    rule: Rule, layer: Any, saved: tuple[Any, ...], G: Tensor, *names: str
-) -> dict[str, Factor]:
-    return dict(rule.backward(layer, saved, G, Needs((False,), frozenset(names), "auto"))[1])
-
-
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+    def factors_of_rule(
+        self, layer: Any, saved: tuple[Any, ...], G: Tensor, names: Sequence[str]
+    ) -> Factors:
+        """What the rule makes of what its forward would have saved, and the output gradient."""
+        needs = Needs((False,), frozenset(names), "auto")
+        factors: Factors = self.rule.backward(layer, saved, G, needs)[1]
+        return factors
 
 
 def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Any, Any]:
     """Operands as autocast would cast them, so that those that are multiplied are those that are
     handed out. Parameters are cut off: their gradients are left at the end of the pass."""
-    weight, bias, kind = weight.detach(), _detached(bias), x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    kind, dtype = x.device.type, x.dtype
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return x, weight, bias
@@ -185,13 +185,11 @@ class LinearWiring(Wiring):
         weight = weight.mT if self.rule.transposed else weight
         return _Product.apply(x, weight, bias, None, *wires)
 
-    def factors(
-        self, layer: Any, names: Sequence[str], grads: Sequence[Any]
-    ) -> Mapping[str, Factor]:
+    def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
         if x is None:
             return {"bias": Dense(vector_Bp)}
-        return _factors_of_rule(self.rule, layer, (x, None), G, *names)
+        return self.factors_of_rule(layer, (x, None), G, names)
 
 
 class ConvolutionWiring(Wiring):
@@ -220,9 +218,7 @@ class ConvolutionWiring(Wiring):
         )
         return _Product.apply(padded(layer, x)[0], weight, bias, settings, *wires)
 
-    def factors(
-        self, layer: Any, names: Sequence[str], grads: Sequence[Any]
-    ) -> Mapping[str, Factor]:
+    def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
         found: dict[str, Factor] = {} if vector_Bp is None else {"bias": Dense(vector_Bp)}
         if x is not None:
@@ -260,11 +256,9 @@ class EmbeddingWiring(Wiring):
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         return _Lookup.apply(x, layer.weight.detach(), *wires)
 
-    def factors(
-        self, layer: Any, names: Sequence[str], grads: Sequence[Any]
-    ) -> Mapping[str, Factor]:
+    def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         ids, G = grads
-        return _factors_of_rule(self.rule, layer, (ids.to(torch.int64),), G, "weight")
+        return self.factors_of_rule(layer, (ids.to(torch.int64),), G, names)
 
 
 class LayerNormWiring(Wiring):
@@ -296,21 +290,16 @@ class LayerNormWiring(Wiring):
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x = normalization_input(x)
         y = self.normalized(layer, x.to(accumulation_dtype(x.dtype)), x.dtype)
-        vectors: list[Tensor | None] = []
-        for param, wire in zip(self.parameters(layer), wires, strict=True):
+        for place, (param, wire) in enumerate(zip(self.parameters(layer), wires, strict=True)):
             if param is None:
-                vectors.append(None)
                 continue
             param = param.detach()
             rows = param.unsqueeze(0) if wire is None else PerSampleParameter.apply(param, wire)
-            vectors.append(self.broadcast(rows, y.dim()))
-        scale, shift = vectors
-        y = y if scale is None else y * scale
-        return (y if shift is None else y + shift).to(x.dtype)
+            rows = self.broadcast(rows, y.dim())
+            y = y + rows if place else y * rows
+        return y.to(x.dtype)
 
-    def factors(
-        self, layer: Any, names: Sequence[str], grads: Sequence[Any]
-    ) -> Mapping[str, Factor]:
+    def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         found: dict[str, Factor] = {}
         for name, grad in zip(("weight", "bias"), grads, strict=True):
             if grad is not None:
