@@ -32,12 +32,7 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import (
-    Kind,
-    PerSampleParameter,
-    Seen,
-    Wires,
-)
+from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameter, Seen, Wires
 
 
 class WiredCall(NamedTuple):

@@ -352,44 +352,34 @@ def _getitem(func: Any, z: Tensor, index: Any) -> Any:
     return _shaped(z, keeps_first, lambda d, more: d[(slice(None),) * more + index])
 
 
-def _expand(func: Any, z: Tensor, *shape: Any) -> Any:
-    sizes, seen, B = _sizes_in(shape), _seen_shape(z), memory_of(z).shape[0]
+def _spread(z: Tensor, sizes: tuple[Any, ...], repeats: bool) -> Any:
+    """``z`` expanded to these sizes, or repeated so often."""
+    seen, B = _seen_shape(z), memory_of(z).shape[0]
     more = len(sizes) - len(seen)
     if not sizes or more < 0:
         return NotImplemented
-    if isinstance(z, SameRows) and more == 0 and (sizes[0] == -1 or sizes[0] == B):
+    if isinstance(z, SameRows) and not (repeats or more) and sizes[0] in (-1, B):
         return _like(z, memory_of(z).expand(B, *sizes[1:]))
-    if (row := _row_for_each(z, sizes)) is not None:
-        return _of_kind(SameRows, row.expand(B, *sizes[1:]), _path_of(z))
-    d = rows_of(z).reshape(B, *[1] * more, *seen).expand(B, *sizes)
-    return _of_kind(Unbatched, d, _path_of(z))
+    kind, d = Unbatched, rows_of(z)
+    if sizes[0] == B and (more > 0 or seen[0] == 1):  # a row for each sample
+        kind, sizes = SameRows, sizes[1:]
+        d = d.reshape(B, *[1] * (more - 1), *seen) if more > 0 else d.select(1, 0)
+    else:
+        d = d.reshape(B, *[1] * more, *seen)
+    return _of_kind(kind, d.repeat(1, *sizes) if repeats else d.expand(B, *sizes), _path_of(z))
 
 
-def _row_for_each(z: Tensor, sizes: tuple[Any, ...]) -> Tensor | None:
-    """``[B, *row]``, where sizes to expand or repeat to ask for a row for each sample."""
-    d, seen = rows_of(z), _seen_shape(z)
-    B, more = d.shape[0], len(sizes) - len(seen)
-    if sizes[0] != B:
-        return None
-    if more > 0:
-        return d.reshape(B, *[1] * (more - 1), *seen)
-    return d.select(1, 0) if seen[0] == 1 else None
+def _expand(func: Any, z: Tensor, *shape: Any) -> Any:
+    return _spread(z, _sizes_in(shape), repeats=False)
+
+
+def _repeat(func: Any, z: Tensor, *repeats: Any) -> Any:
+    return _spread(z, _sizes_in(repeats), repeats=True)
 
 
 def _expand_as(func: Any, z: Tensor, other: Tensor) -> Any:
     like = _seen_shape(other) if isinstance(other, Unbatched) else other.shape
     return _expand(func, z, *like) if isinstance(z, Unbatched) else z.expand(like)
-
-
-def _repeat(func: Any, z: Tensor, *repeats: Any) -> Any:
-    sizes, seen, B = _sizes_in(repeats), _seen_shape(z), memory_of(z).shape[0]
-    more = len(sizes) - len(seen)
-    if not sizes or more < 0:
-        return NotImplemented
-    if (row := _row_for_each(z, sizes)) is not None:
-        return _of_kind(SameRows, row.repeat(1, *sizes[1:]), _path_of(z))
-    d = rows_of(z).reshape(B, *[1] * more, *seen).repeat(1, *sizes)
-    return _of_kind(Unbatched, d, _path_of(z))
 
 
 def _aligned(z: Tensor, axes: int) -> Tensor | None:

@@ -24,12 +24,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.operation import (
-    ADDITION,
-    IN_PLACE,
-    looked_up,
-    name_of,
-)
+from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE, looked_up, name_of
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.proxies.operation import (
-    ADDITION,
-    MULTIPLICATION,
-    ProxyOp,
-    name_of,
-)
+from flash_clipping.capture.proxies.operation import ADDITION, MULTIPLICATION, ProxyOp, name_of
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
@@ -271,11 +266,7 @@ class _Asked(NamedTuple):
 
 
 def _factored(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    needs: Sequence[bool],
-    G: Tensor,
+    operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
 ) -> tuple[list[Tensor | None], Factors] | None:
     """:func:`gradients` from the operation's formula.
 

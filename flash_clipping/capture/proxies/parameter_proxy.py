@@ -20,12 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import (
-    make_subclass,
-    plain_functions,
-    pytree,
-    saved_tensors_hooks_now,
-)
+from flash_clipping._compat import make_subclass, plain_functions, pytree, saved_tensors_hooks_now
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.factors import (
