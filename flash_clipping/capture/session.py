@@ -461,21 +461,6 @@ class ClippingSession:
         self._guess(call, read, answer, x, axis, rows, free)
         return call.note_answer(path, x, answer)
 
-    def knows_reads(self, call: ForwardCall, path: str, answers: list[bool]) -> bool:
-        """Whether a rehearsal has given these answers to the next reads of this layer, which count
-        as read then. Their shapes are those of reads before them in this call."""
-        turn = call.turns.get(path)
-        if turn is None or self.positions is not None:
-            return False
-        if path in self.evidence.proven:
-            return all(answers)
-        of_call, place = turn
-        known = self.evidence.reads.get(path, ())
-        if of_call >= len(known) or known[of_call][place : place + len(answers)] != answers:
-            return False
-        turn[1] += len(answers)
-        return True
-
     @staticmethod
     def _guess(
         call: ForwardCall,

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import NoneType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -23,23 +21,20 @@ from flash_clipping._compat import (
     transforms_are_active,
 )
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE, looked_up, name_of
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
     UnsupportedUse,
     called,
-    circumstances,
     flattened,
     is_plain,
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear
+from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.ops.runtime.backend import is_autocasting
 
 
 class ComparesSamples(FlashClippingError):
@@ -115,118 +110,8 @@ _BY_ELEMENT = {"where", "masked_fill"}
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-#: In the place of a result that there is none of.
-_NONE = object()
-#: What the short way takes besides tensors.
-_PLAIN_ARGUMENTS = {int, float, bool, str, NoneType}
-
-
-def _is_met_again(bare: ParameterProxy, call: Any, where: Any, reads: list[bool]) -> bool:
-    """Whether a stand-in is as it was when a function of it ran in this call of the model, under
-    these circumstances, with as many tensors, of which those that require grad are ``reads``."""
-    return (
-        call is not None
-        and call.witness is None
-        and bare.is_kept
-        and circumstances() == where
-        and not transforms_are_active()
-        and not in_backward()
-        and bool(bare.tap.session.knows_reads(call, bare.tap.path, reads))
-    )
-
-
-def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The short way of a function that the same call of the model has run before, with the same
-    stand-in and tensors of the same shapes, as layers do that share a table of biases.
-
-    Returns :data:`_NONE` where that is not so.
-    """
-    bare: Any = None
-    shapes: tuple[torch.Size, ...] = ()
-    of_samples_only = True
-    for x in (*args, *kwargs.values()):
-        kind = x.__class__
-        if kind is ParameterProxy and bare is None:
-            bare = x
-        elif kind is Tensor:
-            shapes += (x.shape,)
-            of_samples_only = of_samples_only and x.requires_grad
-        elif kind not in _PLAIN_ARGUMENTS:
-            return _NONE
-    root = bare if bare is None or bare.parent is None else bare.parent
-    if root is None or root.again is None:
-        return _NONE
-    call, where, uses = root.again
-    rank = uses.get((func, shapes, bare.shape, bare is root, of_samples_only))
-    if rank is None or call is not bare.tap.session.current_forward:
-        return _NONE
-    if not _is_met_again(bare, call, where, [of_samples_only] * len(shapes)):
-        return _NONE
-    value = of_samples(bare, shapes[0][0], rank) if rank else bare.value
-    named = {name: value if x is bare else x for name, x in kwargs.items()}
-    result = func(*[value if x is bare else x for x in args], **named)
-    if rank:
-        return result
-    return ParameterProxy.wrap(result, bare.leaves, bare.tap, parent=bare)
-
-
-def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.linear(x, weight)`` in a module that called it so before, as a router's.
-
-    Returns :data:`_NONE` where that is not so.
-    """
-    if kwargs or len(args) != 2:
-        return _NONE
-    x, bare = args
-    if bare.__class__ is not ParameterProxy or x.__class__ is not Tensor or not x.requires_grad:
-        return _NONE
-    tap = bare.tap
-    session = tap.session
-    if (
-        tap.linear_when != (session.epoch, x.dtype, len(x.shape))
-        or session.evidence.mixing
-        or session.layouts
-        or bare.origin is None
-        or bare.value is not bare.origin.leaf
-        or bare.value.dtype != x.dtype
-        or is_autocasting()
-    ):
-        return _NONE
-    call = session.current_forward
-    return run_linear(bare, call, x) if _is_met_again(bare, call, tap.entered, [True]) else _NONE
-
-
-def _note_linear(bare: ParameterProxy, leaves: list[Any], spec: Any) -> None:
-    """What :func:`_linear_again` goes by, after ``F.linear``."""
-    tap, x = bare.tap, leaves[0]
-    entered = tap.entered == circumstances() and torch.is_grad_enabled()
-    if len(leaves) == 2 and spec == () and is_plain(x) and entered and not in_backward():
-        tap.linear_when = tap.session.epoch, x.dtype, x.dim()
-
-
-def _note_use(
-    func: Callable[..., Any], bares: list[ParameterProxy], others: list[Tensor], rank: int
-) -> None:
-    """What :func:`_run_again` goes by. ``rank``: of the samples that the stand-in was expanded for;
-    0 where it met constants."""
-    bare = bares[0]
-    call, where = bare.tap.session.current_forward, circumstances()
-    of_samples_only = all(x.requires_grad for x in others)
-    root = bare if bare.parent is None else bare.parent
-    plain = all(type(x) is Tensor for x in others)
-    if len(bares) > 1 or not plain or of_samples_only != bool(rank) or where[0] is False:
-        return
-    if root.again is None or root.again[:2] != (call, where):
-        root.again = call, where, {}
-    shapes = tuple(x.shape for x in others)
-    root.again[2][func, shapes, bare.shape, bare is root, of_samples_only] = rank
-
-
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
-    again = _linear_again(args, kwargs) if func is F.linear else _run_again(func, args, kwargs)
-    if again is not _NONE:
-        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -238,9 +123,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return bares[0].value.detach()
     if transforms_are_active():
         raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
-    if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
+    if any([bare.requires_grad and not bare.value.requires_grad for bare in bares]):
         raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
-    if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
+    if torch.is_grad_enabled() and not any([bare.requires_grad for bare in bares]):
         return called(func, leaves, spec)  # all were computed with gradients off
     if name == "backward":
         raise UnsupportedUse(
@@ -253,7 +138,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
-    equation = next((leaf for leaf in leaves if isinstance(leaf, str)), "")  # einsum's
+    equation = "".join([leaf for leaf in leaves if isinstance(leaf, str)][:1])  # einsum's
     layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
     if layout is not None and not in_place:
         given = [layout.front(others[0], count)]
@@ -266,7 +151,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
-        if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
+        if any([isinstance(x, nn.Parameter) and x.requires_grad for x in others]):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
         reason = reason_against(tap, bares)
         if reason is not None:
@@ -279,14 +164,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            result = called(func, leaves, spec, lambda _: expanded)
-        else:
-            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
-        if by_sample and bares[0].expanded is not None:
-            _note_use(func, bares, others, others[0].dim())
-        if by_sample and func is F.linear:
-            _note_linear(bares[0], leaves, spec)
-        return result
+            return called(func, leaves, spec, lambda _: expanded)
+        return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -312,7 +191,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         bare = bares[0]
         if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
             parent = bare
-            _note_use(func, bares, others, 0)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
@@ -340,14 +218,19 @@ def _stays_whole(
     computed from parameters, of which nothing is repeated but for the samples."""
     if not (name in ADDITION and len(leaves) == 2) and name not in _BY_ELEMENT:
         return False
-    bare, rank = bares[0], others[0].dim()
-    shape = bare.shape[1:] if bare.dim() == rank else bare.shape
+    bare, whole = bares[0], others[0].shape
+    axes = len(whole)
+    shape = bare.shape[1:] if bare.shape[:1] == (1,) and bare.dim() == axes else bare.shape
     return (
         len(bares) == 1
-        and rank > 1
-        and all(x.dim() == rank and len(x) == len(others[0]) for x in others)
-        and (bare.dim() < rank or len(bare) == 1)
-        and torch.broadcast_shapes(shape, *[x.shape[1:] for x in others]) == shape
+        and axes > 1
+        and len(shape) == axes - 1
+        and all(
+            len(x.shape) == axes
+            and x.shape[0] == whole[0]
+            and all([n in (1, m) for n, m in zip(x.shape[1:], shape, strict=True)])
+            for x in others
+        )
         and bare.row is None
         and bare.value.requires_grad
         and bare.kept_origin is None

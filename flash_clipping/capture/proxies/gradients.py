@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.proxies.operation import ADDITION, MULTIPLICATION, ProxyOp, name_of
+from flash_clipping.capture.proxies.operation import ADDITION, MULTIPLICATION, ProxyOp
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
@@ -69,7 +69,7 @@ def _input_grads(
     if not any(needs):
         return [None] * len(plain)
     if (
-        name_of(operation.func) in ADDITION
+        operation.name in ADDITION
         and len(plain) == 1
         and len(operation.leaves) == 2  # a third is alpha
         and plain[0].shape == G.shape
@@ -90,7 +90,7 @@ def _table_factor(
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
     bare, rows = operation.bares[0], operation.rows
-    if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
+    if rows is None or operation.name not in ADDITION or len(operation.leaves) != 2:
         return None
     if operation.after is not None:
         return None
@@ -221,7 +221,7 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
         )
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedUse(
-            operation.tap, f"{name_of(operation.func)} failed in backward ({error})"
+            operation.tap, f"{operation.name} failed in backward ({error})"
         ) from error
 
 
@@ -274,7 +274,7 @@ def _factored(
         ``None`` where there is none: another operation, more than one tensor that carries samples,
         or a stand-in that is more than a parameter laid out anew.
     """
-    name, origins = name_of(operation.func), operation.origins
+    name, origins = operation.name, operation.origins
     backward = _BACKWARDS.get(name)
     if backward is None or operation.axis or operation.after:
         return None

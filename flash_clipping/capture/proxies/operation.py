@@ -52,6 +52,7 @@ class ProxyOp:
     """One operation between bare parameters and tensors that carry samples."""
 
     func: Callable[..., Any]
+    name: str
     leaves: list[Any]
     spec: Any
     bares: list[ParameterProxy]
@@ -99,7 +100,8 @@ class ProxyOp:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        return list({param: None for bare in self.bares for param in bare.leaves.values()})
+        found = [param for bare in self.bares for param in bare.leaves.values()]
+        return found if len(found) == 1 else list(dict.fromkeys(found))
 
     def by_row(self, bare: ParameterProxy, rank: int) -> bool:
         """Whether the first axis of this operand is the batch, each row the same."""
@@ -148,7 +150,7 @@ def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
         FlashClippingError: no rehearsal has shown it for a tensor of this shape.
     """
     assert operation.before is not None
-    if name_of(operation.func) == "embedding":
+    if operation.name == "embedding":
         return operation.before  # a row for every id
     session = operation.tap.session
     call = session.current_forward
@@ -196,6 +198,6 @@ def _seen(operation: ProxyOp, x: Tensor) -> Layout:
 def _refuse(operation: ProxyOp) -> NoReturn:
     raise UnsupportedUse(
         operation.tap,
-        f"{name_of(operation.func)} reads samples along another axis than the first, and it cannot "
+        f"{operation.name} reads samples along another axis than the first, and it cannot "
         "be seen which of its results are of which sample",
     )

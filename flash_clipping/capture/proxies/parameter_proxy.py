@@ -284,7 +284,6 @@ class ParameterProxy(torch.Tensor):
         version: of ``value`` as it was made.
         parent: rows of a table that it was computed from, by a function without a name here.
         expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
-        again: the functions of a call of the model that it was used in.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -300,7 +299,6 @@ class ParameterProxy(torch.Tensor):
     version: int
     expanded: tuple[Any, Tensor] | None
     parent: ParameterProxy | None
-    again: Any
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -319,7 +317,7 @@ class ParameterProxy(torch.Tensor):
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent, bare.expanded, bare.again = parent, None, None
+        bare.parent, bare.expanded = parent, None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))

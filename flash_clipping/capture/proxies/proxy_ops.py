@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,10 +35,12 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, Outer, merge
+from flash_clipping.factors import Dense, Factor, merge
 from flash_clipping.finish.session import Readers
-from flash_clipping.ops.runtime.tables import on_16_bytes
-from flash_clipping.rules.registry import as_BTd, own
+from flash_clipping.rules.registry import own
+
+#: In the place of the ordinary tensors of an operation.
+_TENSOR = torch.empty(0)
 
 
 def mixed(
@@ -55,12 +56,13 @@ def mixed(
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if is_plain(leaf)]
-    if name_of(func) in ATTENTION and before is None and axis == 0:
+    if (name := name_of(func)) in ATTENTION and before is None and axis == 0:
         return _attention(func, leaves, spec, plain[batched.index(True)])
     device_type = plain[0].device.type
     operation = ProxyOp(
         func=func,
-        leaves=[torch.empty(0) if is_plain(leaf) else leaf for leaf in leaves],
+        name=name,
+        leaves=[_TENSOR if is_plain(leaf) else leaf for leaf in leaves],
         spec=spec,
         bares=bares,
         batched=batched,
@@ -194,35 +196,33 @@ class _MixedFunction(torch.autograd.Function):
         values = [bare.value.detach() for bare in operation.bares]
         output = operation.call(list(tensors[:n_plain]), values)
         if not isinstance(output, Tensor):
-            raise UnsupportedUse(
-                operation.tap, f"{name_of(operation.func)} returns several tensors"
-            )
+            raise UnsupportedUse(operation.tap, f"{operation.name} returns several tensors")
         batches = [x for x, batched in zip(tensors, operation.batched, strict=False) if batched]
         if any(x.dim() == 0 for x in batches):
             raise FlashClippingError(
-                f"{operation.tap.path}: {name_of(operation.func)} puts a parameter together with "
+                f"{operation.tap.path}: {operation.name} puts a parameter together with "
                 "one number that was computed from the whole batch, a mean or a sum over samples. "
                 "It mixes samples, so no clipping can bound what one adds. Keep the batch as the "
                 "first axis (x.mean(-1), not x.mean()), or detach that number."
             )
         if operation.after is not None and operation.after.parts(output, operation.count) is None:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
+            raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
         if operation.axis and output.shape != tensors[0].shape:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} adds axes to the batch")
+            raise UnsupportedUse(operation.tap, f"{operation.name} adds axes to the batch")
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
         moved = output.dim() == 0 or output.shape[0] not in sizes
         if operation.after is None and moved and not operation.is_searched:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
+            raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
         ctx.operation = operation
-        if name_of(operation.func) in IN_PLACE:
+        if operation.name in IN_PLACE:
             ctx.mark_dirty(tensors[0])
             ctx.shape = tensors[0].shape
         elif None in operation.origins:
             ctx.save_for_backward(*tensors[:n_plain])
         else:  # through autograd, so that a parameter that changes before backward is noticed
             ctx.save_for_backward(*tensors[:n_plain], *values)
-        if name_of(operation.func) in READS_ROWS:
+        if operation.name in READS_ROWS:
             return own(output)
         # A view of what the operation itself made (einsum's): whoever changes it in place may.
         memory = output.untyped_storage().data_ptr() if output._is_view() else None
@@ -236,7 +236,7 @@ class _MixedFunction(torch.autograd.Function):
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
-        if name_of(operation.func) in IN_PLACE:  # an addition needs no more than shapes
+        if operation.name in IN_PLACE:  # an addition needs no more than shapes
             plain = [G.new_empty(()).expand(ctx.shape)]
             values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
@@ -276,39 +276,6 @@ def _recorded(
     ]
 
 
-class _LinearFunction(torch.autograd.Function):
-    """See :func:`run_linear`."""
-
-    @staticmethod
-    def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tap, ctx.samples, ctx.weight = tap, call.batch_size, weight
-        return own(F.linear(x, weight))
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        _refuse_second(ctx.tap)
-        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
-        grad = G @ weight if ctx.needs_input_grad[2] else None
-        factors = [(ctx.weight, factor)]
-        return (
-            None,
-            None,
-            grad,
-            *_recorded(ctx.tap, [ctx.weight], factors, False, None, ctx.samples),
-        )
-
-
-def run_linear(bare: ParameterProxy, call: Any, x: Tensor) -> Tensor:
-    """``F.linear`` with a parameter as it is, and what is known to be samples' rows."""
-    (weight,) = bare.leaves.values()
-    call.used.append([weight])
-    output: Tensor = _apply_linear(bare.tap, call, x, weight)
-    return output
-
-
-_apply_linear = apply_of(_LinearFunction)
 _apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
 _apply_expansion = apply_of(_Expansion)
 
@@ -321,7 +288,7 @@ def run_mixed(operation: ProxyOp, plain: list[Tensor]) -> Tensor:
     call = session.current_forward
     if call is not None:
         operation.samples = call.batch_size
-        if name_of(operation.func) in READS_ROWS:
+        if operation.name in READS_ROWS:
             operation.readers = call, call.note_reader(plain[0])
     output: Tensor = _apply(operation, len(plain), *plain, *params)
     return output
