@@ -25,7 +25,6 @@ from flash_clipping.capture.proxies.operation import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
-    TableRows,
     UnsupportedUse,
     circumstances,
     flattened,
@@ -53,6 +52,7 @@ def mixed(
     count: int = 0,
     use: str = "",
 ) -> Tensor:
+    """Run an operation between stand-ins and tensors, of which some carry samples (``batched``)."""
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if is_plain(leaf)]
@@ -83,7 +83,15 @@ def mixed(
     elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     _note_recomputation(tap, operation.recomputed)
-    return run_mixed(operation, plain)
+    params = operation.params
+    tap.session.count_use(params)
+    if (call := tap.session.current_forward) is not None:
+        operation.samples = call.batch_size
+        if name in READS_ROWS:
+            operation.readers = call, call.note_reader(plain[0])
+    # The parameters are inputs, so that the output requires grad.
+    output: Tensor = _apply(operation, len(plain), *plain, *params)
+    return output
 
 
 def _note_recomputation(tap: FactorSource, recomputed: bool) -> None:
@@ -116,8 +124,8 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
         session.count_use(parents)
         _note_recomputation(bare.tap, recomputed)
     samples = None if call is None else call.batch_size
-    given = (bare,), bare.kept_lookup, count, rank, samples, recomputed
-    output: Tensor = _apply_expansion(*given, *parents)
+    # In a tuple: a stand-in is a tensor, which autograd must not see.
+    output: Tensor = _apply_expansion((bare, count, rank, samples, recomputed), *parents)
     if may_share:
         bare.expanded = key, output
     return output
@@ -127,19 +135,10 @@ class _Expansion(torch.autograd.Function):
     """See :func:`of_samples`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        given: tuple[ParameterProxy],  # a tensor, which autograd shall not see
-        rows: TableRows | None,
-        count: int,
-        rank: int,
-        samples: int | None,
-        recomputed: bool,
-        *parents: Tensor,
-    ) -> Tensor:
-        (bare,) = given
-        ctx.bare, ctx.rows, ctx.samples, ctx.recomputed = bare, rows, samples, recomputed
-        ctx.parents = parents
+    def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
+        bare, count, rank, samples, recomputed = given
+        ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
+        ctx.given = recomputed, None, samples
         value = bare.value.detach()
         shape = value.shape[1:] if value.dim() == rank else value.shape
         return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
@@ -148,19 +147,17 @@ class _Expansion(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         bare, rows = ctx.bare, ctx.rows
         _refuse_second(bare.tap)
-        if not isinstance(ctx.parents[0], nn.Parameter):
-            grads_B = G.reshape(len(G), *bare.shape)
-            parent: Any = bare.parent.value
-            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
-            return *(None,) * 6, found_B.reshape(G.shape)
-        factors: Iterable[tuple[nn.Parameter, Factor]]
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
-        else:
-            found = through(bare.value, bare.leaves, G.reshape(len(G), *bare.shape))
-            factors = ((param, Dense(grads_B)) for param, grads_B in found)
-        given = ctx.recomputed, None, ctx.samples
-        return *(None,) * 6, *_recorded(bare.tap, ctx.parents, factors, *given)
+            return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
+        grads_B = G.reshape(len(G), *bare.shape)
+        if not isinstance(ctx.parents[0], nn.Parameter):
+            parent: Any = bare.parent.value
+            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
+            return None, found_B.reshape(G.shape)
+        found = through(bare.value, bare.leaves, grads_B)
+        of_params = ((param, Dense(grads)) for param, grads in found)
+        return None, *_recorded(bare.tap, ctx.parents, of_params, *ctx.given)
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
@@ -278,17 +275,3 @@ def _recorded(
 
 _apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
 _apply_expansion = apply_of(_Expansion)
-
-
-def run_mixed(operation: ProxyOp, plain: list[Tensor]) -> Tensor:
-    """Run the operation; the parameters are inputs, so that its output requires grad."""
-    params = operation.params
-    session = operation.tap.session
-    session.count_use(params)
-    call = session.current_forward
-    if call is not None:
-        operation.samples = call.batch_size
-        if operation.name in READS_ROWS:
-            operation.readers = call, call.note_reader(plain[0])
-    output: Tensor = _apply(operation, len(plain), *plain, *params)
-    return output
