@@ -34,7 +34,6 @@ from flash_clipping.capture.compiled.layout import (
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     Calls,
-    WiredCall,
     begin_trace,
     kind_of,
     traces,
@@ -215,7 +214,7 @@ class Region:
         before = ACTIVE.pop(key, None)
         try:
             if layout is not None:
-                ACTIVE[key] = self._make(layout)
+                ACTIVE[key] = layout.calls, self._make(layout)
             output = self.compiled(*args, **kwargs)
             if layout is not None and layout.has_same_for_all:
                 note_escaped(output)
@@ -225,8 +224,8 @@ class Region:
             if before is not None:
                 ACTIVE[key] = before
 
-    def _make(self, layout: Layout) -> list[tuple[WiredCall, ...] | None]:
-        """The wires of one call, by number of the tap."""
+    def _make(self, layout: Layout) -> Sequence[Tensor]:
+        """The wires of one call."""
         session = self.session
         session.count_uses([slot.params for slot in layout.slots])
         if session.numbered is not self.taps:
@@ -235,20 +234,12 @@ class Region:
             for number, tap in enumerate(self.taps):
                 tap.number = number
             session.numbered = self.taps
-        wires: Sequence[Tensor] = ()
-        if layout.wires:
-            call = session.current_forward
-            handed = Handed(self.path, layout, session, call, in_backward())
-            wires = Wired.apply(handed, session.anchor, *layout.params)
-        return [
-            None
-            if calls is None
-            else tuple(
-                WiredCall(slot.kind, tuple(None if n is None else wires[n] for n in slot.places))
-                for slot in calls
-            )
-            for calls in layout.calls
-        ]
+        if not layout.wires:
+            return ()
+        call = session.current_forward
+        handed = Handed(self.path, layout, session, call, in_backward())
+        wires: Sequence[Tensor] = Wired.apply(handed, session.anchor, *layout.params)
+        return wires
 
     # -- what wires are like ----------------------------------------------------------------------
 
@@ -386,9 +377,9 @@ class Regions:
         if compiled is not None and (context := _context_of(compiled)) is not None:
             # The hooks of the root, which must not be compiled, are called by its call.
             self._put(root, "_compiled_call_impl", None)
-            self._install(forward, context)
+            self.compile(forward, context)
         elif is_compiled(root) and self._of_root is None:
-            self._install(forward, root.dynamo_ctx)
+            self.compile(forward, root.dynamo_ctx)
         for path, module in root.named_modules():
             if module is root:
                 continue
@@ -420,9 +411,6 @@ class Regions:
 
     def compile(self, forward: EmptyBatchForward, context: Any) -> None:
         """Compile the root's forward."""
-        self._install(forward, context)
-
-    def _install(self, forward: EmptyBatchForward, context: Any) -> None:
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward
         before, root = self._of_root[1], self.root

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,19 +35,10 @@ from flash_clipping.capture.compiled.unbatched import (
 )
 from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameter, Seen, Wires
 
-
-class WiredCall(NamedTuple):
-    """One call of a layer in a region."""
-
-    kind: Kind
-    wires: Wires
-
-
-#: The wires of regions that run now, by the key of their model's session: for each tap of the
-#: region, by its number, those of every call. An empty tuple: the layer has nothing to train. None:
-#: it has no wires. Global, as Dynamo takes tensors that are reached through a module of PyTorch's
-#: to be of one shape for good.
-ACTIVE: dict[int, list[tuple[WiredCall, ...] | None]] = {}
+#: Of regions that run now, by the key of their model's session: the calls of each tap, by its
+#: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
+#: through a module of PyTorch's to be of one shape for good.
+ACTIVE: dict[int, tuple[Sequence[Any], Sequence[Tensor]]] = {}
 
 
 # -- what runs while Dynamo traces -----------------------------------------------------------------
@@ -123,17 +115,17 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
-    wires = ACTIVE.get(tap.session.key)
+    active = ACTIVE.get(tap.session.key)
     # A tap's own number is asked for last: code that depends on it serves one tap.
-    if wires is not None and _may_claim() and tap.number >= 0:
-        calls = wires[tap.number]
+    if active is not None and _may_claim() and tap.number >= 0:
+        calls = active[0][tap.number]
         if calls is not None:
             if len(calls) == 0:
                 return tap.original(*args, **kwargs)
             if calls[0].kind in ("own", "unused") or _only_tensor(args, kwargs) is not None:
                 number = _claim(tap.number)
                 if number < len(calls):
-                    fits, output = _on_wires(tap, calls[number], args, kwargs)
+                    fits, output = _on_wires(tap, calls[number], active[1], args, kwargs)
                     if fits:
                         return output
                     _note_misfit()
@@ -149,10 +141,10 @@ def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 def _on_wires(
-    tap: Any, call: WiredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, call: Any, of_all: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Whether the wires of a call fit it, and the layer's output on them."""
-    wires = call.wires
+    wires = [None if place is None else of_all[place] for place in call.places]
     if call.kind == "unused":
         return True, tap.original(*args, **kwargs)
     if call.kind == "own":
