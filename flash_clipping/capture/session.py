@@ -459,21 +459,6 @@ class ClippingSession:
         fits = found == size or (path in self.folded and size > 0 and found % size == 0)
         return fits and not storages & self.model_storages()
 
-    def knows_reads(self, call: ForwardCall, path: str, answers: list[bool]) -> bool:
-        """Whether these are the answers to the next reads of this layer, which count as read
-        then. Their shapes are those of reads before them in this call."""
-        turn = call.turns.get(path)
-        if turn is None or self.positions is not None:
-            return False
-        if path in self.evidence.proven:
-            return all(answers)
-        of_call, place = turn
-        known = self.evidence.reads.get(path, ())
-        if of_call >= len(known) or known[of_call][place : place + len(answers)] != answers:
-            return False
-        turn[1] += len(answers)
-        return True
-
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
         self.epoch += 1

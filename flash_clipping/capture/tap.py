@@ -25,8 +25,8 @@ from flash_clipping.capture.compiled.tracing import (
     by_itself,
     noted_call,
     traced_call,
-    wiring_of,
 )
+from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import DECLARATIONS, DeclaredRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded

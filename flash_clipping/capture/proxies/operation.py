@@ -2,8 +2,8 @@
 
 Samples may lie along another axis than the first: XLNet's ``einsum("ibh,hnd->ibnd", h, self.q)``
 has positions first. Where they lie in ``h`` and in the result, a probe shows
-(:mod:`flash_clipping.capture.proof.probe`). Gradients of one sample are
-those with the output gradients of all others at 0.
+(:mod:`flash_clipping.capture.proof.probe`). Gradients of one sample are those with the output
+gradients of all others at 0.
 
 Shape suffixes: ``B`` samples."""
 
@@ -49,6 +49,7 @@ class ProxyOp:
     """One operation between bare parameters and tensors that carry samples."""
 
     func: Callable[..., Any]
+    name: str
     leaves: list[Any]
     spec: Any
     bares: list[ParameterProxy]
@@ -94,17 +95,10 @@ class ProxyOp:
             result: Tensor = self.func(*args, **kwargs)
         return result
 
-    def only(self, G: Tensor, b: int) -> Tensor:
-        """The output gradient of one sample, with 0 in the places of the others."""
-        if self.after is not None:
-            return self.after.only(G, b, self.count)
-        G_b = torch.zeros_like(G)
-        G_b[b] = G[b]
-        return G_b
-
     @property
     def params(self) -> list[nn.Parameter]:
-        return list({param: None for bare in self.bares for param in bare.leaves.values()})
+        found = [param for bare in self.bares for param in bare.leaves.values()]
+        return found if len(found) == 1 else list(dict.fromkeys(found))
 
     def by_row(self, bare: ParameterProxy, rank: int) -> bool:
         """Whether the first axis of this operand is the batch, each row the same."""
@@ -152,15 +146,11 @@ def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
         FlashClippingError: that was not shown for a tensor of this shape.
     """
     assert operation.before is not None
-    if name_of(operation.func) == "embedding":
+    if operation.name == "embedding":
         return operation.before  # a row for every id
     seen = operation.tap.session.layouts_after.get(use, {})
     with torch.no_grad():
-        output = operation.call(plain, _values(operation))
+        output = operation.call(plain, [bare.value.detach() for bare in operation.bares])
     if not seen and operation.count == 1:
         return operation.before  # one sample: all of it is its own
     return layout_of(f"{operation.tap.path}: {use}", output, operation.count, seen)
-
-
-def _values(operation: ProxyOp) -> list[Tensor]:
-    return [bare.value.detach() for bare in operation.bares]
