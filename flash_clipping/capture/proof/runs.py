@@ -159,7 +159,7 @@ class Runs:
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
                 }
                 outputs = {
-                    n: x.movedim(self.chosen_axes.get(n, axes[n][0]), 0).flatten(1)
+                    n: x.movedim(self._axis(n, axes[n]), 0).flatten(1)
                     if (x := tensors[n]).dim() > 1
                     else x[:, None]
                     for n in axes
@@ -185,6 +185,11 @@ class Runs:
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
         return sorted(axes, key=lambda axis: axis != first)
+
+    def _axis(self, number: int, axes: list[int]) -> int:
+        """That of an output's samples: the same in every run."""
+        axis = self.chosen_axes.setdefault(number, axes[0])
+        return axis if axis in axes else axes[0]
 
     def _backward(
         self,

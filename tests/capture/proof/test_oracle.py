@@ -209,6 +209,21 @@ def test_time_first() -> None:
     assert why_refused(mixes, x, batch_first=False)
 
 
+@pytest.mark.parametrize("classes", range(2, 6))
+def test_time_first_with_as_many_classes_as_some_batch_has_samples(classes: int) -> None:
+    class Last(nn.Module):
+        """Reads ``[T, B, d]`` and returns ``[B, classes]``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(K, classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh().mean(0)
+
+    assert table_of(Last(), torch.randn(T, 4, K), batch_first=False).outputs == (0,)
+
+
 class Pairs(Around):
     """Each sample's own outputs, and similarities of all pairs."""
 
