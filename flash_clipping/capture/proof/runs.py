@@ -100,8 +100,9 @@ class Runs:
         self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
         self.only: set[int] | None = None
-        #: Outputs whose samples are along another axis than the likely one.
-        self.chosen_axes: dict[int, int] = {}
+        #: The outputs that had a row for each sample in the first run, and the axis of these rows:
+        #: in other batches as many entries may be something else.
+        self.chosen_axes: dict[int, int] | None = None
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
@@ -158,11 +159,14 @@ class Runs:
                 axes = {
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
                 }
+                if self.chosen_axes is None:
+                    self.chosen_axes = {n: found[0] for n, found in axes.items()}
                 outputs = {
-                    n: x.movedim(self._axis(n, axes[n]), 0).flatten(1)
+                    n: x.movedim(axis if axis in axes[n] else axes[n][0], 0).flatten(1)
                     if (x := tensors[n]).dim() > 1
                     else x[:, None]
-                    for n in axes
+                    for n, axis in self.chosen_axes.items()
+                    if n in axes
                 }
                 gradients = []
                 for number, scale in enumerate(scales):
@@ -185,11 +189,6 @@ class Runs:
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
         return sorted(axes, key=lambda axis: axis != first)
-
-    def _axis(self, number: int, axes: list[int]) -> int:
-        """That of an output's samples: the same in every run."""
-        axis = self.chosen_axes.setdefault(number, axes[0])
-        return axis if axis in axes else axes[0]
 
     def _backward(
         self,
