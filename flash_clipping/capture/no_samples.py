@@ -22,21 +22,13 @@ from torch.compiler import is_dynamo_compiling
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation
-from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
 
 #: What a model may raise on samples that are made up, or on none.
-_DID_NOT_RUN = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-)
+_DID_NOT_RUN = (*MODELS_OWN, LookupError, AttributeError, ArithmeticError)
 
 
 def size_of_none(of_two: int, of_three: int) -> int:

@@ -103,7 +103,9 @@ class ShardedModel:
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
-        session.backward_pass_class = partial(ShardedBackwardPass, slots=self.slots)
+        session.backward_pass_class = partial(
+            ShardedBackwardPass, slots=self.slots, processes=self.processes
+        )
         #: Of layers that are cut over processes with the same samples.
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:

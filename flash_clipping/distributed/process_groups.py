@@ -7,6 +7,7 @@ hold the same shard draw the same; those of different shards draw from different
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ class ProcessGroups:
         widest = [p for p in params if isinstance(p, DTensor) and p.device_mesh == self.mesh]
         if not fully_sharded:
             self.data, self.tensor = (), self.mesh
-        elif any(is_tensor_parallel(param.placements) for param in widest):
+        elif any(is_over_data_and_tensor(param.placements) for param in widest):
             names: Any = self.mesh.mesh_dim_names
             self.data, self.tensor = (0,), self.mesh[names[1]]
 
@@ -106,10 +107,7 @@ class ProcessGroups:
     @property
     def data_size(self) -> int:
         """How many parts a batch has."""
-        size = 1
-        for dim in self.data:
-            size *= self.mesh.size(dim)
-        return size
+        return math.prod(self.mesh.size(dim) for dim in self.data)
 
     def cut(self, param: Any) -> bool:
         """Whether a parameter, as it lies between steps, is laid out over the tensor mesh."""
@@ -128,7 +126,7 @@ class ProcessGroups:
         return x
 
 
-def is_tensor_parallel(placements: Any) -> bool:
+def is_over_data_and_tensor(placements: Any) -> bool:
     """Whether these, of a parameter that ``fully_shard`` manages, are over (data, tensor).
 
     ``fully_shard`` cuts along the first dimension then; in its hybrid form that one replicates.
