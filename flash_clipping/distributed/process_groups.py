@@ -20,7 +20,7 @@ from flash_clipping.randomness.chacha20 import words
 from flash_clipping.randomness.stream import KEY_BYTES
 
 
-def shared_stream(groups: Sequence[Any], device: torch.device, own: SecretStream) -> SecretStream:
+def shared_stream(groups: Sequence[Any], own: SecretStream) -> SecretStream:
     """A stream whose key all processes have in common and none of them chooses alone.
 
     Every process contributes 32 bytes. Those of a group are hashed together in the order of its
@@ -29,13 +29,13 @@ def shared_stream(groups: Sequence[Any], device: torch.device, own: SecretStream
     Args:
         groups: this process's, which together reach all processes (those of a mesh, one for each
             dimension). Every process has to call this.
-        device: of this process, for what it sends.
         own: where this process's bytes come from. If it is seeded, so is the result, and all
             processes need the same seed to draw the same in another run.
     """
     part = words(own.draw(Purpose.KEY), 1).view(torch.uint8).flatten()[:KEY_BYTES]
     for group in groups:
-        mine = part.to(device)
+        on_gpus = "nccl" in dist.get_backend(group)
+        mine = part.to("cuda" if on_gpus else "cpu")
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
         text = b"flash_clipping key of processes" + torch.cat(parts).cpu().numpy().tobytes()
@@ -115,8 +115,7 @@ class ProcessGroups:
 
     def shared_stream(self, own: SecretStream) -> SecretStream:
         """A stream whose key all processes have in common (:func:`shared_stream`)."""
-        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
-        return shared_stream(groups, device_of(self.mesh), own)
+        return shared_stream([self.mesh.get_group(dim) for dim in range(self.mesh.ndim)], own)
 
     def reduce(self, x: Tensor, op: Any = None, samples: bool = False) -> Tensor:
         """``x`` of all processes together, in place; ``samples``: only of those with other samples,

@@ -29,11 +29,7 @@ def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
     # Imported when first needed: it loads half of torch.distributed.
     from flash_clipping.distributed.process_groups import shared_stream
 
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
-    return shared_stream([group], device, own)
+    return shared_stream([group], own)
 
 
 class StageBackwardPass(BackwardPass):
