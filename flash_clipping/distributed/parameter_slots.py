@@ -31,13 +31,10 @@ class Slot:
 
 
 class ParameterSlots:
-    """All slots of a model, as it is when it is wrapped.
-
-    Attributes:
-        destinations: the parameters in the model's order; shards, or frozen and left alone.
-    """
+    """All slots of a model, as it is when it is wrapped."""
 
     def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter, nn.Parameter], None]):
+        #: The parameters in the model's order; shards, or frozen and left alone.
         self.destinations: list[nn.Parameter] = []
         self._names: list[str] = []
         self._watch = watch
@@ -129,11 +126,7 @@ class ParameterSlots:
         return _bits_of(param.grad) == left
 
     def check(self) -> None:
-        """Refuse shards that were exchanged since the model was wrapped.
-
-        Raises:
-            FlashClippingError: another parameter has taken the place of one.
-        """
+        """Refuse shards that were exchanged since the model was wrapped."""
         for slots in self._of_module.values():
             for slot in slots:
                 found, number = slot.tensor, slot.number

@@ -21,14 +21,14 @@ from flash_clipping.randomness.stream import KEY_BYTES
 
 
 def shared_stream(groups: Sequence[Any], own: SecretStream) -> SecretStream:
-    """A stream whose key all processes have in common and none of them chooses alone.
+    """A stream whose key all processes have in common and none of them chooses alone. All call it.
 
     Every process contributes 32 bytes. Those of a group are hashed together in the order of its
     ranks, one group after the other.
 
     Args:
         groups: this process's, which together reach all processes (those of a mesh, one for each
-            dimension). Every process has to call this.
+            dimension).
         own: where this process's bytes come from. If it is seeded, so is the result, and all
             processes need the same seed to draw the same in another run.
     """
@@ -114,7 +114,7 @@ class ProcessGroups:
         return self.tensor is not None and getattr(param, "device_mesh", None) == self.mesh
 
     def shared_stream(self, own: SecretStream) -> SecretStream:
-        """A stream whose key all processes have in common (:func:`shared_stream`)."""
+        """A stream whose key all processes have in common."""
         return shared_stream([self.mesh.get_group(dim) for dim in range(self.mesh.ndim)], own)
 
     def reduce(self, x: Tensor, op: Any = None, samples: bool = False) -> Tensor:
@@ -126,8 +126,6 @@ class ProcessGroups:
 
 
 def is_over_data_and_tensor(placements: Any) -> bool:
-    """Whether these, of a parameter that ``fully_shard`` manages, are over (data, tensor).
-
-    ``fully_shard`` cuts along the first dimension then; in its hybrid form that one replicates.
-    """
+    """Whether these, of a parameter that ``fully_shard`` manages, are over (data, tensor): it cuts
+    along the first dimension then; in its hybrid form that one replicates."""
     return len(placements) == 2 and not placements[0].is_replicate()

@@ -37,13 +37,13 @@ class Samples:
         self.tensors = batched_inputs(args, kwargs)
         #: How many samples there are.
         self.count = next((x.shape[axis] for x in self.tensors if x.dim() > axis), 0)
-        found = [x for x in self.leaves() if self.axis_of(x) is not None]
+        found = [x for x in self._leaves() if self._axis_of(x) is not None]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
             n == self.count
             for x in found
             for axis, n in enumerate(x.shape)
-            if axis != self.axis_of(x)
+            if axis != self._axis_of(x)
         )
         if narrow == 1:
             found = [x for x in found if x.dim() > 1]
@@ -53,8 +53,7 @@ class Samples:
             found = found[:1]
         self._ids = {id(x) for x in found}
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors of the call, but those of packed sequences."""
+    def _leaves(self) -> list[Tensor]:
         found: list[Tensor] = []
 
         def note(x: Tensor) -> Tensor:
@@ -64,8 +63,7 @@ class Samples:
         map_tensors(note, (self.args, self.kwargs))
         return found
 
-    def axis_of(self, x: Tensor) -> int | None:
-        """The axis of a tensor that has an entry for each sample, if any."""
+    def _axis_of(self, x: Tensor) -> int | None:
         if x.dim() > self._axis and x.shape[self._axis] == self.count:
             return self._axis
         return 0 if x.dim() == 1 and len(x) == self.count else None  # labels beside [T, B] inputs
@@ -84,7 +82,7 @@ class Samples:
         def of(x: Tensor) -> Tensor:
             if id(x) not in self._ids:
                 return x
-            x, axis = x.detach(), self.axis_of(x) or 0
+            x, axis = x.detach(), self._axis_of(x) or 0
             found = x.index_select(axis, torch.tensor(order, device=x.device))
             if extreme is not None and found.numel():
                 found.select(axis, extreme).copy_(_extreme(x, found.select(axis, extreme)))

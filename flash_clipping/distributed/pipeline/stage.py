@@ -124,11 +124,7 @@ class StageOfPipeline:
         session.backward_pass_class = partial(StageBackwardPass, hold=self.hold)
 
     def hold(self, backward_pass: StageBackwardPass) -> None:
-        """Keep the backward pass of the running micro-batch.
-
-        Raises:
-            FlashClippingError: it has another number of samples, or has had one.
-        """
+        """Keep the backward pass of the running micro-batch."""
         number, found = self.microbatch, backward_pass.norms_PB.shape[1]
         if found != self.size:
             raise FlashClippingError(
