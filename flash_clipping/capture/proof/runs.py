@@ -26,6 +26,9 @@ from flash_clipping.finish.session import Session
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
 PROJECTIONS = 4
 
+#: In the place of an axis: parts of each sample lie together along the axis of samples.
+FOLDED = -1
+
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
 
@@ -162,11 +165,10 @@ class Runs:
                 if self.chosen_axes is None:
                     self.chosen_axes = {n: found[0] for n, found in axes.items()}
                 outputs = {
-                    n: x.movedim(axis if axis in axes[n] else axes[n][0], 0).flatten(1)
-                    if (x := tensors[n]).dim() > 1
-                    else x[:, None]
+                    n: rows
                     for n, axis in self.chosen_axes.items()
-                    if n in axes
+                    if n < len(tensors)
+                    and (rows := self._by_sample(tensors[n], axis, len(places))) is not None
                 }
                 gradients = []
                 for number, scale in enumerate(scales):
@@ -188,7 +190,22 @@ class Runs:
             return []
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
-        return sorted(axes, key=lambda axis: axis != first)
+        axes.sort(key=lambda axis: axis != first)
+        if axes and axes[0] != first and x.dim() > first and x.shape[first] % count == 0:
+            axes.append(FOLDED)
+        return axes
+
+    def _by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
+        """An output as ``[B, entries]``, if its samples are along this axis."""
+        if not x.is_floating_point() or not x.requires_grad:
+            return None
+        first = self.session.batch_axis
+        if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
+            x, axis = x.unflatten(first, (count, -1)), first
+        if not 0 <= axis < x.dim() or x.shape[axis] != count:
+            return None
+        x = x.movedim(axis, 0)
+        return x.flatten(1) if x.dim() > 1 else x[:, None]
 
     def _backward(
         self,
