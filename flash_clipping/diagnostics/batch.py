@@ -95,7 +95,8 @@ class Task:
     def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
         """The loss of the batch as a scalar; the generators are left as they were."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        with random_state([torch.device("cuda", n) for n in range(count)], self.seed + seed):
+        devices = [torch.device("cuda", n) for n in range(count)]
+        with random_state(devices, (self.seed + seed) % 2**32):  # as NumPy takes it
             losses = self.loss(model, batch)
         if not isinstance(losses, Tensor) or losses.dim() > 1:
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
