@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, UnitMap, by_units
-from flash_clipping.ops.runtime.checks import check
+from flash_clipping.ops.runtime.checks import check_on_device
 
 
 class DeclaredRows:
@@ -121,7 +121,7 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             f"flash_clipping.samples(index, count): found {found} and count={count!r}; expected "
             "one integer for each row, and the number of samples."
         )
-    check(
+    check_on_device(
         (index >= -1).logical_and(index < count).all(),
         f"flash_clipping.samples(index, count={count}): index has values outside of -1 to "
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",

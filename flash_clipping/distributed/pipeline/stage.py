@@ -20,7 +20,7 @@ from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.coefficients import Coefficients
 from flash_clipping.ops.certificate import upper_bound
-from flash_clipping.ops.runtime.checks import check
+from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.randomness import SecretStream
 
 
@@ -172,7 +172,7 @@ class StageOfPipeline:
         made_up[count:] = 1
         dist.all_reduce(parts_3MB, group=self.group)
         stages = dist.get_world_size(self.group)
-        check((made_up[:count] == 0).all() & (made_up[count:] == stages).all(), _DISAGREE)
+        check_on_device((made_up[:count] == 0).all() & (made_up[count:] == stages).all(), _DISAGREE)
         sq_n, doubt_n = parts_3MB[:2].view(2, -1)[:, :count]
         own = [one.norms_PB for one in held]
         own_Pn = torch.cat(own, 1)[:, :count] if own else sq_n.new_zeros(0, count)

@@ -17,7 +17,7 @@ from torch import Tensor, distributed as dist
 from flash_clipping.capture.draws import row_hashes
 from flash_clipping.distributed.tensor.layouts import Share, Shares
 from flash_clipping.finish.clipping import Doubts
-from flash_clipping.ops.runtime.checks import check
+from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.ops.runtime.upload import to_device
 
 #: Relative difference of squared norms that are computed by all processes alike.
@@ -103,8 +103,8 @@ class NormAllReduce:
         same = (ranks * marks_sq_B == marks_B.square()).all()
         spread_B = ranks * whole_sq_B - whole_B.square()
         alike = (spread_B <= ALIKE**2 * whole_B.square()).all()
-        check(same, _OTHER_SAMPLES)
-        check(alike, _OTHER_GRADIENTS)
+        check_on_device(same, _OTHER_SAMPLES)
+        check_on_device(alike, _OTHER_GRADIENTS)
 
 
 def marks_of(tensors: Sequence[Tensor], axis: int) -> Tensor | None:

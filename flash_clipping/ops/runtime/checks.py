@@ -8,7 +8,7 @@ from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
 
 
-def check(holds: Tensor, message: str) -> None:
+def check_on_device(holds: Tensor, message: str) -> None:
     """Refuse what does not hold: on a CPU at once, elsewhere by an assertion on the device, later,
     without waiting for it.
 
