@@ -206,7 +206,8 @@ class _Oracle:
             # Samples may be along another axis of it that has as many entries.
             known, axes = self.unfit.get(number), self.axes[number]
             for axis in axes[1:] if known or not several else axes:
-                self.runs.only, self.runs.chosen_axes[number] = {number}, axis
+                self.runs.only = {number}
+                self.runs.chosen_axes = {**(self.runs.chosen_axes or {}), number: axis}
                 self.unfit.pop(number, None)
                 of_one = self._judge()
                 if of_one is None and number not in self.unfit:

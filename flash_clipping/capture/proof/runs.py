@@ -34,6 +34,9 @@ from flash_clipping.finish.session import Session
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
 PROJECTIONS = 4
 
+#: In the place of an axis: parts of each sample lie together along the axis of samples.
+FOLDED = -1
+
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
 
@@ -115,8 +118,9 @@ class Runs:
         self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
         self.only: set[int] | None = None
-        #: Outputs whose samples are along another axis than the likely one.
-        self.chosen_axes: dict[int, int] = {}
+        #: The outputs that had a row for each sample in the first run, and the axis of these rows:
+        #: in other batches as many entries may be something else.
+        self.chosen_axes: dict[int, int] | None = None
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
@@ -226,11 +230,13 @@ class Runs:
                 axes = {
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
                 }
+                if self.chosen_axes is None:
+                    self.chosen_axes = {n: found[0] for n, found in axes.items()}
                 outputs = {
-                    n: x.movedim(self.chosen_axes.get(n, axes[n][0]), 0).flatten(1)
-                    if (x := tensors[n]).dim() > 1
-                    else x[:, None]
-                    for n in axes
+                    n: rows
+                    for n, axis in self.chosen_axes.items()
+                    if n < len(tensors)
+                    and (rows := self._by_sample(tensors[n], axis, len(places))) is not None
                 }
                 gradients = []
                 for number, scale in enumerate(scales):
@@ -276,7 +282,22 @@ class Runs:
             return []
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
-        return sorted(axes, key=lambda axis: axis != first)
+        axes.sort(key=lambda axis: axis != first)
+        if axes and axes[0] != first and x.dim() > first and x.shape[first] % count == 0:
+            axes.append(FOLDED)
+        return axes
+
+    def _by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
+        """An output as ``[B, entries]``, if its samples are along this axis."""
+        if not x.is_floating_point() or not x.requires_grad:
+            return None
+        first = self.session.batch_axis
+        if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
+            x, axis = x.unflatten(first, (count, -1)), first
+        if not 0 <= axis < x.dim() or x.shape[axis] != count:
+            return None
+        x = x.movedim(axis, 0)
+        return x.flatten(1) if x.dim() > 1 else x[:, None]
 
     def _backward(
         self,
