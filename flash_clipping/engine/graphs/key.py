@@ -17,14 +17,26 @@ from flash_clipping.ops.runtime.backend import matmul_settings
 SETTINGS = (bool, int, float, str)
 
 
-def layout(leaf: Any) -> Hashable:
-    """What of an argument a graph was captured for: all but the values of tensors."""
+def key(
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec,
+    modules: Sequence[nn.Module],
+    models: Sequence[GradSampleHooksFlashClipping],
+    device: torch.device,
+) -> tuple[Hashable, Hashable]:
+    """What a graph is found by: the layout of arguments, and the circumstances of the call."""
+    layout = str(structure), *map(_layout, leaves)
+    return layout, _circumstances(modules, models, device)
+
+
+def _layout(leaf: Any) -> Hashable:
+    """All of an argument but the values of tensors."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
 
 
-def circumstances(
+def _circumstances(
     modules: Sequence[nn.Module],
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
@@ -70,8 +82,8 @@ def _place(tensor: Tensor) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
-    and its hooks, by the numbers that PyTorch gives them."""
+    """A module's plain attributes (``training``, ``p``, ``eps``) and its hooks, by the numbers that
+    PyTorch gives them: what its forward may decide by."""
     hooks = tuple(chain.from_iterable(hooks_of_module(module)))
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
@@ -90,11 +102,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def check_arguments(leaves: Sequence[Any]) -> None:
-    """Refuse arguments that are neither tensors nor plain values.
-
-    Raises:
-        TypeError: one is something else.
-    """
+    """Raise ``TypeError`` for arguments that are neither tensors nor plain values."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise TypeError(
@@ -116,11 +124,8 @@ def are_odd(leaves: Sequence[Any]) -> bool:
 
 
 def detached(output: Any) -> Any:
-    """Results without their history: tensors and ``None``, as a replay renews nothing else.
-
-    Raises:
-        TypeError: one is something else.
-    """
+    """Results without their history; ``TypeError`` unless they are tensors or ``None``, as a replay
+    renews nothing else."""
     for leaf in pytree.tree_leaves(output):
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(
