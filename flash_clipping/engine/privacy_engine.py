@@ -52,9 +52,7 @@ from flash_clipping.engine.parallel import refuse_alone
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
-    UnitLoader,
     UnitsOfRows,
-    plain_dataset,
     refuse_loader,
     refuse_units,
     watch_sampling,
@@ -344,7 +342,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         }
         self._units = None
         if units is not None:
-            rows = len(plain_dataset(data_loader))
+            rows = len(data_loader.dataset)  # type: ignore[arg-type]
             sample_rate = 1 / len(data_loader)
             self._units = UnitsOfRows(units, rows, sample_rate, max_rows_per_unit)
         try:
@@ -494,7 +492,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             return super()._prepare_data_loader(
                 data_loader, poisson_sampling=False, distributed=distributed, **kwargs
             )
-        dataset = plain_dataset(data_loader)
+        dataset = data_loader.dataset
         if self.dataset is None:
             self.dataset = dataset
         elif self.dataset is not dataset:
@@ -504,13 +502,13 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 stacklevel=4,
             )
         kwargs.update(distributed=distributed, stream=self.stream.another())
-        if self._units is not None:
-            return UnitLoader(data_loader, self._units, **kwargs)
         together = self._processes
         if self._pipeline is not None:
             kwargs["stream"] = shared_by_stages(self._pipeline, kwargs["stream"])
         kwargs["distributed"] = distributed or together is not None
-        loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
+        loader = PoissonLoader.from_data_loader(
+            data_loader, process=self._process, units=self._units, **kwargs
+        )
         self._sampler = loader.batch_sampler
         if together is not None:  # those that share samples draw the same
             stream = together.shared_stream(kwargs["stream"])

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -124,13 +125,14 @@ class PoissonLoader(DPDataLoader):
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
         process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
+        units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch.
         batch_first: accepted for compatibility; the batch axis is found.
         rand_on_empty: must be false.
         **kwargs: as in PyTorch.
 
     Raises:
-        ValueError: ``rand_on_empty``; processes whose loaders differ.
+        ValueError: ``rand_on_empty``; processes whose loaders differ, or that draw units.
     """
 
     def __init__(
@@ -143,41 +145,49 @@ class PoissonLoader(DPDataLoader):
         generator: Any = None,
         stream: SecretStream | None = None,
         process: Process | None = None,
+        units: UnitsOfRows | None = None,
         distributed: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
         **kwargs: Any,
     ):
         if rand_on_empty:
+            found = "in a private loader" if units is None else "with units"
             raise ValueError(
-                "rand_on_empty=True: found a request to put a made-up sample into batches without "
-                "samples. It would take part in the sum, which then changes by up to 2 C when a "
-                "sample is added to such a batch. Leave it out: batches without samples are served."
+                f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
+                "would take part in the sum, which then changes by up to 2 C when a sample is "
+                "added to such a batch. Leave it out: batches without samples are served."
             )
         self.sample_rate = sample_rate
         self.distributed = distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
-        options: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
-        options |= {"generator": generator, "stream": stream}
-        sampler: PoissonSampler
+        options: dict[str, Any] = {"steps": steps, "generator": generator, "stream": stream}
         process = Process() if process is None else process
-        if distributed and not process.is_plain:
-            raise ValueError(
-                f"data_loader: found {process.state_dict()} with a model of several processes. "
-                "Each would draw its own part of a batch, which no accountant here describes. "
-                "Train in one process."
-            )
-        if distributed:
+        sampler: PoissonSampler
+        if units is not None:
+            if distributed:
+                raise ValueError(
+                    "units: found with a model of several processes, each of which draws rows of "
+                    "its own. Train in one process; or make every item of the dataset a whole "
+                    "unit, and give make_private sample_of=... in the place of units."
+                )
+            sampler = UnitSampler(units=units, **options)
+        elif distributed:
+            if not process.is_plain:
+                raise ValueError(
+                    f"data_loader: found {process.state_dict()} with a model of several processes. "
+                    "Each would draw its own part of a batch, which no accountant here describes. "
+                    "Train in one process."
+                )
             _refuse_different(size, steps)
-            sampler = ShardedPoissonSampler(
-                total_size=size, rank=dist.get_rank(), world_size=dist.get_world_size(), **options
-            )
+            options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+            sampler = ShardedPoissonSampler(total_size=size, sample_rate=sample_rate, **options)
         else:
-            sampler = _sampler(process, num_samples=size, **options)
+            sampler = _sampler(process, num_samples=size, sample_rate=sample_rate, **options)
         collate = plain_collate(collate_fn)
-        if isinstance(sampler, FixedShapeSampler):
-            collate = OrderedCollate(collate, "max_batch_size")
+        if isinstance(sampler, FixedShapeSampler | UnitSampler):
+            collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
             self,
             dataset,
@@ -216,7 +226,10 @@ class PoissonLoader(DPDataLoader):
         strict = self.batch_sampler.announce.strict
         if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
-        return AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
+        # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
+        # given as soon as it is drawn, also where other iterators are in between.
+        pending = self.batch_sampler.pending if self.num_workers else None
+        return _announced(batches, self.batch_sampler.announce, pending)
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -271,43 +284,14 @@ class _AnnouncingCollate(CollateWithEmpty):
         return batch
 
 
-class AnnouncedBatches:
-    """An iterator over batches that workers have collated ahead, whose samples cannot be counted
-    when they are collated, or whose rows are compared with what the model is called with.
-    """
-
-    def __init__(
-        self,
-        batches: Any,
-        sampler: Any,
-        ahead: bool,
-        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] | None = None,
-    ):
-        self._batches = batches
-        # With workers, those of this epoch: its first batches are drawn by now. Without, a
-        # batch is given as soon as it is drawn, also where other iterators are in between.
-        pending = sampler.pending if ahead else None
-        # A function, which knows nothing of this object: a loop that is left ends it at once.
-        self._announced = _announced(batches, sampler.announce, pending, taken_apart)
-
-    def __iter__(self) -> AnnouncedBatches:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        return next(self._announced)
-
-
 def _announced(
-    batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None, taken_apart: Any
+    batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
+    """Batches that workers have collated ahead, whose samples cannot be counted when they are
+    collated, or whose rows are compared with what the model is called with."""
     try:
         for batch in batches:
             draw = announce.last if pending is None else pending.popleft()
-            if taken_apart is not None:
-                batch, draw = taken_apart(batch, draw)
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))
             announce(draw)
@@ -477,121 +461,20 @@ class UnitsOfRows:
 
 
 class UnitSampler(PoissonSampler):
-    """Every step draws every unit independently, with the same probability.
-
-    A batch is a list of pairs: a row's index in the dataset, and its unit's place in the batch.
-    """
+    """Every step draws every unit independently, with the same probability; a batch is all rows of
+    those that were drawn."""
 
     def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
         super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
         self.units = units
         self.announce = BatchSizeNotifier(strict=True)
 
-    def _samples(self, indices: list[Any]) -> int:
-        return indices[-1][1] + 1 if indices else 0
-
-    def _draw(self) -> list[Any]:
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
-        return [
-            (row, place)
-            for place, unit in enumerate(self._places(draw).tolist())
-            for row in self.units.rows_of(unit, draw)
-        ]
-
-
-class _OwnedRows(Dataset[Any]):
-    """A dataset whose rows go with the places of their units."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, pairs: list[tuple[int, int]]) -> tuple[list[int], Any]:
-        rows = [row for row, _ in pairs]
-        fetch = getattr(self.dataset, "__getitems__", None)
-        found = fetch(rows) if callable(fetch) else [self.dataset[row] for row in rows]
-        return [place for _, place in pairs], found
-
-
-class _UnitCollate:
-    """Collates rows as they would be without units, and the places of these beside them."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
-        self.wrapped_collator_fn = collate
-        self._collate = CollateWithEmpty(OrderedCollate(collate, "units"), dataset)
-
-    def __call__(self, fetched: tuple[list[int], Any]) -> tuple[Tensor, Any]:
-        places, rows = fetched
-        return torch.tensor(places, dtype=torch.int64), self._collate(rows)
-
-
-class UnitLoader(DataLoader[Any]):
-    """Another loader with a :class:`UnitSampler`; its batches are that loader's kind of batches.
-
-    Args:
-        loader: what to take all but the sampling from.
-        units: which unit each row of its dataset belongs to.
-        generator: a ``torch.Generator`` that seeds the draws; not the loader's own, which goes on
-            seeding workers.
-        stream: what to draw with; a new one with a key of its own if ``None``.
-        batch_first: accepted for compatibility.
-        distributed, rand_on_empty: must be false.
-
-    Raises:
-        ValueError: one of these is not.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        units: UnitsOfRows,
-        generator: Any = None,
-        *,
-        stream: SecretStream | None = None,
-        distributed: bool = False,
-        rand_on_empty: bool = False,
-        batch_first: bool = True,
-    ):
-        if distributed:
-            raise ValueError(
-                "units: found with a model of several processes, each of which draws rows of its "
-                "own. Train in one process; or make every item of the dataset a whole unit, and "
-                "give make_private sample_of=... in the place of units."
-            )
-        if rand_on_empty:
-            raise ValueError(
-                "rand_on_empty=True: found with units. A made-up row would be a unit that nobody "
-                "is. Leave it out: batches without rows are served."
-            )
-        dataset = plain_dataset(loader)
-        collate = plain_collate(loader.collate_fn)
-        self.sample_rate = units.sample_rate
-        sampler = UnitSampler(units=units, steps=len(loader), generator=generator, stream=stream)
-        super().__init__(
-            _OwnedRows(dataset),
-            batch_sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=_UnitCollate(collate, dataset),  # type: ignore[arg-type]
-            generator=loader.generator,
-            **settings_of(loader),
-        )
-
-    def __iter__(self) -> Any:
-        ahead = bool(self.num_workers)
-        return AnnouncedBatches(super().__iter__(), self.batch_sampler, ahead, _with_units)
-
-
-def _with_units(collated: tuple[Tensor, Any], draw: DrawnBatch) -> tuple[Any, DrawnBatch]:
-    """The batch, and what was drawn with the unit of each row."""
-    unit_R, batch = collated
-    return batch, replace(draw, unit_R=unit_R)
-
-
-def plain_dataset(loader: Any) -> Any:
-    """The user's dataset."""
-    dataset = loader.dataset
-    return dataset.dataset if isinstance(dataset, _OwnedRows) else dataset
+        rows = [self.units.rows_of(unit, draw) for unit in self._places(draw).tolist()]
+        unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
+        indices = [*chain.from_iterable(rows)]
+        return indices, DrawnBatch(self.drawn, len(rows), len(indices), unit_R)
 
 
 def refuse_units(

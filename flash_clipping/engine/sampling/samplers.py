@@ -115,28 +115,17 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.pending = pending
         try:
             for _ in range(self.steps):
-                indices = self._draw()
+                indices, self.announce.last = self._draw()
                 self.drawn += 1
-                self.announce.last = DrawnBatch(
-                    self._number(), self._samples(indices), len(indices)
-                )
                 pending.append(self.announce.last)
                 yield indices
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
 
-    def _number(self) -> int:
-        """Of the batch that was drawn last, from 0."""
-        return self.drawn - 1
-
-    def _samples(self, indices: list[Any]) -> int:
-        """How many samples of the batch that was drawn last count."""
-        return len(indices)
-
-    def _draw(self) -> list[Any]:
-        """The next batch."""
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
+        """The next batch, and what is told of it."""
         indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
-        return indices
+        return indices, DrawnBatch(self.drawn, len(indices), len(indices))
 
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
@@ -211,11 +200,11 @@ class ShardedPoissonSampler(PoissonSampler):
         ]
         return int(max(counts))
 
-    def _draw(self) -> list[int]:
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
         self._last = self.stream.draw(Purpose.SAMPLING)
         places = self._places(self._last)
         indices: list[int] = (places * self.world_size + self.rank).tolist()
-        return indices
+        return indices, DrawnBatch(self.drawn, len(indices), len(indices))
 
 
 class FixedShapeSampler(PoissonSampler):
@@ -242,22 +231,17 @@ class FixedShapeSampler(PoissonSampler):
             )
         self.max_batch_size = max_batch_size
         self.announce = BatchSizeNotifier(strict=True)
-        self._counted = 0
 
-    def _draw(self) -> list[int]:
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
         mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
         counted = mask_N.nonzero().flatten()
         if len(counted) > self.max_batch_size:
             # Words of another nonce: which are left does not depend on which were drawn.
             counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
-        self._counted = len(counted)
         padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
         indices: list[int] = torch.cat([counted, padding]).tolist()
-        return indices
-
-    def _samples(self, indices: list[Any]) -> int:
-        return self._counted
+        return indices, DrawnBatch(self.drawn, len(counted), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
@@ -277,8 +261,13 @@ class OrderedSampler(PoissonSampler):
         self._next = self.taken
         return super().__iter__()
 
-    def _number(self) -> int:
-        return self._next - 1
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
+        number, self._next = self._next, self._next + 1
+        indices = self._batch(number)
+        return indices, DrawnBatch(number, len(indices), len(indices))
+
+    def _batch(self, number: int) -> list[int]:
+        raise NotImplementedError
 
     def check_step(self, draw: DrawnBatch | None) -> None:
         """Refuse a step on another batch than this step's.
@@ -307,8 +296,7 @@ class FixedOrderSampler(OrderedSampler):
         draw = self.stream.draw(Purpose.SAMPLING)
         self._order = subset(draw, self.num_samples, self.num_samples)
 
-    def _draw(self) -> list[int]:
-        number, self._next = self._next, self._next + 1
+    def _batch(self, number: int) -> list[int]:
         batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
         return batch
 
@@ -337,8 +325,7 @@ class CyclicPoissonSampler(OrderedSampler):
             )
         self.cycle = cycle
 
-    def _draw(self) -> list[int]:
-        number, self._next = self._next, self._next + 1
+    def _batch(self, number: int) -> list[int]:
         group = number % self.cycle
         members = len(range(group, self.num_samples, self.cycle))
         draw = self.stream.draw(Purpose.SAMPLING)
