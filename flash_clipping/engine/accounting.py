@@ -126,10 +126,8 @@ class Process:
     def events(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
         """Events of dp-accounting's for so many steps in a row; ε is the largest of them.
 
-        Args:
-            noise_multiplier: standard deviation of the independent noise ``Z``, in clipping bounds.
-            sample_rate: of one step, over the whole dataset.
-            steps: that were taken one after the other.
+        ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
+        ``sample_rate``: of one step, over the whole dataset.
         """
         dp = dp_accounting()
         if self.max_batch_size is not None:
@@ -188,8 +186,7 @@ class FeasiblePrvAccountant(PRVAccountant):
         """As in Opacus."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Optimal order")
+        with without_hints():
             rdp = RDPAccountant()
             rdp.history = [*self.history]
             upper = float(rdp.get_epsilon(delta))
@@ -223,17 +220,13 @@ class PldAccountant(IAccountant):
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
         #: Whether ``make_private`` has made a model private for this process.
-        self._is_used = False
+        self.is_used = False
         #: Called where that is so after a checkpoint was loaded.
         self.before_run: Callable[[], None] | None = None
 
     def follow(self, process: Process) -> None:
-        """Account for this process from now on.
-
-        Raises:
-            ValueError: steps of another one have been accounted for.
-        """
-        if self._is_used and not (process.is_plain and self.process.is_plain):
+        """Account for this process from now on; ``ValueError`` after steps of another one."""
+        if self.is_used and not (process.is_plain and self.process.is_plain):
             raise ValueError(
                 "accountant: make_private was called on this engine before. Steps of two models, "
                 "or of two runs, cannot be told apart where batches have a fixed size or noise is "
@@ -246,22 +239,18 @@ class PldAccountant(IAccountant):
             )
         self.process, self._begins, self.before_run = process, True, None
 
-    def use(self) -> None:
-        """A model was made private for the process that is followed."""
-        self._is_used = True
-
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        last = self.history[-1] if self.history else None
-        same = last is not None and last[:2] == (noise_multiplier, sample_rate)
-        if last is not None and same and not (self._begins and self.process.is_in_order):
-            self.history[-1] = (*last[:2], last[2] + 1)
+        *kind, steps = self.history[-1] if self.history else (None, None, 0)
+        is_new_run = self._begins and self.process.is_in_order
+        if kind == [noise_multiplier, sample_rate] and not is_new_run:
+            self.history.pop()
         else:
-            self.history.append((noise_multiplier, sample_rate, 1))
+            steps = 0
+        self.history.append((noise_multiplier, sample_rate, steps + 1))
         self._begins = False
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """ε for this δ, for datasets of which one differs from the other by
-        :attr:`Process.relation`."""
+        """ε for this δ, for datasets that are neighbours by :attr:`Process.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
         dp = dp_accounting()
@@ -270,10 +259,8 @@ class PldAccountant(IAccountant):
             parts = [self.process.events(*entry)[0].noise_multiplier for entry in self.history]
             total = sum(multiplier**-2 for multiplier in parts) ** -0.5
             return float(dp.get_epsilon_gaussian(total, delta))
-        relations = dp.NeighboringRelation
-        relation = relations.REPLACE_SPECIAL
-        if self.process.relation == ADD_OR_REMOVE:
-            relation = relations.ADD_OR_REMOVE_ONE
+        is_removed = self.process.relation == ADD_OR_REMOVE
+        relation = dp.NeighboringRelation["ADD_OR_REMOVE_ONE" if is_removed else "REPLACE_SPECIAL"]
         runs = [self.process.events(*entry) for entry in self.history]
         found = []
         for number in range(max((len(run) for run in runs), default=0)):
@@ -292,11 +279,8 @@ class PldAccountant(IAccountant):
         steps: int,
         epsilon_tolerance: float = 0.01,
     ) -> float:
-        """The least noise, to within the tolerance, whose ε after these steps is below the target.
-
-        Raises:
-            ValueError: none is enough.
-        """
+        """The least noise, to within the tolerance, whose ε after these steps is below the target;
+        ``ValueError`` if none is enough."""
 
         def epsilon(multiplier: float) -> float:
             planned = PldAccountant()
@@ -321,11 +305,7 @@ class PldAccountant(IAccountant):
         return high
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches.
-
-        Raises:
-            FlashClippingError: in a step of several batches.
-        """
+        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches."""
         account = super().get_optimizer_hook_fn(sample_rate)
 
         def hook(optimizer: Any) -> None:
@@ -345,11 +325,8 @@ class PldAccountant(IAccountant):
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As Opacus'; noise of the steps before is not known any more, and accounted for by itself.
-
-        Raises:
-            ValueError: another process was accounted for.
-        """
+        """As Opacus'; noise of the steps before is not known any more, and accounted for by
+        itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
         if then is not None and then != now:
             raise ValueError(
@@ -370,31 +347,24 @@ class PldAccountant(IAccountant):
 
 
 def dp_accounting() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The package, or ``ImportError`` with how to install it."""
     try:
-        import dp_accounting as package
-        import dp_accounting.pld as pld
+        import dp_accounting
+        import dp_accounting.pld
     except ImportError as error:
         raise missing_extra("accounting", 'accountant="pld"', error) from error
-    assert pld is not None
-    return package
+    return dp_accounting
 
 
 def relation_of(accountant: Any) -> str:
-    """Which datasets the ε of an accountant compares; Opacus' own compare those that differ in one
-    sample, added or removed."""
+    """Which datasets the ε of an accountant compares."""
     process = getattr(accountant, "process", None)
     return ADD_OR_REMOVE if process is None else str(process.relation)
 
 
 @contextmanager
 def without_hints() -> Iterator[None]:
-    """Without Opacus' hint that other orders of RDP may be tighter: nobody here can give any, and
-    ``"prv"`` takes RDP for the size of its grid only."""
+    """Without Opacus' hint that other orders of RDP may be tighter: nobody here can give any."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
         yield
@@ -404,25 +374,8 @@ class LargeDeltaWarning(UserWarning):
     """δ is not below one over the number of samples: publishing some samples as they are has it."""
 
 
-def check_delta(delta: float, samples: int, *, stacklevel: int) -> bool:
-    """Whether δ is below ``1 / samples``; otherwise there is a ``LargeDeltaWarning``."""
-    if delta * samples < 1:
-        return True
-    warnings.warn(
-        f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
-        f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at random, "
-        f"is (0, 1/{samples})-private. Take delta well below it, such as "
-        f"delta={0.1 / samples:.1g}.",
-        LargeDeltaWarning,
-        stacklevel=stacklevel + 1,
-    )
-    return False
-
-
 def _refuse(found: str, advice: str) -> None:
     raise ValueError(f"make_private: found {found}. {advice}.")
 
-
-__all__ = ["LargeDeltaWarning", "OneStepNoise", "PldAccountant", "Process", "relation_of"]
 
 register_accountant(PldAccountant.mechanism(), PldAccountant, force=True)

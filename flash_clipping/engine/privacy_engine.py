@@ -21,9 +21,9 @@ from flash_clipping.distributed import has_shards, processes_of
 from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.accounting import (
     FeasiblePrvAccountant,
+    LargeDeltaWarning,
     PldAccountant,
     Process,
-    check_delta,
     relation_of,
     without_hints,
 )
@@ -394,7 +394,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
-            self.accountant.use()
+            self.accountant.is_used = True
         return wrapper, private, loss, loader
 
     @overload
@@ -635,8 +635,18 @@ class FlashPrivacyEngine(PrivacyEngine):
         """
         if delta is None or self._samples is None or delta in self._large_deltas:
             return
-        if not check_delta(delta, self._samples, stacklevel=stacklevel + 2):
-            self._large_deltas |= {delta}
+        if delta * self._samples < 1:
+            return
+        self._large_deltas |= {delta}
+        samples = self._samples
+        warnings.warn(
+            f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
+            f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
+            f"random, is (0, 1/{samples})-private. Take delta well below it, such as "
+            f"delta={0.1 / samples:.1g}.",
+            LargeDeltaWarning,
+            stacklevel=stacklevel + 2,
+        )
 
     @property
     def relation(self) -> str:
