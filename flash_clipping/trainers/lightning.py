@@ -138,17 +138,16 @@ class PrivateTraining(ReportsPrivacy, Callback):
             )
         refuse_loader(plain, poisson_sampling=True, distributed=False)
         assert self.run is not None
-        stream = self.run.sampling_stream
+        options: dict[str, Any] = {"stream": self.run.sampling_stream}
         if self.max_physical_batch_size is None:
-            return PoissonLoader.from_data_loader(plain, stream=stream)
+            return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
                 "training_step takes steps itself. Leave it out, or use automatic optimization."
             )
-        return LogicalLoader.of(
-            plain, steps=len(plain), part_size=self.max_physical_batch_size, stream=stream
-        )
+        options["part_size"] = self.max_physical_batch_size
+        return LogicalLoader.from_data_loader(plain, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that Lightning trains with what was made private."""

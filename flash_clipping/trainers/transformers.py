@@ -157,9 +157,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             self._drawn_from = (dataset, size)
             if self.run is None:
                 self.run = PrivateRun(self.privacy)
-            self._loader = LogicalLoader.of(
+            self._loader = LogicalLoader.from_data_loader(
                 plain,
-                steps=-(-size // self._logical_batch_size),
+                sample_rate=1 / -(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 stream=self.run.sampling_stream,
                 distributed=self.args.world_size > 1,

@@ -158,8 +158,7 @@ class PoissonLoader(DPDataLoader):
                 "would take part in the sum, which then changes by up to 2 C when a sample is "
                 "added to such a batch. Leave it out: batches without samples are served."
             )
-        self.sample_rate = sample_rate
-        self.distributed = distributed
+        self.sample_rate, self.distributed = sample_rate, distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
         options: dict[str, Any] = {"steps": steps, "generator": generator, "stream": stream}
@@ -184,7 +183,15 @@ class PoissonLoader(DPDataLoader):
             options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
             sampler = ShardedPoissonSampler(total_size=size, sample_rate=sample_rate, **options)
         else:
-            sampler = _sampler(process, num_samples=size, sample_rate=sample_rate, **options)
+            options |= {"num_samples": size, "sample_rate": sample_rate}
+            if process.max_batch_size is not None:
+                sampler = FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
+            elif process.sampling == "fixed_order":
+                sampler = FixedOrderSampler(**options)
+            elif process.sampling == "cyclic_poisson":
+                sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
+            else:
+                sampler = PoissonSampler(**options)
         collate = plain_collate(collate_fn)
         if isinstance(sampler, FixedShapeSampler | UnitSampler):
             collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
@@ -201,42 +208,31 @@ class PoissonLoader(DPDataLoader):
     def from_data_loader(
         cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
     ) -> Any:
-        """This loader for another one's data.
+        """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
 
         That one's own generator, which shuffled its batches, goes on seeding workers. It does not
         tell what is drawn: people set it to a number that everybody knows.
         """
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
-        loader = cls(
-            data_loader.dataset,
-            sample_rate=1 / len(data_loader),
-            collate_fn=data_loader.collate_fn,
-            drop_last=data_loader.drop_last,
-            generator=generator,
-            **settings_of(data_loader),
-            **kwargs,
-        )
+        names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
+        names += " prefetch_factor persistent_workers drop_last collate_fn"
+        options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
+        options.setdefault("sample_rate", 1 / len(data_loader))
+        loader = cls(data_loader.dataset, generator=generator, **options)
         if generator is None:
             loader.generator = data_loader.generator
         return loader
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        strict = self.batch_sampler.announce.strict
-        if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
+        announce = self.batch_sampler.announce
+        if not (announce.strict or self.num_workers) and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
         # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
         # given as soon as it is drawn, also where other iterators are in between.
         pending = self.batch_sampler.pending if self.num_workers else None
-        return _announced(batches, self.batch_sampler.announce, pending)
-
-
-def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader loads; not what: dataset, sampling and collate function."""
-    names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
-    names += " prefetch_factor persistent_workers"
-    return {name: getattr(loader, name) for name in names.split()}
+        return _announced(batches, announce, pending)
 
 
 def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
@@ -244,17 +240,6 @@ def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
     while hasattr(collate, "wrapped_collator_fn"):
         collate = collate.wrapped_collator_fn
     return collate or default_collate
-
-
-def _sampler(process: Process, **options: Any) -> PoissonSampler:
-    """What draws the batches of a process."""
-    if process.max_batch_size is not None:
-        return FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
-    if process.sampling == "fixed_order":
-        return FixedOrderSampler(**options)
-    if process.sampling == "cyclic_poisson":
-        return CyclicPoissonSampler(cycle=process.cycle, **options)
-    return PoissonSampler(**options)
 
 
 class _AnnouncingCollate(CollateWithEmpty):
@@ -271,10 +256,9 @@ class _AnnouncingCollate(CollateWithEmpty):
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
-        #: Batches of such a dataset are announced by the loader; those of others' loaders are not.
-        self.counts = not callable(getattr(dataset, "__getitems__", None))
-        if announce.strict:
-            self.counts = False
+        #: Other batches, and those that are compared, are announced by the loader.
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        self.counts = not (fetches_batches or announce.strict)
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
@@ -314,11 +298,8 @@ def _refuse_different(size: int, steps: int) -> None:
 
 
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
-    """Refuse a loader whose sampling can be neither replaced nor accounted for.
-
-    Raises:
-        ValueError: it samples in another way than all of the dataset alike, once per epoch.
-    """
+    """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
+    that samples in another way than all of the dataset alike, once per epoch."""
     if isinstance(loader.dataset, IterableDataset) and poisson_sampling:
         _refuse(
             f"its dataset is a {type(loader.dataset).__name__}, an IterableDataset",
@@ -383,9 +364,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             "The others would be sampled too, and counted. Use "
             "DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=..., shuffle=True)",
         )
-    if not poisson_sampling:
-        return
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and poisson_sampling:
         if not distributed and sampler.num_replicas > 1:
             _refuse(
                 f"a DistributedSampler for {sampler.num_replicas} processes, and a model of one",
@@ -406,11 +385,6 @@ def _refuse(found: str, advice: str) -> None:
 
 def _name(thing: Any) -> str:
     return type(thing).__name__
-
-
-def is_accounted_for(loader: Any) -> bool:
-    """Whether batches are what the accountants assume: Poisson, or all of the data."""
-    return isinstance(loader.batch_sampler, _POISSON) or len(loader) == 1
 
 
 class UnitsOfRows:
@@ -449,12 +423,10 @@ class UnitsOfRows:
         self._starts = [0, *sizes.cumsum(0).tolist()]
 
     def rows_of(self, unit: int, draw: Draw) -> list[int]:
-        """Rows of a unit; of one with too many, some that are drawn anew each time.
-
-        ``draw`` is the step's, of which the units themselves are tensor 0.
-        """
+        """Rows of a unit; of one with too many, some that are drawn anew each time."""
         rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
         if self.max_rows is not None and len(rows) > self.max_rows:
+            # The units themselves are tensor 0 of the step's draw.
             rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
         found: list[int] = rows.tolist()
         return found
@@ -464,10 +436,11 @@ class UnitSampler(PoissonSampler):
     """Every step draws every unit independently, with the same probability; a batch is all rows of
     those that were drawn."""
 
+    is_strict = True
+
     def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
         super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
         self.units = units
-        self.announce = BatchSizeNotifier(strict=True)
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -480,11 +453,7 @@ class UnitSampler(PoissonSampler):
 def refuse_units(
     units: Any, max_rows: int | None, *, sample_of: Any, flash: bool, poisson: bool
 ) -> None:
-    """Refuse arguments that do not go with ``units``.
-
-    Raises:
-        ValueError: units would be sampled otherwise than is accounted, or not at all.
-    """
+    """Raise ``ValueError`` for arguments that do not go with ``units``."""
     if units is None:
         if max_rows is not None:
             raise ValueError(
@@ -506,11 +475,10 @@ def refuse_units(
 
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
-    """Refuse steps on other batches than were drawn: parts of one, or several.
+    """Raise ``FlashClippingError`` for steps on other batches than were drawn.
 
-    Raises:
-        FlashClippingError: parts of one unit would be clipped one by one; or who is drawn in two
-            batches of one step would add twice the bound.
+    Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
+    add twice the bound.
     """
     if module is None:
         return
@@ -551,15 +519,14 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):
         sampler.announce.follow(module)
-    elif not is_accounted_for(loader):
+    elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
     silent, account = 0, optimizer.step_hook
 
     def note_step(optimizer: Any) -> None:
         nonlocal silent
-        record = optimizer.step_record
-        draw = None if record is None else record.draw
+        draw = getattr(optimizer.step_record, "draw", None)
         if isinstance(sampler, OrderedSampler):
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
             sampler.taken += 1
@@ -568,11 +535,8 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             if draw is not None and draw.stepped:
                 _warn(engine, f"a second step on batch {draw.number} of the loader")
             elif draw is None and silent > sampler.drawn - sampler.announce.given:
-                _warn(
-                    engine,
-                    "a step on a batch that the loader which make_private returned did not give "
-                    "for it",
-                )
+                found = "a step on a batch that the loader which make_private returned did not give"
+                _warn(engine, f"{found} for it")
         if draw is not None:
             draw.stepped = True
         account(optimizer)

@@ -91,6 +91,9 @@ class PoissonSampler(UniformWithReplacementSampler):
     #: Which part of each draw is this process's.
     shard = 0
 
+    #: Whether forwards must be of its batches, row by row.
+    is_strict = False
+
     def __init__(
         self,
         *,
@@ -107,12 +110,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
-        self.announce = BatchSizeNotifier()
+        self.announce = BatchSizeNotifier(self.is_strict)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.announce.draws.begin_epoch()
-        pending: deque[DrawnBatch] = deque()
-        self.pending = pending
+        self.pending = pending = deque[DrawnBatch]()
         try:
             for _ in range(self.steps):
                 indices, self.announce.last = self._draw()
@@ -124,8 +126,13 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         """The next batch, and what is told of it."""
-        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
+        indices = self._batch(self.drawn)
         return indices, DrawnBatch(self.drawn, len(indices), len(indices))
+
+    def _batch(self, number: int) -> list[int]:
+        """The indices of a batch whose samples are all that was drawn."""
+        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
+        return indices
 
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
@@ -157,8 +164,7 @@ class ShardedPoissonSampler(PoissonSampler):
     def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
         super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
         self.total_size = total_size
-        self.rank, self.world_size = rank, world_size
-        self.shard = rank
+        self.rank, self.world_size, self.shard = rank, world_size, rank
         self.gives_parts, self.is_last_part = False, True
         self._is_shared = False
         self._last: Draw | None = None
@@ -168,7 +174,7 @@ class ShardedPoissonSampler(PoissonSampler):
 
         Those of one ``rank`` draw the same batches, and each knows how many samples others have.
         """
-        self.num_samples = self._samples_of(rank, world_size)
+        self.num_samples = len(range(rank, self.total_size, world_size))
         self.rank, self.world_size, self.shard = rank, world_size, rank
         self.stream, self._is_shared = stream, True
 
@@ -186,25 +192,19 @@ class ShardedPoissonSampler(PoissonSampler):
                 self.is_last_part = number == parts - 1
                 yield indices[number::parts]
 
-    def _samples_of(self, rank: int, world_size: int) -> int:
-        return len(range(rank, self.total_size, world_size))
-
     def _largest(self) -> int:
         """Samples of the process that has most of the batch that was drawn last."""
         assert self._last is not None
-        counts = [
-            coin_tosses(
-                self._last, self._samples_of(rank, self.world_size), self.sample_rate, shard=rank
-            ).sum()
-            for rank in range(self.world_size)
-        ]
+        counts = []
+        for rank in range(self.world_size):
+            samples = len(range(rank, self.total_size, self.world_size))
+            counts.append(coin_tosses(self._last, samples, self.sample_rate, shard=rank).sum())
         return int(max(counts))
 
-    def _draw(self) -> tuple[list[int], DrawnBatch]:
+    def _batch(self, number: int) -> list[int]:
         self._last = self.stream.draw(Purpose.SAMPLING)
-        places = self._places(self._last)
-        indices: list[int] = (places * self.world_size + self.rank).tolist()
-        return indices, DrawnBatch(self.drawn, len(indices), len(indices))
+        indices: list[int] = (self._places(self._last) * self.world_size + self.rank).tolist()
+        return indices
 
 
 class FixedShapeSampler(PoissonSampler):
@@ -222,6 +222,8 @@ class FixedShapeSampler(PoissonSampler):
         ValueError: ``max_batch_size`` is not between 1 and the number of samples.
     """
 
+    is_strict = True
+
     def __init__(self, *, max_batch_size: int, **kwargs: Any):
         super().__init__(**kwargs)
         if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
@@ -230,7 +232,6 @@ class FixedShapeSampler(PoissonSampler):
                 f"the {self.num_samples} samples of the dataset."
             )
         self.max_batch_size = max_batch_size
-        self.announce = BatchSizeNotifier(strict=True)
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -245,17 +246,12 @@ class FixedShapeSampler(PoissonSampler):
 
 
 class OrderedSampler(PoissonSampler):
-    """Batches by the number of their step.
+    """Batches by the number of their step."""
 
-    Attributes:
-        taken: steps that were taken.
-    """
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.announce = BatchSizeNotifier(strict=True)
-        self.taken = 0
-        self._next = 0
+    is_strict = True
+    #: Steps that were taken.
+    taken = 0
+    _next = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         self._next = self.taken
@@ -266,15 +262,9 @@ class OrderedSampler(PoissonSampler):
         indices = self._batch(number)
         return indices, DrawnBatch(number, len(indices), len(indices))
 
-    def _batch(self, number: int) -> list[int]:
-        raise NotImplementedError
-
     def check_step(self, draw: DrawnBatch | None) -> None:
-        """Refuse a step on another batch than this step's.
-
-        Raises:
-            FlashClippingError: the loop has left one out, or took one twice.
-        """
+        """Raise ``FlashClippingError`` for a step on another batch than this step's: the loop has
+        left one out, or took one twice."""
         if draw is None or draw.number != self.taken:
             found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
