@@ -97,9 +97,7 @@ def compare(
     found: dict[int, Any] = {}
     for sample in samples:
         batch = collate([sample])
-        if not isinstance(batch, Mapping):
-            return
-        own = own_loss(model, batch)
+        own = own_loss(model, batch) if isinstance(batch, Mapping) else None
         if own is None:
             return
         if own.isfinite():  # a mean over no label is NaN

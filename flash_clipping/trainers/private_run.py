@@ -14,23 +14,24 @@ from torch import nn
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import accounted_steps
+from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
 
 
 class ReportsPrivacy:
     """A trainer, or its callback, whose run tells what it has spent."""
 
-    run: PrivateRun | None = None
+    #: The :class:`PrivateRun`, once there is one.
+    run: Any = None
 
     @property
     def epsilon(self) -> float:
         """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else self.run.epsilon()
+        return 0.0 if self.run is None else float(self.run.epsilon())
 
     @property
     def relation(self) -> str:
         """Which datasets ε compares, in words."""
-        return ADD_OR_REMOVE if self.run is None else self.run.engine.relation
+        return ADD_OR_REMOVE if self.run is None else str(self.run.engine.relation)
 
 
 class PrivateRun:
@@ -42,12 +43,14 @@ class PrivateRun:
         engine: accounts for the steps.
         hooks: the hooks on the model, after :meth:`attach`.
         optimizer: the private one, after :meth:`attach`.
+        statistics: the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`, likewise.
         sampling_stream: what batches are drawn with.
         planned_steps: how many steps the noise was computed for.
     """
 
     hooks: Any = None
     optimizer: Any = None
+    statistics: Any = None
     noise_multiplier: float
     sample_rate: float
     planned_steps: int
@@ -94,13 +97,18 @@ class PrivateRun:
         Raises:
             ValueError: with ``target_epsilon``, a higher sample rate than noise was computed for.
         """
-        arguments, before = self.arguments, self.optimizer
-        if self.steps:
-            self._refuse_other_rate(1 / len(loader))
-        self.sample_rate = 1 / len(loader)
+        arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
-            self.noise_multiplier = self._noise_multiplier()
+            self.noise_multiplier = self._noise_multiplier(rate)
+        elif arguments.target_epsilon is not None and rate > self.sample_rate:
+            raise ValueError(
+                f"target_epsilon={arguments.target_epsilon}: its noise was computed for steps "
+                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
+                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
+                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
+            )
+        self.sample_rate = rate
         modes = [module.training for module in model.modules()]
         model.train()  # Opacus takes no others
         self.hooks, self.optimizer, _, _ = self.engine.make_private(
@@ -112,12 +120,13 @@ class PrivateRun:
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
-            **({} if options is None else options) | arguments.engine_options,
+            **(options or {}) | arguments.engine_options,
         )
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
         self.hooks.forbid_grad_accumulation()
+        self.statistics = ClippingStatistics(self.hooks)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
 
@@ -138,7 +147,7 @@ class PrivateRun:
         self.optimizer.signal_skip_step(True)
         self.optimizer.step()
 
-    def _noise_multiplier(self) -> float:
+    def _noise_multiplier(self, sample_rate: float) -> float:
         arguments = self.arguments
         if arguments.noise_multiplier is not None:
             return arguments.noise_multiplier
@@ -146,18 +155,9 @@ class PrivateRun:
             return get_noise_multiplier(
                 target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
                 target_delta=arguments.target_delta,
-                sample_rate=self.sample_rate,
+                sample_rate=sample_rate,
                 steps=self.planned_steps,
                 accountant=arguments.accountant,
-            )
-
-    def _refuse_other_rate(self, rate: float) -> None:
-        if self.arguments.target_epsilon is not None and rate > self.sample_rate:
-            raise ValueError(
-                f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for steps "
-                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
-                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
-                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
             )
 
     @property
@@ -168,10 +168,8 @@ class PrivateRun:
     def epsilon(self) -> float:
         """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
         steps = self.steps
-        if not steps:
-            return 0.0
-        if not self.noise_multiplier:
-            return math.inf
+        if not steps or not self.noise_multiplier:
+            return math.inf if steps else 0.0
         if self._epsilon is None or self._epsilon[0] != steps:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]
@@ -183,11 +181,7 @@ class PrivateRun:
             raise RuntimeError(because.format(counted=counted, accounted=accounted))
 
     def check_budget(self, remaining: int) -> None:
-        """Refuse to start training for more steps than the noise was computed for.
-
-        Raises:
-            ValueError: ``target_epsilon`` would be exceeded.
-        """
+        """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
         if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
             return
         raise ValueError(
@@ -201,11 +195,8 @@ class PrivateRun:
 
     def _settings(self) -> dict[str, float]:
         """What a run may not change when it is resumed; beside the data."""
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-            "max_grad_norm": self.max_grad_norm,
-        }
+        names = ("noise_multiplier", "sample_rate", "max_grad_norm")
+        return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside model and optimizer; no objects of classes."""

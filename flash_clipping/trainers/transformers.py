@@ -34,7 +34,6 @@ except ImportError as error:
 
 from flash_clipping.capture.units import Offsets, UnitsOfCalls
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
@@ -110,11 +109,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._samples = 0
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
         self._shifts: bool | None = None
-        self._loader: LogicalLoader | None = None
+        self._loader: Any = None
         #: What the loader draws from: the dataset as it was given, and its size.
         self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
-        self._statistics: ClippingStatistics | None = None
         self._trainings = 0
         super().__init__(*bound.args[1:], **bound.kwargs)
         refuse_trainer(self, Trainer)
@@ -164,7 +162,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 stream=self.run.sampling_stream,
                 distributed=self.args.world_size > 1,
             )
-        assert self._loader is not None
         return self._loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +191,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             steps=steps,
             options=_options_of(self.accelerator.unwrap_model(self.model)),
         )
-        self._statistics = ClippingStatistics(run.hooks)
         self.optimizer = run.optimizer
         return self.optimizer
 
@@ -205,7 +201,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             ValueError: they differ.
         """
         model, loader = self.accelerator.unwrap_model(self.model), self._loader
-        assert loader is not None
         cls, own_losses = type(self), PrivateTrainer.compute_sample_losses
         is_ours = self.compute_loss_func is None and cls.compute_sample_losses is own_losses
 
@@ -256,7 +251,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 "one of its own loader, which draws Poisson batches. Do not override "
                 "get_train_dataloader; change train_dataset or data_collator instead."
             )
-        assert self._statistics is not None
         hooks = self.run.hooks
         model.train()
         self.run.begin_step()
@@ -275,7 +269,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             # Of sums every gradient is a sample's own, however many samples a part has.
             with hooks.summed_loss():
                 losses.sum().backward()
-            self._statistics.note_backward()
+            self.run.statistics.note_backward()
             losses = losses.detach().float()
             total += torch.where(losses.isfinite(), losses, 0.0).sum()
             if index < last:
@@ -365,8 +359,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
         if self.run is not None and self.run.steps:
-            if "loss" in logs and self._statistics is not None:
-                logs.update(self._statistics.read().logs(self.epsilon))  # of self.relation
+            if "loss" in logs and self.run.statistics is not None:
+                logs.update(self.run.statistics.read().logs(self.epsilon))  # of self.relation
             elif "train_loss" in logs:
                 logs["epsilon"] = self.epsilon
         super().log(logs, *args, **kwargs)
@@ -377,7 +371,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if not self.args.should_save:  # another process does, and all have taken the same steps
             return
-        assert self.run is not None
         state = self.run.state_dict()
         state.update(global_step=self.state.global_step, trainings=self._trainings)
         torch.save(state, os.path.join(output_dir, STATE_NAME))
@@ -401,7 +394,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
                 f"files of {checkpoint} are of step {others.global_step}. Resume from another."
             )
-        assert self.run is not None
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
 
@@ -414,7 +406,6 @@ class _Watch(TrainerCallback):
 
     def _check_steps(self, state: Any) -> None:
         trainer = self._trainer
-        assert trainer.run is not None
         trainer.run.check_steps(
             state.global_step,
             "PrivateTrainer: the Trainer counts {counted} steps, and {accounted} are accounted. "
@@ -432,12 +423,10 @@ class _Watch(TrainerCallback):
             )
         self._check_steps(state)
         run.check_budget(state.max_steps - state.global_step)
-        assert trainer._statistics is not None
-        trainer._statistics.read()
+        run.statistics.read()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
-        assert run is not None
         run.begin_epoch(self._trainer._loader, self._trainer._trainings, int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
