@@ -48,13 +48,7 @@ class _Before:
 
 
 class BufferWatch:
-    """Looks at the buffers of a wrapped model before and after its forward.
-
-    Args:
-        root: the model.
-        structure: knows its modules.
-        session: what its taps share.
-    """
+    """Looks at the buffers of a wrapped model before and after its forward; ``root`` is the model."""
 
     def __init__(self, root: nn.Module, structure: Structure, session: ClippingSession):
         self.root = root
@@ -96,20 +90,13 @@ class BufferWatch:
         return run
 
     def refuse_rehearsed(self) -> None:
-        """Raise what a rehearsal has shown.
-
-        Raises:
-            NotImplementedError: forward writes a buffer in place.
-        """
+        """Raise ``NotImplementedError`` if a rehearsal has shown that a buffer is written in place."""
         if self._written is not None:
             self._refuse_written(*self._written)
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse buffers that this forward, of these arguments, has changed.
-
-        Raises:
-            NotImplementedError: it has, and they are no constants.
-        """
+        """Raise ``NotImplementedError`` for buffers that this forward, of these arguments, has
+        changed and that are no constants."""
         found, self._before = self._before, None
         if found is None:
             return

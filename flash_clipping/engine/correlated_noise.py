@@ -21,11 +21,7 @@ from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, On
 
 
 class CorrelatedNoise:
-    """Rows of ``inv(C) Z``, one after the other.
-
-    Raises:
-        FlashClippingError: in :meth:`next`, sums of other shapes than in the steps before.
-    """
+    """Rows of ``inv(C) Z``, one after the other; the sums have the same shapes in all steps."""
 
     def __init__(self, mechanism: NoiseMechanism, stream: SecretStream):
         self.mechanism, self._stream = mechanism, stream
@@ -90,10 +86,8 @@ class CorrelatedNoise:
 def _normals(
     draw: Draw, sums: Sequence[Tensor], numbers: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """The normals of a draw, of unit scale: the same again whenever they are asked for.
-
-    ``numbers``: places of these sums among all; ``None``: these are all.
-    """
+    """The normals of a draw, of unit scale: the same whenever they are asked for. ``numbers``:
+    places of these sums among all; ``None``: these are all."""
     nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
     return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=numbers)
 

@@ -25,10 +25,8 @@ from flash_clipping.engine.token_losses import logits_of
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A criterion's arguments, by position, with logits in the place of a model's output.
-
-    Logits ``[B, T, V]`` in an output, with targets ``[B, T]``, are flattened; ``shape`` says so.
-    """
+    """A criterion's arguments, by position, with logits in the place of a model's output; logits
+    ``[B, T, V]`` with targets ``[B, T]`` are flattened, and ``shape`` says so."""
     for name in ("input", "target"):  # where targets are looked for, and no others
         if name in kwargs and len(args) == (name == "target"):
             args = *args, kwargs.pop(name)
@@ -211,10 +209,7 @@ class _OfSamples:
 
     def _take(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str) -> Any:
         """Keep the criterion; return what Opacus' class may take for it, and write into.
-
-        Raises:
-            ValueError: the reductions do not agree.
-        """
+        ``ValueError`` if the reductions do not agree."""
         self._own = _Criterion(criterion)
         found = {
             "loss_reduction": loss_reduction,

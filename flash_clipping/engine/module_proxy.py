@@ -84,11 +84,8 @@ class ModuleProxy(nn.Module):
         return run
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module, for state dicts of wrapped models and of plain ones.
-
-        Names of a wrapped model begin with ``_module.``. Where none does but the model's own
-        names are there, the model loads them; missing and unexpected keys are then named as in it.
-        """
+        """As of any module, for state dicts of wrapped models, whose names begin with ``_module.``,
+        and of plain ones; missing and unexpected keys are then named as in the model."""
         plain = self._module.state_dict(keep_vars=True)
         if any(key in plain for key in state_dict) and not any(
             key.startswith(PREFIX) and key.removeprefix(PREFIX) in plain for key in state_dict

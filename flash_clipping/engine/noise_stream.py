@@ -10,16 +10,9 @@ from flash_clipping.randomness import SecretStream
 def stream_of(
     stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool = False
 ) -> SecretStream:
-    """The stream of an optimizer, or a loader, that was given these.
-
-    Args:
-        stream: taken as it is; ``None``: one with a key of its own.
-        generator: a seed in Opacus' way: a number is drawn from it.
-        secure_mode: refuse seeds.
-
-    Raises:
-        ValueError: a seed in secure mode; a stream and a generator.
-    """
+    """The stream of an optimizer, or a loader: the given one, one of a seed (a number that is drawn
+    from ``generator``, in Opacus' way), or one with a key of its own. ``secure_mode`` refuses
+    seeds."""
     if secure_mode and (generator is not None or (stream is not None and stream.is_seeded)):
         raise ValueError(
             "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "

@@ -205,13 +205,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given.
-
-        Raises:
-            ValueError: always. The scale is in the norms, so that samples are clipped at
-                ``max_grad_norm / scale``; and a step that is skipped because of some sample's
-                overflow is a release without noise.
-        """
+        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given: refused
+        always. The scale is in the norms, so that samples are clipped at ``max_grad_norm / scale``;
+        and a step that is skipped because of some sample's overflow is a release without noise."""
         raise ValueError(
             "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
             "were clipped as they came, multiplied by the scale, and are divided by it before "
@@ -392,11 +388,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Nothing: :meth:`add_noise` divides in the same pass."""
 
     def pre_step(self, closure: Any = None) -> Any:
-        """As in Opacus; a whole step ends the record, and moves an adaptive bound.
-
-        Raises:
-            ValueError: Accelerate divides losses before their backward.
-        """
+        """As in Opacus; a whole step ends the record, and moves an adaptive bound. ``ValueError``
+        if Accelerate divides losses before their backward."""
         _refuse_divided_losses()
         whole = super().pre_step(closure)
         if whole:

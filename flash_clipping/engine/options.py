@@ -140,11 +140,8 @@ def requested_process(
     with_units: bool,
     arguments: dict[str, Any],
 ) -> Process:
-    """The process that was asked for, for which the accountant is told to account.
-
-    Raises:
-        ValueError: they do not go together, or the accountant does not know the process.
-    """
+    """The process that was asked for, for which the accountant is told to account. ``ValueError``
+    if arguments do not go together, or the accountant does not know the process."""
     noise = IndependentNoise() if noise is None else noise
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
@@ -206,11 +203,7 @@ def requested_process(
 
 
 def planned_noise(accountant: PldAccountant, arguments: dict[str, Any]) -> float:
-    """The noise multiplier for the target that ``make_private_with_epsilon`` was given.
-
-    Warns:
-        UserWarning: some of the budget is spent already.
-    """
+    """The noise multiplier for the target that ``make_private_with_epsilon`` was given."""
     target = {name: arguments.pop(name) for name in ("target_epsilon", "target_delta")}
     epochs, tolerance = arguments.pop("epochs"), arguments.pop("epsilon_tolerance", 0.01)
     requested_process(

@@ -58,11 +58,7 @@ def _form_of(module: nn.Module) -> str | None:
 
 
 def refuse_inside(path: str, module: nn.Module) -> None:
-    """Refuse a module of a model that is about to be wrapped.
-
-    Raises:
-        NotImplementedError: it reduces or shards gradients.
-    """
+    """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients."""
     if (form := _form_of(module)) is not None and not is_sharded(module):
         raise NotImplementedError(
             f"{path or 'the model'}: found {form}, which reduces gradients before they are "
@@ -71,12 +67,8 @@ def refuse_inside(path: str, module: nn.Module) -> None:
 
 
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
-    """Refuse a forward of a private model that runs inside another's.
-
-    Raises:
-        FlashClippingError: it is a replica, or runs inside DistributedDataParallel, or with the
-            positions of a sample in several processes.
-    """
+    """Refuse a forward of a private model that is a replica, or runs inside
+    DistributedDataParallel, or with the positions of a sample in several processes."""
     # What context_parallel puts in the place of a builtin function, in all of its forms.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
@@ -100,11 +92,8 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
 
 
 def refuse_in_pipeline(module: nn.Module) -> None:
-    """Refuse a forward of a private model that a stage of a pipeline runs by itself.
-
-    Raises:
-        FlashClippingError: every stage would clip by its own norms.
-    """
+    """Refuse a forward of a private model that a stage of a pipeline runs by itself: every stage
+    would clip by its own norms."""
     if is_dynamo_compiling():
         return
     frame: FrameType | None = sys._getframe(1)
@@ -121,12 +110,9 @@ def refuse_in_pipeline(module: nn.Module) -> None:
 
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
-    """Refuse what was done to a private model after it was wrapped, ``sharded`` modules before.
-
-    Raises:
-        FlashClippingError: it was sharded or replicated, or something waits for gradients that
-            autograd will not accumulate.
-    """
+    """Refuse a private model that was sharded or replicated after it was wrapped (``sharded``:
+    modules that were before), or in which something waits for gradients that autograd will not
+    accumulate."""
     for path, part in module.named_modules():
         form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
@@ -150,11 +136,7 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
 
 
 def refuse_new_class(module: nn.Module, new: Any) -> None:
-    """Refuse to become a module of another class, as fully_shard and replicate do with modules.
-
-    Raises:
-        FlashClippingError: always.
-    """
+    """Refuse to become a module of another class, as fully_shard and replicate do with modules."""
     raise FlashClippingError(
         f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
         "torch.distributed's fully_shard and replicate do. A private model's gradients are clipped "
@@ -163,12 +145,9 @@ def refuse_new_class(module: nn.Module, new: Any) -> None:
 
 
 def refuse_alone(module: Any, distributed: bool | None) -> None:
-    """Refuse to make a model private that several processes would train apart.
-
-    Raises:
-        ValueError: ``torch.distributed`` runs several processes, and nothing would reduce the
-            gradients of ``module``; unless ``distributed=False`` says that this is meant.
-    """
+    """Raise ``ValueError`` for a model that several processes of ``torch.distributed`` would train
+    apart, with nothing to reduce its gradients; unless ``distributed=False`` says that this is
+    meant."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
     if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):

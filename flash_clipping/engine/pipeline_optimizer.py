@@ -43,11 +43,7 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
 
 def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
     """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
-
-    Raises:
-        ValueError: ``torch.distributed`` does not run.
-        NotImplementedError: what is not built for pipelines.
-    """
+    ``NotImplementedError`` for what is not built for pipelines."""
     if pipeline is None or pipeline is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):

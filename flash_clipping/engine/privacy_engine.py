@@ -628,11 +628,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             return float(super().get_epsilon(delta))
 
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
-        """Warn of a δ that promises nothing for so many samples; once.
-
-        Warns:
-            LargeDeltaWarning: ``delta`` is not below one over the number of samples.
-        """
+        """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
+        samples."""
         if delta is None or self._samples is None or delta in self._large_deltas:
             return
         if delta * self._samples < 1:

@@ -84,11 +84,7 @@ def per_sample_loss(
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """The logits in what a model returned; ``TypeError`` if there are none."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", 0)
     if not isinstance(logits, Tensor):
         raise TypeError(f"found {type(output).__name__}; expected logits, or what holds .logits.")
@@ -97,12 +93,7 @@ def logits_of(output: Any) -> Tensor:
 
 class SampleMeans:
     """Stands in for a model's own loss function: means over samples of the means over their tokens.
-
-    Where nothing is recorded, the loss function itself.
-
-    Attributes:
-        calls: how often a recorded loss was computed.
-    """
+    Where nothing is recorded, the loss function itself."""
 
     def __init__(self, original: Any, path: str, session: ClippingSession):
         self.original, self.path, self.session = original, path, session
@@ -191,12 +182,8 @@ class ModelLosses:
         self._places.clear()
 
     def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
-        """A forward that is recorded or rehearsed begins.
-
-        Raises:
-            FlashClippingError: the model adds a penalty on weights to its own loss. What computes
-                it are weights alone, so that no layer could be found to be at fault.
-        """
+        """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights. What
+        computes it are weights alone, so that no layer could be found to be at fault."""
         if self.penalised and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
@@ -206,13 +193,8 @@ class ModelLosses:
             )
 
     def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Let a backward pass fail that reaches a loss which samples share.
-
-        Nothing is wrong with it otherwise: the output's logits may be used.
-
-        Raises:
-            FlashClippingError: units are parts of rows, and the loss is a mean over these.
-        """
+        """Let a backward pass fail that reaches a loss which samples share. Nothing is wrong with
+        it otherwise: the output's logits may be used."""
         loss = _loss_of(output)
         if loss is None or not loss.requires_grad:
             return

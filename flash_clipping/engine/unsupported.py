@@ -29,11 +29,7 @@ _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
 
 def refuse_complex(name: str, param: nn.Parameter) -> None:
-    """Refuse a trainable parameter that is complex.
-
-    Raises:
-        FlashClippingError: it is.
-    """
+    """Raise ``FlashClippingError`` for a trainable parameter that is complex."""
     if param.requires_grad and param.is_complex():
         raise FlashClippingError(
             f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
@@ -44,13 +40,9 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
 
 
 def refuse_unsupported(root: nn.Module) -> None:
-    """Refuse a model that is about to be wrapped.
-
-    Raises:
-        NotImplementedError: a layer mixes samples, has parameters without a shape, reduces
-            gradients itself, or reads its parameters past any tap.
-        FlashClippingError: a trainable parameter is complex.
-    """
+    """Refuse a model that is about to be wrapped: in which a layer mixes samples, has parameters
+    without a shape, reduces gradients itself, or reads its parameters past any tap; or a trainable
+    parameter is complex."""
     refuse_max_norm(embeddings_of(root))
     refuse_sharding(root)
     refuse_batch_norms(batch_norms_of(root))
@@ -81,13 +73,9 @@ def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
 
 
 def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
-    """Refuse those of these batch normalizations, by path, that read statistics of the batch now.
-
-    In eval mode, with running statistics, the output for a sample is of that sample alone.
-
-    Raises:
-        NotImplementedError: one does.
-    """
+    """Raise ``NotImplementedError`` for those of these batch normalizations, by path, that read
+    statistics of the batch now. In eval mode, with running statistics, the output for a sample is
+    of that sample alone."""
     for path, module in norms:
         if module.training or module.running_mean is None or module.running_var is None:
             raise NotImplementedError(
@@ -100,11 +88,7 @@ def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
 
 
 def _refuse_hooked(path: str, module: nn.Module) -> None:
-    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward.
-
-    Raises:
-        NotImplementedError: there is one.
-    """
+    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward."""
     before_forward = hooks_of_module(module)[0]
     for hook in before_forward.values() if isinstance(before_forward, dict) else ():
         name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")

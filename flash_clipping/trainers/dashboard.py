@@ -52,11 +52,8 @@ class Reading:
 
 
 class ClippingStatistics:
-    """Gathers norms and clipping coefficients of backward passes, without waiting for the device.
-
-    Args:
-        model: what ``make_private`` returned: the wrapped model, or its hooks.
-    """
+    """Gathers norms and clipping coefficients of backward passes of ``model`` (what
+    ``make_private`` returned), without waiting for the device."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -66,11 +63,7 @@ class ClippingStatistics:
         self._began = time.perf_counter()
 
     def note_backward(self) -> None:
-        """Take the samples of the last backward pass; before the optimizer's step.
-
-        Raises:
-            FlashClippingError: there was none.
-        """
+        """Take the samples of the last backward pass; before the optimizer's step."""
         norm_B, coef = self._model.get_norm_sample(), self._model.get_clipping_coef()
         coef_PB = coef if coef.dim() == 2 else coef.unsqueeze(0)
         self._norms.append(norm_B.detach())

@@ -58,14 +58,9 @@ def _without_penalty(model: Any) -> nn.Module:
 def shifts_labels(
     model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Whether position ``t`` predicts the label of position ``t + 1`` in the model's own loss.
-
-    A loss that shifts labels does not see the first one: with that label alone it is a mean of
-    nothing.
-
-    Returns:
-        ``None`` if the model has no loss of its own.
-    """
+    """Whether position ``t`` predicts the label of position ``t + 1`` in the model's own loss;
+    ``None`` if it has none. A loss that shifts labels does not see the first one: with that label
+    alone it is a mean of nothing."""
     for sample in samples:
         inputs = collate([sample])
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -87,13 +82,8 @@ def compare(
     collate: Callable[[list[Any]], Any],
     losses: Callable[[Any, int], Tensor],
 ) -> None:
-    """Compare the losses of samples with the model's own.
-
-    One sample at a time, and two with labels of different number in one batch.
-
-    Raises:
-        ValueError: they differ; shows both numbers, and what to write.
-    """
+    """Raise ``ValueError``, with both numbers, where the losses of samples differ from the model's
+    own: of one sample at a time, and of two with labels of different number in one batch."""
     found: dict[int, Any] = {}
     for sample in samples:
         batch = collate([sample])

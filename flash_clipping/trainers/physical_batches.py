@@ -20,12 +20,8 @@ from flash_clipping.engine.sampling.loaders import PoissonLoader
 
 @dataclass
 class LogicalBatch:
-    """All samples of one step.
-
-    Attributes:
-        parts: what the collate function made of at most so many samples as fit.
-        sizes: how many samples each part has.
-    """
+    """All samples of one step: what the collate function made of at most so many samples as fit,
+    and how many samples each part has."""
 
     parts: list[Any]
     sizes: list[int]

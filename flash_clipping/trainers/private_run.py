@@ -214,9 +214,7 @@ class PrivateRun:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the accounting of a checkpoint; noise is drawn afresh, unless from a seed.
-
-        Raises:
-            ValueError: the run has done steps already, or is another run than the checkpoint's.
+        ``ValueError`` if the run has done steps already, or is another run than the checkpoint's.
         """
         if self.steps:
             raise ValueError(

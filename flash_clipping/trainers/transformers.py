@@ -195,11 +195,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         return self.optimizer
 
     def _compare_with_own_loss(self) -> None:
-        """Ask the model whether its loss shifts labels, and compare its loss with ours.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Ask the model whether its loss shifts labels, and compare its loss with ours."""
         model, loader = self.accelerator.unwrap_model(self.model), self._loader
         cls, own_losses = type(self), PrivateTrainer.compute_sample_losses
         is_ours = self.compute_loss_func is None and cls.compute_sample_losses is own_losses

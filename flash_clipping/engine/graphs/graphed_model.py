@@ -44,11 +44,7 @@ WARMUP = 3
 
 
 def replay_calls(model: Any) -> None:
-    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``.
-
-    Raises:
-        ValueError: it is not wrapped, so that nobody stands between the loop and its forward.
-    """
+    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
     if not isinstance(model, GradSampleModuleFlashClipping):
         raise ValueError("cuda_graphs='auto': found wrap_model=False; expected wrap_model=True.")
     model._graphs = GraphedModel(model, model._module)
@@ -220,11 +216,8 @@ class GraphedModel(GraphedStep):
     # -- capture ---------------------------------------------------------------------------------
 
     def _capture_call(self, use: Use, *given: Any) -> GraphedCall:
-        """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`.
-
-        Raises:
-            FlashClippingError: a replay would be something else.
-        """
+        """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`. Raises
+        ``FlashClippingError`` where a replay would be something else."""
         call, args, kwargs = self._new_graph(GraphedCall, *given)
         call.use = use
         session, device = self.model._session, call.device
@@ -359,13 +352,8 @@ def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]
 def _apart(
     output: Any, differentiable: set[int], backward: Callable[[Sequence[Tensor | None]], None]
 ) -> Any:
-    """Copies of what the model returned.
-
-    Args:
-        output: what it returned.
-        differentiable: which of its leaves, by number, have a gradient.
-        backward: takes the gradients of all leaves.
-    """
+    """Copies of what the model returned. ``differentiable``: which of its leaves, by number, have a
+    gradient; ``backward``: takes the gradients of all leaves."""
     leaves, structure = pytree.tree_flatten(output)
     leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
     anchor = torch.empty(0, requires_grad=True)

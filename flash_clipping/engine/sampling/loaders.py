@@ -53,12 +53,9 @@ from flash_clipping.randomness.choices import subset
 class OrderedCollate:
     """A collate function that is refused unless it keeps order.
 
-    Samples in reverse order must give rows in reverse order. That is looked at in the first
-    batches, in every process that collates, until one had rows that differ.
-
-    Raises:
-        FlashClippingError: in a call, where rows come back in another order, or with other values:
-            nothing tells then which sample a row is of.
+    Samples in reverse order must give rows in reverse order; otherwise nothing tells which sample a
+    row is of. That is looked at in the first batches, in every process that collates, until one had
+    rows that differ.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], what: str):

@@ -31,10 +31,8 @@ from flash_clipping.randomness.choices import coin_tosses, subset
 class BatchSizeNotifier:
     """Gives the wrapped model's ledger what the loader gives to the loop.
 
-    Args:
-        strict: whether forwards must be of such batches, row by row.
-
     Attributes:
+        strict: whether forwards must be of such batches, row by row.
         last: the batch that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
     """
