@@ -75,15 +75,14 @@ def _keeps_type(name: str) -> Any:
     # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
     def operate(self: FlashTensor, *args: Any) -> FlashTensor:
         mine = [*self.loss_per_sample.shape]
-        for other in args:
-            if isinstance(other, DPTensorFastGradientClipping):
-                theirs = [*other.loss_per_sample.shape]
-                if mine != theirs:
-                    raise ValueError(
-                        f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
-                        "count once for every sample. Make both with criteria that give a loss for "
-                        "each sample (a torch.nn loss, or a function with reduction=)."
-                    )
+        others = [x for x in args if isinstance(x, DPTensorFastGradientClipping)]
+        for theirs in [[*other.loss_per_sample.shape] for other in others]:
+            if mine != theirs:
+                raise ValueError(
+                    f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
+                    "count once for every sample. Make both with criteria that give a loss for "
+                    "each sample (a torch.nn loss, or a function with reduction=)."
+                )
         found = FlashTensor.of(getattr(super(FlashTensor, self), name)(*args))
         if [*found.loss_per_sample.shape] != mine:
             raise ValueError(
@@ -126,7 +125,7 @@ class _Criterion:
             default = self._arguments["reduction"].default
             self.reduction = default if default in ("mean", "sum") else None
         #: Whether its own mean, or sum, is known to be that of its losses.
-        self._is_known = _is_of_pytorch(criterion)
+        self._is_known = self.reduction is None or _is_of_pytorch(criterion)
 
     def losses(self, *args: Any, **kwargs: Any) -> Tensor:
         """Not reduced, where it can be asked for that; else whatever it returns."""
@@ -162,9 +161,8 @@ class _Criterion:
 
     def must_compare(self) -> bool:
         """Whether its own mean, or sum, is yet to be compared with that of its losses."""
-        if self._is_known or self.reduction is None:
-            return False
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return not (self._is_known or captures)
 
     def compare(self, own: Tensor, reduced: Tensor) -> None:
         """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
@@ -195,8 +193,7 @@ def _is_of_pytorch(criterion: Any) -> bool:
 
 
 def _name_of(criterion: Any) -> str:
-    name = getattr(criterion, "__name__", type(criterion).__name__)
-    return str(name)
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 class _OfSamples:
@@ -259,9 +256,8 @@ class _OfSamples:
         if isinstance(own, Tensor) and not own.dim() and losses.numel():
             mine = losses.detach()
             self._own.compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
-        check = getattr(self.module, "check_losses", None)
-        if check is not None:
-            check(losses)
+        if hasattr(self.module, "check_losses"):
+            self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
     def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
@@ -269,10 +265,8 @@ class _OfSamples:
         if losses.dim() < 2:
             return losses
         session = getattr(self.module, "_session", None)
-        call = None if session is None else session.current_forward
-        samples = None
-        if session is not None and call is not None and not session.batch_first:
-            samples = call.batch_size
+        call = None if session is None or session.batch_first else session.current_forward
+        samples = None if call is None else call.batch_size
         if samples is not None and samples != len(losses):
             losses = losses.movedim(1, 0)
             ignored = None if ignored is None else ignored.movedim(1, 0)
