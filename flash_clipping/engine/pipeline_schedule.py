@@ -120,24 +120,22 @@ class PrivateSchedule:
             losses.clear()
         outputs = []
         with self._step():
-            totals, found = [], []
+            found = []
             for of_round in rounds(samples, self.capacity):
                 of_losses: list[Any] | None = None if losses is None else []
-                given = map_samples(of_round, (args, kwargs), axis, fill=1)
+                given, named = map_samples(of_round, (args, kwargs), axis, fill=1)
+                labels = map_samples(of_round, target, 0, fill=0)
                 output = self.schedule.step(
-                    *(given[0] if self._torch_stage.is_first else ()),
-                    target=map_samples(of_round, target, 0, fill=0)
-                    if self._torch_stage.is_last
-                    else None,
+                    *(given if self._torch_stage.is_first else ()),
+                    target=labels if self._torch_stage.is_last else None,
                     losses=of_losses,
                     return_outputs=return_outputs,
-                    **given[1],
+                    **named,
                 )
                 outputs.append(self._without_made_up(output, of_round))
                 if losses is not None:
                     losses += of_losses or []
                 found.append(self._clip(of_round))
-                totals.append(found[-1].total_n)
             self._publish(found)
         return _joined(outputs, axis)
 
@@ -258,15 +256,12 @@ class PrivateSchedule:
 
 def _joined(outputs: list[Any], axis: int) -> Any:
     """The outputs of all rounds as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    leaves = [pytree.tree_leaves(output) for output in outputs]
-    _, spec = pytree.tree_flatten(outputs[0])
-    joined = [
-        torch.cat(parts, axis) if isinstance(parts[0], Tensor) and parts[0].dim() > axis else parts
-        for parts in map(list, zip(*leaves, strict=True))
-    ]
-    return pytree.tree_unflatten([x if isinstance(x, Tensor) else x[0] for x in joined], spec)
+
+    def join(first: Any, *others: Any) -> Any:
+        is_batch = isinstance(first, Tensor) and first.dim() > axis
+        return torch.cat([first, *others], axis) if is_batch and others else first
+
+    return pytree.tree_map(join, *outputs)
 
 
 def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:

@@ -85,22 +85,37 @@ def per_sample_loss(
 
 def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned; ``TypeError`` if there are none."""
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", 0)
+    logits = part_of(output, "logits")
     if not isinstance(logits, Tensor):
         raise TypeError(f"found {type(output).__name__}; expected logits, or what holds .logits.")
     return logits
+
+
+def part_of(output: Any, name: str) -> Any:
+    """What a model returned by this name; ``None`` if it is not there."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 class SampleMeans:
     """Stands in for a model's own loss function: means over samples of the means over their tokens.
     Where nothing is recorded, the loss function itself."""
 
-    def __init__(self, original: Any, path: str, session: ClippingSession):
-        self.original, self.path, self.session = original, path, session
-        self.shift = _SHIFTS[original.__name__]
+    def __init__(self, module: Any, path: str, session: ClippingSession):
+        self.module, self.path, self.session = module, path, session
+        self.original, before = module.loss_function, {*vars(module)}
+        module.loss_function = self  # its public setter
+        self._added = [name for name in vars(module) if name not in before]
+        self.shift = _SHIFTS[self.original.__name__]
+        #: How often a recorded loss was computed.
         self.calls = 0
         #: The number that losses of this model are divided by, where the caller gave one.
         self.items: int | None = None
+
+    def remove(self) -> None:
+        """The model's loss function is again what it was."""
+        self.module.loss_function = self.original
+        for name in self._added:
+            delattr(self.module, name)
 
     def __call__(
         self,
@@ -116,17 +131,16 @@ class SampleMeans:
         if self.shift:
             given["shift_labels"] = shift_labels
         given |= {"ignore_index": ignore_index, **kwargs}
-        if not self.session.recording:
-            return self.original(logits, labels, *args, **given)
-        self.calls += 1
-        if num_items_in_batch is not None:
+        recording = self.session.recording
+        self.calls += recording
+        if recording and num_items_in_batch is not None:
             self._check_items(num_items_in_batch)
+        if not recording or num_items_in_batch is not None:
             return self.original(logits, labels, *args, **given)
-        logits = logits.float()  # as the original does
-        if shift_labels is not None:
-            losses_B = per_sample_loss(logits, shift_labels, ignore_index=ignore_index)
-        else:
-            losses_B = per_sample_loss(logits, labels, shift=self.shift, ignore_index=ignore_index)
+        shift = self.shift and shift_labels is None
+        labels = labels if shift_labels is None else shift_labels
+        # In fp32, as the original does.
+        losses_B = per_sample_loss(logits.float(), labels, shift=shift, ignore_index=ignore_index)
         return losses_B.mean() if self.session.loss_reduction == "mean" else losses_B.sum()
 
     def _check_items(self, items: Any) -> None:
@@ -154,9 +168,8 @@ class ModelLosses:
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
         self._root = root
-        #: What stands in for the models' loss functions; where, and what else was set for that.
+        #: What stands in for the models' loss functions.
         self.stand_ins: list[SampleMeans] = []
-        self._places: list[tuple[nn.Module, list[str]]] = []
         #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
         adapters = getattr(root, "peft_config", {})
         self.penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
@@ -166,20 +179,12 @@ class ModelLosses:
                 continue
             original = getattr(module, "loss_function", None)
             if is_of(original, "transformers") and getattr(original, "__name__", "") in _SHIFTS:
-                stand_in, before = SampleMeans(original, path, session), {*vars(module)}
-                module.loss_function = stand_in  # its public setter
-                added = [name for name in vars(module) if name not in before]
-                self.stand_ins.append(stand_in)
-                self._places.append((module, added))
+                self.stand_ins.append(SampleMeans(module, path, session))
 
     def remove(self) -> None:
         """The models' loss functions are again what they were."""
-        for stand_in, (module, added) in zip(self.stand_ins, self._places, strict=True):
-            module.loss_function = stand_in.original
-            for name in added:
-                delattr(module, name)
-        self.stand_ins.clear()
-        self._places.clear()
+        while self.stand_ins:
+            self.stand_ins.pop().remove()
 
     def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights. What
@@ -198,8 +203,7 @@ class ModelLosses:
         loss = _loss_of(output)
         if loss is None or not loss.requires_grad:
             return
-        reason = self._shared(kwargs, output)
-        if reason:
+        if reason := self._shared(kwargs, output):
             refusal = f"the model: {reason}"
 
             def refuse(grad: Tensor | None) -> None:
@@ -220,7 +224,7 @@ class ModelLosses:
                 "that are compared one privacy unit of fixed size (docs/units.md)."
             )
         weight = getattr(self._root, "router_aux_loss_coef", 1.0)
-        if isinstance(_part(output, "aux_loss"), Tensor) and weight:
+        if isinstance(part_of(output, "aux_loss"), Tensor) and weight:
             return (
                 "its own loss holds an aux_loss, which balances the experts' loads over all "
                 "samples of the batch. Call the model with output_router_logits=False, and balance "
@@ -248,8 +252,8 @@ class ModelLosses:
                 )
             if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
                 continue
-            if not len(labels):
-                continue  # no samples share it
+            if len(labels) == 0:  # no samples share it
+                continue
             return (
                 f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of the "
                 "whole batch, so that each sample's gradient depends on how many labels the others "
@@ -270,11 +274,7 @@ def _takes_labels(module: nn.Module) -> bool:
     return "labels" in inspect.signature(type(module).forward).parameters
 
 
-def _part(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
 def _loss_of(output: Any) -> Tensor | None:
     """The loss in an output of transformers: by its name, or first in a tuple."""
-    loss = output[0] if isinstance(output, tuple) and output else _part(output, "loss")
+    loss = output[0] if isinstance(output, tuple) and output else part_of(output, "loss")
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.engine.token_losses import per_sample_loss
+from flash_clipping.engine.token_losses import part_of, per_sample_loss
 
 #: Labels with this value count nothing.
 IGNORED = -100
@@ -62,16 +62,18 @@ def sample_losses(
     """
     if {"start_positions", "end_positions"} == labels.keys():
         ends = [
-            _positions_loss(_get(outputs, f"{end}_logits"), labels[f"{end}_positions"])
+            _positions_loss(part_of(outputs, f"{end}_logits"), labels[f"{end}_positions"])
             for end in ("start", "end")
         ]
         return _of_rows((ends[0] + ends[1]) / 2, units)
-    logits = _get(outputs, "logits")
+    is_tuple = isinstance(outputs, tuple | list) and len(outputs)  # return_dict=False
+    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
     if labels.keys() != {"labels"} or logits is None:
+        found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(
-            f"sample_losses: found labels named {sorted(labels)} and outputs "
-            f"{_described(outputs)}; expected 'labels' and 'logits', or start_positions and "
-            f"end_positions with their logits. {_INSTEAD}"
+            f"sample_losses: found labels named {sorted(labels)} and outputs {found}; expected "
+            "'labels' and 'logits', or start_positions and end_positions with their logits. "
+            f"{_INSTEAD}"
         )
     target = labels["labels"]
     if problem_type is None:
@@ -211,15 +213,3 @@ def _mean_of_sample(losses: Tensor) -> Tensor:
     if losses.dim() == 1:
         return losses
     return losses.flatten(1).mean(1)
-
-
-def _get(outputs: Any, name: str) -> Any:
-    if isinstance(outputs, Mapping):
-        return outputs.get(name)
-    if isinstance(outputs, tuple | list) and name == "logits" and outputs:
-        return outputs[0]  # return_dict=False
-    return getattr(outputs, name, None)
-
-
-def _described(outputs: Any) -> str:
-    return str(sorted(outputs)) if isinstance(outputs, Mapping) else type(outputs).__name__
