@@ -38,6 +38,11 @@ _INSTEAD = (
     "nobody else (with Accelerate: do not pass model or optimizer to prepare())."
 )
 
+_UNREDUCED = (
+    "A private model's gradients are clipped sums, which autograd does not see: they would not be "
+    f"reduced. {_INSTEAD}"
+)
+
 
 def _form_of(module: nn.Module) -> str | None:
     """What of PyTorch's data parallelism this module is, or is managed by."""
@@ -78,17 +83,13 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
             "sum by R times max_grad_norm. Give every sample to one process: fully_shard, with "
             "activation checkpointing or mode='two_pass' for long sequences."
         )
-    if runs_in_ddp():
-        found = "DistributedDataParallel"
-    elif may_be_replica and is_replica(module):
-        found = "DataParallel"
-    else:
-        return
-    raise FlashClippingError(
-        f"the model ({type(module).__name__}): found torch.nn.parallel.{found} around a private "
-        "model. It reduces what autograd accumulates, and a private model's gradients are clipped "
-        f"sums, which autograd does not see: they would be 0 or not reduced. {_INSTEAD}"
-    )
+    in_ddp = runs_in_ddp()
+    if in_ddp or (may_be_replica and is_replica(module)):
+        form = DistributedDataParallel if in_ddp else DataParallel
+        raise FlashClippingError(
+            f"the model ({type(module).__name__}): found torch.nn.parallel.{form.__name__} around "
+            f"a private model. {_UNREDUCED}"
+        )
 
 
 def refuse_in_pipeline(module: nn.Module) -> None:
@@ -129,18 +130,15 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
                     "what the hook does after loss.backward(), or around optimizer.step()."
                 )
         if form is not None:
-            raise FlashClippingError(
-                f"{path or 'the model'}: found {form} on a private model. Its gradients are "
-                f"clipped sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
-            )
+            where = path or "the model"
+            raise FlashClippingError(f"{where}: found {form} on a private model. {_UNREDUCED}")
 
 
 def refuse_new_class(module: nn.Module, new: Any) -> None:
     """Refuse to become a module of another class, as fully_shard and replicate do with modules."""
     raise FlashClippingError(
         f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
-        "torch.distributed's fully_shard and replicate do. A private model's gradients are clipped "
-        f"sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+        f"torch.distributed's fully_shard and replicate do. {_UNREDUCED}"
     )
 
 
@@ -153,11 +151,12 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
     if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
         return
     running = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if running else 1
     if (processes := processes_of(module)) is not None:
-        if distributed is None and processes.mesh.size() < dist.get_world_size():
+        if distributed is None and processes.mesh.size() < world:
             raise ValueError(
                 f"module ({type(module).__name__}): its layers are cut over "
-                f"{processes.mesh.size()} of {dist.get_world_size()} processes, and nothing would "
+                f"{processes.mesh.size()} of {world} processes, and nothing would "
                 "reduce the gradients of the others' samples. Call fully_shard over the data "
                 "dimension of the mesh as well, on blocks and on the model. Or pass "
                 "distributed=False to make_private, if every group of processes is to train a "
@@ -166,15 +165,11 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
         return
     if distributed:
         raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
-    if distributed is None and running and dist.get_world_size() > 1:
-        _refuse_forms(module)
+    if distributed is None and world > 1:
+        for path, part in module.named_modules():
+            refuse_inside(path, part)
         raise ValueError(
-            f"module ({type(module).__name__}): torch.distributed runs {dist.get_world_size()} "
-            f"processes, and nothing would reduce the model's gradients. {_INSTEAD} Or pass "
+            f"module ({type(module).__name__}): torch.distributed runs {world} processes, and "
+            f"nothing would reduce the model's gradients. {_INSTEAD} Or pass "
             "distributed=False to make_private, if every process is to train a model of its own."
         )
-
-
-def _refuse_forms(module: nn.Module) -> None:
-    for path, part in module.named_modules():
-        refuse_inside(path, part)

@@ -89,7 +89,7 @@ def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
 
 def _refuse_hooked(path: str, module: nn.Module) -> None:
     """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward."""
-    before_forward = hooks_of_module(module)[0]
+    before_forward: Any = hooks_of_module(module)[0]
     for hook in before_forward.values() if isinstance(before_forward, dict) else ():
         name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")
         kind = _COMPUTING_HOOKS.get(type(hook))
@@ -97,20 +97,18 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
         if not any(source is not None and source.requires_grad for source in sources):
             continue
         if isinstance(hook, _Pruning):
-            call = "torch.nn.utils.prune"
+            kind = "prune"
             line = f'torch.nn.utils.prune.remove({module_at(path)}, "{name}")'
-        elif kind is not None:
-            call = f"torch.nn.utils.{kind}"
-            line = (
-                f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
-                f"torch.nn.utils.parametrizations.{kind}(layer)"
-            )
-        else:
+        elif kind is None:
             continue
+        else:
+            line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
+            line += f"torch.nn.utils.parametrizations.{kind}(layer)"
         raise NotImplementedError(
             f"{path or 'the model'} ({type(module).__name__}): its {name} is computed by a hook "
-            f"({call}) before the layer runs, so what it is computed from has no per-sample "
-            f"gradients; expected a parametrization (exact), or a plain parameter:\n    {line}"
+            f"(torch.nn.utils.{kind}) before the layer runs, so what it is computed from has no "
+            "per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
+            f"    {line}"
         )
 
 
