@@ -96,6 +96,8 @@ class GraphedModel(GraphedStep):
         off: why there are no graphs any more; ``None`` while there may be.
     """
 
+    _kind = GraphedCall
+
     def __init__(self, model: Any, forward: Callable[..., Any]):
         super().__init__(forward, model, warmup=WARMUP)
         self.model: Any = model
@@ -218,7 +220,7 @@ class GraphedModel(GraphedStep):
     def _capture_call(self, use: Use, *given: Any) -> GraphedCall:
         """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`. Raises
         ``FlashClippingError`` where a replay would be something else."""
-        call, args, kwargs = self._new_graph(GraphedCall, *given)
+        call, args, kwargs = self._new_graph(*given)
         call.use = use
         session, device = self.model._session, call.device
         reduction = session.loss_reduction

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,9 +122,6 @@ class Graph:
         return any([references_to(memory_id(memory)) > own for memory, own in self.storages])
 
 
-_G = TypeVar("_G", bound=Graph)
-
-
 class GraphedStep:
     """``step``, replayed as a CUDA graph wherever that gives what calling it would give.
 
@@ -179,6 +176,8 @@ class GraphedStep:
         FlashClippingError: the step cannot be captured, or a replay would be something else.
     """
 
+    _kind = Graph
+
     def __init__(
         self,
         step: Callable[..., Any],
@@ -193,12 +192,9 @@ class GraphedStep:
                 "(the first call compiles kernels, the last shows whether the step waits for the "
                 "device) and 0."
             )
-        self.step = step
-        self.model = model
-        self.warmup = warmup
-        self.size = graphs
-        self.replays = 0
-        self.calls = 0
+        self.step, self.model = step, model
+        self.warmup, self.size = warmup, graphs
+        self.replays = self.calls = 0
         self._graphs: dict[Hashable, Graph] = {}
         self._met: OrderedDict[Hashable, int] = OrderedDict()
         #: Gradients of the last replay as they were handed out.
@@ -219,18 +215,19 @@ class GraphedStep:
         device = self._device(modules, leaves)
         if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
-        if any(m._session.units_of_calls.are_known for m in self._wrapped(modules)):
+        models = self._wrapped(modules)
+        if any(m._session.units_of_calls.are_known for m in models):
             refuse(
                 "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )
-        for wrapped in self._wrapped(modules):
+        for wrapped in models:
             if wrapped._sharded is not None:
                 wrapped._sharded.refuse("GraphedStep")
-        if any(m._session.saw_equal_samples() for m in self._wrapped(modules)):
+        if any(m._session.saw_equal_samples() for m in models):
             return self._run(args, kwargs)  # no replay would look at samples that differ
-        name = key(leaves, structure, modules, self._wrapped(modules), device)
+        name = key(leaves, structure, modules, models, device)
         circumstances = name[1]
         graph = self._graphs.get(name)
         if graph is None:
@@ -239,20 +236,17 @@ class GraphedStep:
                     output = self._run(args, kwargs)
                     self._met[name] = min(met + 1, self.warmup - 1)
                 else:  # a failed capture would leave the device's allocator confused
-                    run, models = partial(self._run, args, kwargs), self._wrapped(modules)
+                    run = partial(self._run, args, kwargs)
                     output = rehearse(run, self._module(), models, device)
                     self._met[name] = self.warmup
                 if len(self._met) > REMEMBERED:
                     self._met.popitem(last=False)
                 return output
             self._met[name] = met
-            if not self._has_room(circumstances):
+            if not self._has_room(circumstances) or self._meets_others():
                 return self._run(args, kwargs)
-            if self._meets_others():
-                return self._run(args, kwargs)
-            graph, copies, named = self._new_graph(
-                Graph, leaves, structure, circumstances, modules, device
-            )
+            call = leaves, structure, circumstances, modules, device
+            graph, copies, named = self._new_graph(*call)
             with self._capturing(graph):
                 work = partial(self.step, *copies, **named)
                 graph.output = detached(self._record(graph, work, device))
@@ -280,8 +274,9 @@ class GraphedStep:
             return None
         devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
         if len(devices) > 1:
+            listed = " and ".join(sorted(map(str, devices)))
             raise ValueError(
-                f"GraphedStep: found parameters and arguments on {_listed(devices)}; expected one "
+                f"GraphedStep: found parameters and arguments on {listed}; expected one "
                 "device. Move the batch before the call; a model on several devices runs without "
                 "GraphedStep."
             )
@@ -319,18 +314,17 @@ class GraphedStep:
 
     def _new_graph(
         self,
-        kind: type[_G],
         leaves: Sequence[Any],
         structure: pytree.TreeSpec,
         circumstances: Hashable,
         modules: list[nn.Module],
         device: torch.device,
-    ) -> tuple[_G, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """A graph that nothing is recorded in, and copies of the arguments to record it with."""
         fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in fixed if isinstance(x, Tensor)]
         args, kwargs = pytree.tree_unflatten(fixed, structure)
-        return kind(circumstances, device, inputs, owners=modules), args, kwargs
+        return self._kind(circumstances, device, inputs, owners=modules), args, kwargs
 
     @contextmanager
     def _capturing(self, graph: Graph) -> Iterator[None]:
@@ -440,16 +434,7 @@ class GraphedStep:
                     vars(copy).update(vars(lent))
                     setattr(param, holder, copy)
                     if holder == "grad":
-                        for wrapped in self._of_graphs():
+                        for wrapped, _ in chain(*[g.of_modules for g in self._graphs.values()]):
                             wrapped.running_step.note_moved(param, lent)
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())
-
-    def _of_graphs(self) -> list[GradSampleHooksFlashClipping]:
-        """The wrapped models that graphs leave something on."""
-        found = [wrapped for graph in self._graphs.values() for wrapped, _ in graph.of_modules]
-        return list({id(wrapped): wrapped for wrapped in found}.values())
-
-
-def _listed(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(map(str, devices)))
