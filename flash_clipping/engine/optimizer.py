@@ -182,17 +182,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         Raises:
             ValueError: a parameter is none of them: its gradients would not be clipped.
         """
-        if self._module is not None:
-            params = param_group["params"]
-            known = {id(param) for param in self._module._module.parameters()}
-            for param in [params] if isinstance(params, Tensor) else params:
-                tensor = param[1] if isinstance(param, tuple) else param
-                if id(tensor) not in known:
-                    raise ValueError(
-                        f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
-                        "the wrapped model has not; its gradients would not be clipped. Wrap the "
-                        "model when it is complete, and give the optimizer its parameters."
-                    )
+        params = param_group["params"]
+        for param in [params] if isinstance(params, Tensor) else params:
+            tensor = param[1] if isinstance(param, tuple) else param
+            if self._module is not None and self._module.running_step.name_of(tensor) is None:
+                raise ValueError(
+                    f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
+                    "the wrapped model has not; its gradients would not be clipped. Wrap the "
+                    "model when it is complete, and give the optimizer its parameters."
+                )
         self.original_optimizer.add_param_group(param_group)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -279,10 +277,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         params = self.params
         record = self._checked(params)
         for p in params:
-            if getattr(p, "summed_grad", None) is None:
-                p.summed_grad = p.grad
-            else:
-                p.summed_grad = p.summed_grad.add_(p.grad)
+            before = getattr(p, "summed_grad", None)
+            p.summed_grad = p.grad if before is None else before.add_(p.grad)
             p.grad = None
         if record is not None:
             self._module.running_step.forget()
@@ -450,7 +446,7 @@ def _refuse_divided_losses() -> None:
 
 
 def _refuse_many_closures(optimizer: Any) -> None:
-    """Refuse optimizers that need a closure: they call it as often as they like in one step."""
+    """Refuse optimizers that call a closure as often as they like in one step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__

@@ -142,7 +142,7 @@ def requested_process(
 ) -> Process:
     """The process that was asked for, for which the accountant is told to account. ``ValueError``
     if arguments do not go together, or the accountant does not know the process."""
-    noise = IndependentNoise() if noise is None else noise
+    noise = noise or IndependentNoise()
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flash_clipping.engine.accounting import relation_of
 from flash_clipping.engine.noise_stream import seed_notice
-from flash_clipping.randomness import SecretStream
 
 
 def accounted_steps(engine: Any) -> int:
@@ -146,17 +145,13 @@ class PrivacyDashboard:
         # Said once: which datasets ε compares.
         named, self._named = self._named, True
         relation = "" if named else f"   (ε: {relation_of(self._engine.accountant)})"
-        relation += seed_notice(getattr(self._engine, "stream", None), self._noise_stream())
+        # The model's optimizer may have a seed of its own.
+        optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
+        streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
         self._shown = accounted_steps(self._engine)
-        self._show(
-            line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read())
-            + relation
-        )
-
-    def _noise_stream(self) -> SecretStream | None:
-        """That of the model's optimizer, which may have a seed of its own."""
-        step = getattr(self._model, "running_step", None)
-        return getattr(getattr(step, "follower", None), "stream", None)
+        epsilon = self._engine.get_epsilon(self._delta)
+        shown = line(self._shown, epsilon, self._statistics.read())
+        self._show(shown + relation + seed_notice(*streams))
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

@@ -44,15 +44,9 @@ def _circumstances(
     """What Python decides on the way through the step."""
     bounds: list[Hashable] = []
     for wrapped in models:
-        bound = wrapped.max_grad_norm
-        bounds += [
-            tuple(bound) if isinstance(bound, Sequence) else bound,
-            wrapped.clipping,
-            wrapped.loss_reduction,
-            wrapped._session.enabled,
-            wrapped._session.backend,
-            wrapped._session.padding.rows,
-        ]
+        bound, session = wrapped.max_grad_norm, wrapped._session
+        bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
+        bounds += [wrapped.loss_reduction, session.enabled, session.backend, session.padding.rows]
     return (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
