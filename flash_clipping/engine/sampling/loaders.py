@@ -341,38 +341,26 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         return
     sampler: Any = batches.sampler
     size = len(loader.dataset)
-    if isinstance(sampler, WeightedRandomSampler):
-        _refuse(
-            f"sampler={_name(sampler)}",
-            "Its weights give samples different probabilities, and epsilon is computed for one "
-            "that all share. Use DataLoader(dataset, batch_size=..., shuffle=True), and weights in "
-            "the loss of each sample",
-        )
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != size):
-        _refuse(
-            f"sampler=RandomSampler(replacement={sampler.replacement}, num_samples="
-            f"{len(sampler)}) over {size} samples",
-            "The sample rate would be another than batch_size / len(dataset). Use "
-            "DataLoader(dataset, batch_size=..., shuffle=True)",
-        )
-    if isinstance(sampler, SubsetRandomSampler):
-        _refuse(
-            f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples",
-            "The others would be sampled too, and counted. Use "
-            "DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=..., shuffle=True)",
-        )
     if type(sampler) is DistributedSampler and poisson_sampling:
         if not distributed and sampler.num_replicas > 1:
             _refuse(
                 f"a DistributedSampler for {sampler.num_replicas} processes, and a model of one",
                 "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel",
             )
-    elif type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != size:
+        return
+    is_plain = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size
+    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler)
+    found = f"{_name(sampler)}, with {len(sampler)} of {size} samples"
+    if isinstance(sampler, RandomSampler):
+        is_odd = sampler.replacement or len(sampler) != size
+        found = f"RandomSampler(replacement={sampler.replacement}, num_samples={len(sampler)})"
+        found += f" over {size} samples"
+    if is_odd or (poisson_sampling and not is_plain):
         _refuse(
-            f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples",
-            "Poisson sampling would replace it by one that draws all of the dataset alike. Use "
+            f"sampler={found}",
+            "Epsilon is for batches that draw all of the dataset alike, with one probability. Use "
             "DataLoader(dataset, batch_size=..., shuffle=True), with torch.utils.data.Subset for "
-            "a part of the data",
+            "a part of the data, and weights in the loss of each sample",
         )
 
 
