@@ -21,7 +21,7 @@ from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
     NoiseMechanism,
-    OneStepNoise,
+    OneStepNoise as OneStepNoise,
 )
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
@@ -73,39 +73,24 @@ class Process:
             raise ValueError(
                 f"sampling={self.sampling!r} is unknown; expected one of {', '.join(SAMPLINGS)}."
             )
-        name, independent = type(self.noise).__name__, isinstance(self.noise, IndependentNoise)
-        if self.max_batch_size is not None and (self.sampling != "poisson" or not independent):
-            _refuse(
-                f"max_batch_size with sampling={self.sampling!r} and {name}",
-                "Only ordinary Poisson batches with independent noise have an accountant for what "
-                "is cut off. Leave one of them out",
-            )
-        if self.sampling == "poisson" and not independent:
-            needed = "'fixed_order'"
-            if isinstance(self.noise, BandedNoise):
-                needed = "'cyclic_poisson' or 'fixed_order'"
-            _refuse(
-                f"{name} with sampling='poisson'",
-                "A sample may be drawn in two steps whose noise partly cancels, and nothing "
-                f"bounds how often. Use sampling={needed}",
-            )
-        if self.sampling == "cyclic_poisson" and isinstance(self.noise, OneStepNoise):
-            _refuse(
-                f"{name} with sampling='cyclic_poisson'",
-                "Its noise is correlated over all steps, and amplification by sampling is only "
-                "known for noise that is correlated over fewer steps than a cycle has. Use "
-                "sampling='fixed_order', or BandedNoise",
-            )
-        if self.sampling == "cyclic_poisson" and independent:
-            _refuse(
-                "IndependentNoise with sampling='cyclic_poisson'",
-                "Groups are for noise that reaches over steps. Use sampling='poisson'",
+        served = {"poisson": IndependentNoise, "cyclic_poisson": BandedNoise}
+        fits = isinstance(self.noise, served.get(self.sampling, NoiseMechanism))
+        found = f"{type(self.noise).__name__} with sampling={self.sampling!r}"
+        if self.max_batch_size is not None:
+            fits, found = fits and self.sampling == "poisson", f"max_batch_size with {found}"
+        if not fits:
+            raise ValueError(
+                f"make_private: found {found}. A sample may take part in two steps whose noise "
+                "partly cancels, and epsilon must know how often. It does for IndependentNoise "
+                "with sampling='poisson' (max_batch_size: with no other), for BandedNoise with "
+                "'cyclic_poisson' or 'fixed_order' (it reaches over fewer steps than a cycle has), "
+                "and for OneStepNoise with 'fixed_order'."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
-            _refuse(
-                f"BandedNoise({self.noise.count}) with {self.cycle} batches in an epoch",
-                "Steps in which one sample takes part must be further apart than noise reaches. "
-                "Use fewer diagonals, or smaller batches",
+            raise ValueError(
+                f"make_private: found BandedNoise({self.noise.count}) with {self.cycle} batches in "
+                "an epoch. Steps in which one sample takes part must be further apart than noise "
+                "reaches. Use fewer diagonals, or smaller batches."
             )
 
     @property
@@ -372,10 +357,6 @@ def without_hints() -> Iterator[None]:
 
 class LargeDeltaWarning(UserWarning):
     """δ is not below one over the number of samples: publishing some samples as they are has it."""
-
-
-def _refuse(found: str, advice: str) -> None:
-    raise ValueError(f"make_private: found {found}. {advice}.")
 
 
 register_accountant(PldAccountant.mechanism(), PldAccountant, force=True)
