@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
+from flash_clipping.distributed import has_shards
 from flash_clipping.engine.accounting import PldAccountant, Process
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.finish.clipping import check_clipping
@@ -130,19 +131,13 @@ def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -
         )
 
 
-def requested_process(
-    accountant: Any,
-    *,
-    sampling: str,
-    noise: NoiseMechanism | None,
-    max_batch_size: int | None,
-    flash: bool,
-    with_units: bool,
-    arguments: dict[str, Any],
-) -> Process:
-    """The process that was asked for, for which the accountant is told to account. ``ValueError``
-    if arguments do not go together, or the accountant does not know the process."""
-    noise = noise or IndependentNoise()
+def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
+    """The process that arguments of ``make_private`` ask for, which the accountant is told.
+
+    ``ValueError`` if they do not go together, or the accountant does not know the process.
+    """
+    noise, sampling = given.get("noise") or IndependentNoise(), given.get("sampling", "poisson")
+    max_batch_size = given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "
@@ -153,38 +148,38 @@ def requested_process(
         if isinstance(accountant, PldAccountant):
             accountant.follow(process)
         return process
-    loader = arguments.get("data_loader")
-    batches = len(loader) if loader is not None else 0
-    cycle = noise.count if isinstance(noise, BandedNoise) else batches
+    loader = given["data_loader"]
+    in_groups = sampling == "cyclic_poisson"
     process = Process(
         sampling=sampling,
         noise=noise,
-        samples=len(loader.dataset) if loader is not None else 0,
+        samples=len(loader.dataset),
         max_batch_size=max_batch_size,
-        cycle=cycle if sampling == "cyclic_poisson" else batches,
+        cycle=noise.count if in_groups and isinstance(noise, BandedNoise) else len(loader),
     )
     asked = f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}"
-    module = arguments.get("module")
+    is_flash = given.get("grad_sample_mode", "flash") == "flash"
+    with_units = given.get("units") is not None or given.get("sample_of") is not None
     refused = [
-        (not flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
+        (not is_flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
         (with_units, "units or sample_of", "It is accounted for samples of the dataset only"),
         (
-            arguments.get("clipping") == "adaptive",
+            given.get("clipping") == "adaptive",
             "clipping='adaptive'",
             "The bound, and with it the noise, would move",
         ),
         (
-            arguments.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
+            given.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
             "noise_grid=True",
             "What is rounded off would not be taken back",
         ),
         (
-            not arguments.get("poisson_sampling", True),
+            not given.get("poisson_sampling", True),
             "poisson_sampling=False",
             "The engine must draw the batches. Leave it at its default",
         ),
         (
-            any(hasattr(p, "placements") for p in module.parameters()) if module else False,
+            has_shards(given.get("module")),
             "a model that fully_shard was applied to",
             "Train in one process",
         ),
@@ -202,26 +197,18 @@ def requested_process(
     return process
 
 
-def planned_noise(accountant: PldAccountant, arguments: dict[str, Any]) -> float:
+def planned_noise(accountant: PldAccountant, given: dict[str, Any]) -> float:
     """The noise multiplier for the target that ``make_private_with_epsilon`` was given."""
-    target = {name: arguments.pop(name) for name in ("target_epsilon", "target_delta")}
-    epochs, tolerance = arguments.pop("epochs"), arguments.pop("epsilon_tolerance", 0.01)
-    requested_process(
-        accountant,
-        sampling=arguments.get("sampling", "poisson"),
-        noise=arguments.get("noise"),
-        max_batch_size=arguments.get("max_batch_size"),
-        flash=True,
-        with_units=False,  # make_private looks
-        arguments=arguments,
-    )
+    target = {name: given.pop(name) for name in ("target_epsilon", "target_delta")}
+    epochs, tolerance = given.pop("epochs"), given.pop("epsilon_tolerance", 0.01)
+    requested_process(accountant, given)
     if len(accountant):
         warnings.warn(
             f"make_private_with_epsilon: {len(accountant)} steps are accounted for already; the "
             "noise is for the target without them.",
             stacklevel=4,
         )
-    batches = len(arguments["data_loader"])
+    batches = len(given["data_loader"])
     return accountant.noise_multiplier(
         **target, sample_rate=1 / batches, steps=int(epochs * batches), epsilon_tolerance=tolerance
     )

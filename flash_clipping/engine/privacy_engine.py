@@ -70,6 +70,10 @@ if TYPE_CHECKING:
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
 
+#: What Opacus' make_private is told in any mode.
+_OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm wrap_model batch_first
+loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
+
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
 
@@ -89,7 +93,7 @@ class _Asked:
     """What a call of make_private in mode ``"flash"`` was told.
 
     Attributes:
-        model_options: of the wrapped model.
+        given: all arguments.
         process: how batches are drawn and noise is made.
         units: of the rows of the dataset.
         pipeline: the processes of the pipeline that the module is a stage of.
@@ -97,16 +101,20 @@ class _Asked:
         sampler: what draws batches, once there is one.
     """
 
-    model_options: dict[str, Any]
-    adaptive: bool
-    cuda_graphs: bool
+    given: dict[str, Any]
     process: Process
-    noise_grid: bool
     units: UnitsOfRows | None
     pipeline: Any
     processes: ProcessGroups | None
-    is_sharded: bool
     sampler: Any = None
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What the wrapped model is told beyond what Opacus' engine hands on."""
+        names = ("backend", "mode", "folded_modules", "sum_dtype", "strict", "sample_of")
+        options = {name: self.given[name] for name in names}
+        clipping = self.given["clipping"]
+        return options | {"clipping": "flat" if clipping == "adaptive" else clipping}
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -311,47 +319,25 @@ class FlashPrivacyEngine(PrivacyEngine):
                 replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
-        refuse_units(
-            units,
-            max_rows_per_unit,
-            sample_of=sample_of,
-            flash=grad_sample_mode == "flash",
-            poisson=poisson_sampling,
-        )
-        if criterion is None and grad_sample_mode == "flash":
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
-        if criterion is not None:
-            kwargs["criterion"] = criterion
-        kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
-        kwargs.update(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
-        kwargs.update(wrap_model=wrap_model, batch_first=batch_first, loss_reduction=loss_reduction)
-        kwargs.update(poisson_sampling=poisson_sampling, noise_generator=noise_generator)
-        kwargs.update(rand_on_empty=rand_on_empty)
+        given = {**locals(), **kwargs}
         flash = grad_sample_mode == "flash"
-        process = requested_process(
-            self.accountant,
-            sampling=sampling,
-            noise=noise,
-            max_batch_size=max_batch_size,
-            flash=flash,
-            with_units=units is not None or sample_of is not None,
-            arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
-        )
+        refuse_units(given)
+        process = requested_process(self.accountant, given)
+        of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
+        if criterion is not None or flash:
+            default = nn.CrossEntropyLoss(reduction=loss_reduction)
+            of_opacus["criterion"] = default if criterion is None else criterion
         if not flash:
-            for name, given in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
-                if given:
+            for name, found in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
+                if found:
                     raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._prepare_opacus_mode(grad_sample_mode)
-            return super().make_private(
-                grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
-            )
+            return super().make_private(grad_sample_mode=grad_sample_mode, **of_opacus)
         check_engine(PrivacyEngine)
-        check_keywords(kwargs, clipping, self._of_epsilon)
+        check_keywords(of_opacus, clipping, self._of_epsilon)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
-        named: dict[str, Any] = {"mode": mode, "clipping": clipping, "distributed": distributed}
-        named |= {"units": units, "sample_of": sample_of, "sampling": sampling, "noise": noise}
-        group = pipeline_group(pipeline, named | {"max_batch_size": max_batch_size} | kwargs)
+        group = pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
         if units is not None and has_shards(module):
@@ -365,28 +351,10 @@ class FlashPrivacyEngine(PrivacyEngine):
         of_rows = None
         if units is not None:
             of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
-        self._asked = _Asked(
-            model_options={
-                "backend": backend,
-                "mode": mode,
-                "folded_modules": folded_modules,
-                "sum_dtype": sum_dtype,
-                "clipping": "flat" if clipping == "adaptive" else clipping,
-                "strict": strict,
-                "sample_of": sample_of,
-            },
-            adaptive=clipping == "adaptive",
-            cuda_graphs=cuda_graphs == "auto",
-            process=process,
-            noise_grid=noise_grid,
-            units=of_rows,
-            pipeline=group,
-            processes=processes_of(module),
-            is_sharded=has_shards(module),
-        )
+        self._asked = _Asked(given, process, of_rows, group, processes_of(module))
         try:
             wrapper, private, loss, loader = super().make_private(
-                grad_sample_mode=_FLASH, clipping=clipping, **kwargs
+                grad_sample_mode=_FLASH, **of_opacus
             )
         finally:
             self._asked = None
@@ -495,13 +463,14 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
         validate(module)
+        options = asked.model_options
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
             defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
             defaults |= {"folded_modules": (), "sample_of": None}
             for key, default in defaults.items():  # asked for by name
-                if (value := asked.model_options[key]) != default:
+                if (value := options[key]) != default:
                     expected[key] = tuple(value) if key == "folded_modules" else value
             if asked.units is not None:
                 expected["sample_of"] = None
@@ -513,12 +482,12 @@ class FlashPrivacyEngine(PrivacyEngine):
                 )
             # The noise will be for the engine's bound, so clipping must be by the same.
             module.max_grad_norm = kwargs["max_grad_norm"]
-            module.clipping = asked.model_options["clipping"]
+            module.clipping = options["clipping"]
             module.running_step.counts_unclipped = False  # until an adaptive criterion is made
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
-        model = cls(module, **kwargs, **asked.model_options)
-        if asked.cuda_graphs:
+        model = cls(module, **kwargs, **options)
+        if asked.given["cuda_graphs"] == "auto":
             replay_calls(model)
         return model
 
@@ -578,8 +547,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
             self.accountant.before_run = correlated.begin_run
             return correlated
-        kwargs["noise_grid"] = asked.noise_grid
-        if asked.is_sharded:
+        kwargs["noise_grid"] = asked.given["noise_grid"]
+        if has_shards(asked.given["module"]):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 
             if distributed:
@@ -594,7 +563,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if (asked := self._asked) is None:
             return super()._prepare_criterion(module=module, **kwargs)
         parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
-        if asked.adaptive:
+        if asked.given["clipping"] == "adaptive":
             settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
             return FlashAdaptiveLoss(*parts, **settings)
         return FlashLoss(*parts)

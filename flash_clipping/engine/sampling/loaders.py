@@ -435,24 +435,22 @@ class UnitSampler(PoissonSampler):
         return indices, DrawnBatch(self.drawn, len(rows), len(indices), unit_R)
 
 
-def refuse_units(
-    units: Any, max_rows: int | None, *, sample_of: Any, flash: bool, poisson: bool
-) -> None:
-    """Raise ``ValueError`` for arguments that do not go with ``units``."""
-    if units is None:
-        if max_rows is not None:
+def refuse_units(given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of ``make_private`` that do not go with ``units``."""
+    if given["units"] is None:
+        if given["max_rows_per_unit"] is not None:
             raise ValueError(
                 "max_rows_per_unit: found a number without units=..., the unit of every row."
             )
         return
-    if not flash:
+    if given["grad_sample_mode"] != "flash":
         raise ValueError("units: found with another grad_sample_mode; only 'flash' clips units.")
-    if sample_of is not None:
+    if given["sample_of"] is not None:
         raise ValueError(
             "units and sample_of: found both. With units the loader says which unit each row "
             "belongs to; with sample_of an argument of the forward does, and items are units."
         )
-    if not poisson:
+    if not given["poisson_sampling"]:
         raise ValueError(
             "units: found with poisson_sampling=False; the loader would not draw units. Leave "
             "poisson_sampling at its default."
