@@ -196,17 +196,35 @@ def _name_of(criterion: Any) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-class _OfSamples:
-    """How both criteria are called: the losses of samples, counted."""
+class FlashLoss(DPLossFastGradientClipping):
+    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
-    module: Any
-    optimizer: Any
-    loss_reduction: str
-    _own: _Criterion
+    Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
+    of ``loss.backward()`` on the criterion's own scalar:
 
-    def _take(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str) -> Any:
-        """Keep the criterion; return what Opacus' class may take for it, and write into.
-        ``ValueError`` if the reductions do not agree."""
+    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
+      for each sample. Where that has further axes, a sample's loss is the mean over them (their
+      sum, if losses are summed); targets that are ``ignore_index`` do not count.
+    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
+
+    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
+    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
+    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
+    those of other samples.
+
+    Raises:
+        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
+            call, a criterion that divides by something else than the number of its losses.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **options: Any,  # of Opacus' class that comes next
+    ):
         self._own = _Criterion(criterion)
         found = {
             "loss_reduction": loss_reduction,
@@ -222,7 +240,10 @@ class _OfSamples:
                 "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
-        return SimpleNamespace(reduction=loss_reduction)
+        # Opacus' class writes into the criterion that it is given.
+        stand_in: Any = SimpleNamespace(reduction=loss_reduction)
+        super().__init__(module, optimizer, stand_in, loss_reduction, **options)
+        self.criterion = criterion
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
         """The user's loss of these arguments, sample by sample where it can be had.
@@ -278,34 +299,7 @@ class _OfSamples:
         return total_B / (~ignored).flatten(1).sum(1).clamp(min=1)
 
 
-class FlashLoss(_OfSamples, DPLossFastGradientClipping):
-    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
-
-    Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
-    of ``loss.backward()`` on the criterion's own scalar:
-
-    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
-      for each sample. Where that has further axes, a sample's loss is the mean over them (their
-      sum, if losses are summed); targets that are ``ignore_index`` do not count.
-    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
-
-    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
-    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
-    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
-    those of other samples.
-
-    Raises:
-        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
-            call, a criterion that divides by something else than the number of its losses.
-    """
-
-    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
-        stand_in = self._take(module, optimizer, criterion, loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction)
-        self.criterion = criterion
-
-
-class FlashAdaptiveLoss(_OfSamples, DPLossFastGradientAdaptiveClipping):
+class FlashAdaptiveLoss(FlashLoss, DPLossFastGradientAdaptiveClipping):
     """The user's criterion with adaptive clipping: called as before, one backward pass.
 
     The bound moves at the end of every logical step, in ``optimizer.step()``
@@ -317,11 +311,7 @@ class FlashAdaptiveLoss(_OfSamples, DPLossFastGradientAdaptiveClipping):
             ``clipbound_learning_rate``, as in Opacus.
     """
 
-    def __init__(
-        self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **kwargs: Any
-    ):
-        stand_in = self._take(module, optimizer, criterion, loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction, **kwargs)
-        self.criterion = criterion
+    def __init__(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any):
+        super().__init__(module, optimizer, *args, **kwargs)
         optimizer.adaptive = AdaptiveBound(**kwargs)
         module.running_step.counts_unclipped = True
