@@ -18,7 +18,7 @@ from flash_clipping.distributed.pipeline.microbatches import Round, map_samples,
 from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
 from flash_clipping.engine import norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer
+from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
 from flash_clipping.errors import FlashClippingError
 
 
@@ -287,22 +287,12 @@ def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
 
 def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: Any) -> None:
     """Refuse what is not built for pipelines."""
-    found = None
-    if module._sharded is not None:
-        found = "a stage that fully_shard was applied to"
-    elif module.mode != "one_pass":
-        found = f"mode={module.mode!r}"
-    elif module.clipping == "per_layer":
-        found = "clipping='per_layer', whose noise is for the bounds of all stages"
-    elif module.sample_of is not None:
-        found = "sample_of"
-    elif module._taps.regions.any_compiled:
-        found = "a compiled stage"
-    if found is not None:
+    settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
+    refuse_unserved("PrivateSchedule", module, settings)
+    if module._taps.regions.any_compiled:
         raise NotImplementedError(
-            f"PrivateSchedule: found {found}, for which it is not built. What works: "
-            "mode='one_pass' with clipping='flat', 'automatic' or 'adaptive', on one stage in each "
-            "process."
+            "PrivateSchedule: found a compiled stage, for which it is not built. Leave compile() "
+            "out."
         )
     if dist.get_world_size(stage.group) != dist.get_world_size():
         raise NotImplementedError(

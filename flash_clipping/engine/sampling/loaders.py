@@ -463,32 +463,23 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
     add twice the bound.
     """
-    if module is None:
+    if module is None or not module._session.whole_batches:
         return
     if by_hand:
-        if module._session.whole_batches:
-            raise FlashClippingError(
-                "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
-                "one step for each (units, max_batch_size or batches in an order). A step of two "
-                "of them could hold one sample twice, and is accounted for as one. Call "
-                "optimizer.step() after every batch; for larger steps use a loader with a larger "
-                "batch_size. Nothing was released."
-            )
-        return
-    if module._session.units_of_calls.from_loader:
         raise FlashClippingError(
-            "BatchMemoryManager: found with make_private(units=...). It splits batches between any "
-            "two rows, so that parts of one unit would be clipped one by one, and a unit could add "
-            "several times the bound. Use a loader with a smaller batch_size, max_rows_per_unit, "
-            "or activation checkpointing (mode='two_pass')."
+            "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
+            "one step for each (units, max_batch_size or batches in an order). A step of two "
+            "of them could hold one sample twice, and is accounted for as one. Call "
+            "optimizer.step() after every batch; for larger steps use a loader with a larger "
+            "batch_size. Nothing was released."
         )
-    if module._session.whole_batches:
-        raise FlashClippingError(
-            "BatchMemoryManager: found with make_private(max_batch_size=...) or batches in an "
-            "order. It splits batches, and nobody could tell which parts are padding or which step "
-            "a part belongs to. Use a loader with a smaller batch_size, or activation "
-            "checkpointing (mode='two_pass')."
-        )
+    raise FlashClippingError(
+        "BatchMemoryManager: found with a loader whose batches must come whole (units, "
+        "max_batch_size or batches in an order). It splits them between any two rows: parts of one "
+        "unit would be clipped one by one, and nobody could tell which parts are padding or which "
+        "step a part belongs to. Use a loader with a smaller batch_size, max_rows_per_unit, or "
+        "activation checkpointing (mode='two_pass')."
+    )
 
 
 def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
