@@ -156,8 +156,8 @@ class FeasiblePrvAccountant(PRVAccountant):
     """Opacus' default, which has an answer where there is next to no noise.
 
     The distribution of the privacy loss is as wide as ε. Where it would not fit in memory, or its
-    exponential not in float64 (Opacus' ε of 5300 is 705 then), ε is that of Opacus' RDP accountant,
-    an upper bound too; without noise it is infinite.
+    exponential not in float64, ε is that of Opacus' RDP accountant, an upper bound too; without
+    noise it is infinite.
     """
 
     def get_epsilon(

@@ -95,17 +95,14 @@ def _normals(
 class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` with noise that steps partly take back.
 
-    Noise multiplier, bound and trainable parameters stay as they are in the first step: what is
-    taken back must be what was added.
+    Noise multiplier, bound and trainable parameters stay as they are in the first step, or a step
+    is refused: what is taken back must be what was added.
 
     Args:
         mechanism: how noise is correlated.
         before_noise: called before a step's noise is drawn, with the step's batch; raises if the
             step may not be taken.
         **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
-
-    Raises:
-        FlashClippingError: in ``step``, where one of these has changed.
     """
 
     def __init__(

@@ -19,9 +19,8 @@ class ModuleProxy(nn.Module):
     """Hands on to ``self._module`` what a wrapper has not itself.
 
     Reading: the wrapper's own attributes, then modules by their path (as in Opacus), then those of
-    the model: ``config``, ``device``, ``generate``, ``save_pretrained``. Setting an attribute that
-    only the model has sets the model's. What Python looks up on the class is the wrapper's:
-    ``isinstance``, ``len``, indexing.
+    the model: ``config``, ``device``, ``generate``. Setting an attribute that only the model has
+    sets the model's. What Python looks up on the class (``len``, indexing) is the wrapper's.
     """
 
     _module: nn.Module

@@ -35,16 +35,14 @@ class ReportsPrivacy:
 
 
 class PrivateRun:
-    """What makes a trainer's run private.
-
-    In this order: make it, draw batches with :attr:`sampling_stream`, :meth:`attach`, train.
+    """What makes a trainer's run private: make it, draw batches with :attr:`sampling_stream`,
+    :meth:`attach`, train.
 
     Attributes:
         engine: accounts for the steps.
-        hooks: the hooks on the model, after :meth:`attach`.
-        optimizer: the private one, after :meth:`attach`.
-        statistics: the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`, likewise.
         sampling_stream: what batches are drawn with.
+        hooks, optimizer, statistics: after :meth:`attach`: the hooks on the model, the private
+            optimizer, and the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`.
         planned_steps: how many steps the noise was computed for.
     """
 
@@ -88,14 +86,9 @@ class PrivateRun:
         Args:
             model: all trainable parameters of it are covered. In several processes: inside of
                 Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
-            optimizer: holds parameters of this model.
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
-            max_grad_norm: the clipping bound.
             steps: of the whole run.
             options: of the engine, unless the user gave others.
-
-        Raises:
-            ValueError: with ``target_epsilon``, a higher sample rate than noise was computed for.
         """
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:

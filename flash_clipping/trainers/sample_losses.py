@@ -108,11 +108,9 @@ def sample_losses(
 def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
     """Connectionist temporal classification for each sample, ``[B]``, fp32.
 
-    Args:
-        model: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced.
-        inputs: what it was called with: the signal first, ``attention_mask`` if there is one.
-        logits: ``[B, T, K]``.
-        labels: ``[B, L]``, characters, and negative numbers behind the last.
+    ``model``: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced;
+    ``inputs``: what it was called with, the signal first; ``logits``: ``[B, T, K]``; ``labels``:
+    ``[B, L]``, characters, and negative numbers behind the last.
     """
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:

@@ -84,16 +84,9 @@ class GraphedModel(GraphedStep):
     """The calls of ``model``, replayed wherever that gives what running them would give.
 
     A call runs as it is where :class:`GraphedStep` would run as it is, and while the results of a
-    replayed call still wait for their backward. Graphs are given up for good, with one warning,
-    where the model waits for the device, draws random numbers on the host, has hooks of others, or
-    keeps tensors that are neither parameters nor buffers.
-
-    Args:
-        model: the wrapped model.
-        forward: its own forward.
-
-    Attributes:
-        off: why there are no graphs any more; ``None`` while there may be.
+    replayed call still wait for their backward. Graphs are given up for good, with one warning
+    (``off`` is why), where the model waits for the device, draws random numbers on the host, has
+    hooks of others, or keeps tensors that are neither parameters nor buffers.
     """
 
     _kind = GraphedCall

@@ -380,12 +380,6 @@ class UnitsOfRows:
         rows: how many rows the dataset has.
         sample_rate: the probability of every unit in every step.
         max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
-
-    Attributes:
-        count: how many units there are.
-
-    Raises:
-        ValueError: it is not one id for each row, or ``max_rows`` is below 1.
     """
 
     def __init__(
@@ -402,6 +396,7 @@ class UnitsOfRows:
         if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
             raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
         _, place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
+        #: How many units there are.
         self.count = len(sizes)
         self.sample_rate, self.max_rows = sample_rate, max_rows
         self._rows = place_of_row.argsort(stable=True)

@@ -1,11 +1,9 @@
 """What a step draws: samplers of batches of indices, from a secret stream of their own.
 
-The accountants assume that every step draws every sample independently with probability ``q``, the
-*sample rate* that they are told. The samplers here do exactly that, and nobody can guess what they
-draw: it is hidden who took part in a step, and on that the accountants' amplification rests.
-
-Other samplers are for processes that an accountant of ours knows: batches of one size, cut or
-filled up, and batches in an order, for noise that is correlated over steps.
+Accountants assume that every step draws every sample independently with the *sample rate* ``q``
+that they are told, and that nobody can guess who took part. Other samplers are for processes that
+an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
+noise that is correlated over steps.
 """
 
 from __future__ import annotations
@@ -206,18 +204,11 @@ class ShardedPoissonSampler(PoissonSampler):
 
 
 class FixedShapeSampler(PoissonSampler):
-    """Every step draws every sample independently, and takes at most so many of them.
+    """Every step draws every sample independently, and takes at most ``max_batch_size`` of them.
 
-    Of more than ``max_batch_size`` samples a uniformly random subset of that size is left. Of fewer
-    the batch is filled up with samples that were not drawn: other rows than those that count, so
-    that a rehearsal can tell rows apart. Rows that count are the first.
-
-    Args:
-        max_batch_size: rows of every batch.
-        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
-
-    Raises:
-        ValueError: ``max_batch_size`` is not between 1 and the number of samples.
+    Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
+    with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
+    rows apart. Rows that count are the first.
     """
 
     is_strict = True
@@ -274,10 +265,8 @@ class OrderedSampler(PoissonSampler):
 
 
 class FixedOrderSampler(OrderedSampler):
-    """Every epoch has the same batches in the same order; every sample is in one of them.
-
-    Which is drawn at random, once. Batches differ by one sample in size at most.
-    """
+    """Every epoch has the same batches in the same order, drawn at random, once; every sample is in
+    one of them. Batches differ by one sample in size at most."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -290,17 +279,8 @@ class FixedOrderSampler(OrderedSampler):
 
 
 class CyclicPoissonSampler(OrderedSampler):
-    """Samples are in groups, and each step draws from the next one.
-
-    The group of a sample is its number modulo ``cycle``. A step draws every sample of its group
-    independently, with probability ``cycle * sample_rate``.
-
-    Args:
-        cycle: how many groups there are.
-        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
-
-    Raises:
-        ValueError: the probability would be above 1.
+    """Samples are in ``cycle`` groups, by their number modulo ``cycle``; each step draws from the
+    next one, every sample independently, with probability ``cycle * sample_rate``.
     """
 
     def __init__(self, *, cycle: int, **kwargs: Any):
