@@ -151,7 +151,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 f"PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, not "
                 "with the Poisson loader. Do not reload dataloaders, or change the fit loop."
             )
-        self._check_steps(trainer)
+        self.run.check_steps(trainer.global_step)
         self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -186,17 +186,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Check that the step is accounted; log."""
-        self._check_steps(trainer)
+        self.run.check_steps(trainer.global_step)
         if trainer.global_step % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self.run.statistics.read().logs(self.epsilon), batch_size=1)
-
-    def _check_steps(self, trainer: Any) -> None:
-        self.run.check_steps(
-            trainer.global_step,
-            "PrivateTraining: Lightning counts {counted} steps, and {accounted} are accounted. A "
-            "checkpoint without an accountant was loaded (one of a run without this callback), or "
-            "something overrides the optimizer.",
-        )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""

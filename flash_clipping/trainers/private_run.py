@@ -167,11 +167,16 @@ class PrivateRun:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]
 
-    def check_steps(self, counted: int, because: str) -> None:
+    def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
         accounted = self.steps - self.steps_before
         if accounted != counted:
-            raise RuntimeError(because.format(counted=counted, accounted=accounted))
+            raise RuntimeError(
+                f"The trainer counts {counted} steps, and {accounted} are accounted. Weights were "
+                "changed without noise, a step was left out, or a checkpoint without an accountant "
+                "was loaded: something overrides the optimizer, its step() or the checkpoint's "
+                "loading."
+            )
 
     def check_budget(self, remaining: int) -> None:
         """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
@@ -214,15 +219,12 @@ class PrivateRun:
                 f"resume: found a run that has done {self.steps} private steps. Its accountant "
                 "would forget them. Make a new trainer to resume with."
             )
-        now = self._settings()
-        different = [
-            f"{name} was {was}, is {now[name]}"
-            for name, was in state["settings"].items()
-            if now[name] != was
-        ]
-        if different:
+        now, then = self._settings(), state["settings"]
+        changed = [name for name in then if now[name] != then[name]]
+        if changed:
+            listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
             raise ValueError(
-                f"resume: the checkpoint is of another run: {'; '.join(different)}. Noise and "
+                f"resume: the checkpoint is of another run: {listed}. Noise and "
                 "epsilon were computed for those. Use the same data, batch size, number of steps "
                 "and privacy arguments."
             )

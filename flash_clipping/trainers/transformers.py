@@ -400,24 +400,14 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: PrivateTrainer):
         self._trainer = trainer
 
-    def _check_steps(self, state: Any) -> None:
-        trainer = self._trainer
-        trainer.run.check_steps(
-            state.global_step,
-            "PrivateTrainer: the Trainer counts {counted} steps, and {accounted} are accounted. "
-            "Weights were changed without noise, or a step was left out: something overrides the "
-            "optimizer, its step() or the checkpoint's loading.",
-        )
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        run = trainer.run
+        run = self._trainer.run
         if run is None or run.optimizer is None:
             raise RuntimeError(
                 "PrivateTrainer: training begins, and the optimizer is not private. Do not "
                 "override create_optimizer or get_train_dataloader."
             )
-        self._check_steps(state)
+        run.check_steps(state.global_step)
         run.check_budget(state.max_steps - state.global_step)
         run.statistics.read()
 
@@ -426,7 +416,7 @@ class _Watch(TrainerCallback):
         run.begin_epoch(self._trainer._loader, self._trainer._trainings, int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check_steps(state)
+        self._trainer.run.check_steps(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._trainings += 1
