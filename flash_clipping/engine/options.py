@@ -136,8 +136,8 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
 
     ``ValueError`` if they do not go together, or the accountant does not know the process.
     """
-    noise, sampling = given.get("noise") or IndependentNoise(), given.get("sampling", "poisson")
-    max_batch_size = given.get("max_batch_size")
+    noise = IndependentNoise() if given.get("noise") is None else given["noise"]
+    sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "
