@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -70,7 +70,7 @@ class OrderedCollate:
         with torch.random.fork_rng(devices=[]):
             backward = self.wrapped_collator_fn(reverse)
         batch = self.wrapped_collator_fn(samples)
-        for rows, other in zip(_tensors(batch), _tensors(backward), strict=False):
+        for rows, other in zip(tensors_in(batch), tensors_in(backward), strict=False):
             if not rows.dim() or len(rows) != len(samples) or rows.shape != other.shape:
                 continue
             if not _are_equal(rows, other.flip(0)):
@@ -82,17 +82,6 @@ class OrderedCollate:
                 )
             self._is_known = self._is_known or not _are_equal(rows, other)
         return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Those of a batch, in its order; batches of tokenizers are mappings of their own."""
-    if isinstance(batch, Mapping):
-        batch = [*batch.values()]
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _tensors(part)
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
