@@ -200,7 +200,7 @@ class ModelLosses:
     def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
         """Let a backward pass fail that reaches a loss which samples share. Nothing is wrong with
         it otherwise: the output's logits may be used."""
-        loss = _loss_of(output)
+        loss = loss_of(output)
         if loss is None or not loss.requires_grad:
             return
         if reason := self._shared(kwargs, output):
@@ -274,7 +274,7 @@ def _takes_labels(module: nn.Module) -> bool:
     return "labels" in inspect.signature(type(module).forward).parameters
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def loss_of(output: Any) -> Tensor | None:
     """The loss in an output of transformers: by its name, or first in a tuple."""
     loss = output[0] if isinstance(output, tuple) and output else part_of(output, "loss")
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

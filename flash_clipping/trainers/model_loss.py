@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.engine.token_losses import loss_of
 from flash_clipping.trainers.sample_losses import IGNORED
 
 #: Relative differences that are rounding: losses are means of many terms.
@@ -25,25 +26,19 @@ _TOLERANCE_OF_16_BITS = 5e-2
 @contextmanager
 def asking(model: nn.Module) -> Iterator[None]:
     """Run a model for its answer: without gradients and dropout; nothing of it is changed."""
-    modes = [module.training for module in model.modules()]
-    devices = list({p.device for p in model.parameters() if p.is_cuda})
-    try:
-        with untouched(model), random_state(devices, seed=0), torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, mode in zip(model.modules(), modes, strict=True):
-            module.training = mode
+    with untouched(model), _seeded(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+def _seeded(model: nn.Module) -> Any:
+    return random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0)
 
 
 def own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
     """The loss that a model of ``transformers`` returns, a scalar; ``None`` if it has none."""
-    with random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0):
-        outputs = _without_penalty(model)(**inputs)
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if isinstance(outputs, tuple) and outputs:
-        loss = outputs[0]
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+    with _seeded(model):
+        return loss_of(_without_penalty(model)(**inputs))
 
 
 def _without_penalty(model: Any) -> nn.Module:
