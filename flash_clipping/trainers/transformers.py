@@ -32,7 +32,8 @@ try:
 except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
-from flash_clipping.capture.units import Offsets, UnitsOfCalls
+from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.units import UnitsOfCalls
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
@@ -291,7 +292,14 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         units = None
         if self._units is not None:
             index, without = self._units.argument(plain, (), inputs)
-            units = _units_of(self._units, index, inputs), self._samples
+            if not isinstance(index, Tensor):
+                raise ValueError(
+                    f"PrivateTrainer: sample_of={self._units.name!r}: found {type(index).__name__} "
+                    "in a batch; expected a tensor by that name from data_collator, with the unit "
+                    "of every row, [R], or of every position, [R, T]."
+                )
+            found = self._units.of_call(index, batched_inputs((), without), self._samples)
+            units = found.map.index_M.view(found.shape), found.count
             if self.run is None or self.run.hooks is None:  # which would take the argument off
                 inputs = without
         if self.compute_loss_func is not None:
@@ -469,19 +477,3 @@ def _options_of(model: Any) -> dict[str, Any]:
 
 def _without_args() -> None:
     """The signature of a class without ``__init__`` of its own."""
-
-
-def _units_of(units: UnitsOfCalls, index: Any, inputs: dict[str, Any]) -> Tensor:
-    """The unit of every row, or of every position; -1 for none."""
-    if not isinstance(index, Tensor):
-        raise ValueError(
-            f"PrivateTrainer: sample_of={units.name!r}: found {type(index).__name__} in a batch; "
-            "expected a tensor by that name from data_collator, with the unit of every row, [R], "
-            "or of every position, [R, T]."
-        )
-    if not isinstance(units.sample_of, Offsets):
-        return index
-    rows = next(x for x in inputs.values() if isinstance(x, Tensor) and x.dim() > 1)
-    places_T = torch.arange(rows.shape[1], device=index.device)
-    index_T = torch.searchsorted(index.long(), places_T, right=True) - 1
-    return index_T.masked_fill(index_T >= len(index) - 1, -1).unsqueeze(0)
