@@ -1,4 +1,4 @@
-"""What steps cost, where that is more than Opacus' accountants know: by Google's dp-accounting.
+"""The cost of steps that Opacus' accountants do not know, by Google's dp-accounting.
 
 A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
 event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
@@ -27,7 +27,7 @@ from flash_clipping.randomness.mechanisms import (
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
 SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
 
-#: Which datasets ε compares, in words.
+#: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
 ZERO_OUT = "zero out one sample"
 
@@ -105,7 +105,7 @@ class Process:
 
     @property
     def relation(self) -> str:
-        """Which datasets ε compares."""
+        """The neighbouring relation of ε, in words."""
         return ADD_OR_REMOVE if self.sampling == "poisson" else ZERO_OUT
 
     def events(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
@@ -342,7 +342,7 @@ def dp_accounting() -> Any:
 
 
 def relation_of(accountant: Any) -> str:
-    """Which datasets the ε of an accountant compares."""
+    """The neighbouring relation of an accountant's ε, in words."""
     process = getattr(accountant, "process", None)
     return ADD_OR_REMOVE if process is None else str(process.relation)
 

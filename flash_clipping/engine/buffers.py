@@ -167,7 +167,8 @@ class BufferWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Tensor | None]:
-        """What comes to these places where the forward begins as it did, with other inputs."""
+        """The buffers that the forward makes in these places where it begins as it did, with other
+        inputs."""
         devices = {x.device for x in self.session.state() if x.is_cuda}
         with (
             torch.no_grad(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: What state dicts of a wrapped model put before every name, as Opacus' do.
+#: State dicts of a wrapped model put this before every name, as Opacus' do.
 PREFIX = "_module."
 
 #: Set on the model and on the wrapper, each its own.

@@ -27,7 +27,7 @@ def stream_of(
 
 
 def seed_notice(*streams: SecretStream | None) -> str:
-    """What a report of ε says besides, where noise or batches come from a seed."""
+    """A warning to stand behind ε, where noise or batches come from a seed; else empty."""
     seeds = sorted({s.seed for s in streams if s is not None and s.seed is not None})
     if not seeds:
         return ""

@@ -73,7 +73,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     _module: Any = None
     _replaced = False
     _iterations = 1
-    #: Of the sums in ``p.summed_grad``, whose step has not ended.
+    #: The record of the sums in ``p.summed_grad``, whose step has not ended.
     _record: StepRecord | None = None
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
     _loop: FrameType | None = None
@@ -146,7 +146,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def step_record(self) -> StepRecord | None:
-        """What the sums were clipped by that the running step has taken so far."""
+        """The record of the sums that the running step has taken so far."""
         return self._record
 
     @property
@@ -203,9 +203,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given: refused
-        always. The scale is in the norms, so that samples are clipped at ``max_grad_norm / scale``;
-        and a step that is skipped because of some sample's overflow is a release without noise."""
+        """``torch.amp.GradScaler.step`` asks for this first, and is refused always. The scale is in
+        the norms, so that samples are clipped at ``max_grad_norm / scale``; and a step that is
+        skipped because of some sample's overflow is a release without noise."""
         raise ValueError(
             "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
             "were clipped as they came, multiplied by the scale, and are divided by it before "
@@ -317,7 +317,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """The noise multiplier of the sum."""
         if self.adaptive is not None:
             return self.adaptive.noise_multiplier(self.noise_multiplier, self._expected_samples())
-        # What Opacus' own adaptive criterion leaves here.
+        # Opacus' own adaptive criterion leaves it here.
         multiplier = getattr(self, "_adjusted_noise_multiplier", None)
         return self.noise_multiplier if multiplier is None else multiplier
 
@@ -364,7 +364,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             _mark_used(p.summed_grad)
 
     def _own(self, tensor: Any) -> Tensor:
-        """What this process has of a parameter or its sum."""
+        """The part of a parameter or its sum that this process has."""
         found: Tensor = tensor
         return found
 
@@ -373,11 +373,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return own.view_as(param)
 
     def _shards(self) -> list[int] | None:
-        """Which part of the noise of each parameter's number is this process's; ``None``: all."""
+        """This process's part of each parameter's noise, by number; ``None``: all of it."""
         return None
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
-        """Of noisy gradients: the parameter's, as optimizers want them."""
+        """The dtype of noisy gradients: the parameter's, as optimizers want them."""
         return p.dtype
 
     def scale_grad(self) -> None:

@@ -1,4 +1,4 @@
-"""What a wrapped model and ``make_private`` can be told: for type checkers, and checked."""
+"""Arguments of wrapped models and of ``make_private``: for type checkers, and checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, 
 Mode = Literal["one_pass", "two_pass"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-#: What clipped sums are left in: fp32, or the parameter's own dtype.
+#: The dtype of clipped sums: fp32, or the parameter's own.
 SumDtype = Literal["float32", "parameter"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
@@ -32,7 +32,7 @@ Sampling = Literal["poisson", "fixed_order", "cyclic_poisson"]
 
 
 class ModelOptions(TypedDict, total=False):
-    """What a wrapped model and ``make_private`` both take."""
+    """Arguments that a wrapped model and ``make_private`` both take."""
 
     batch_first: bool
     loss_reduction: Reduction
@@ -45,7 +45,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class WrapperOptions(ModelOptions, total=False):
-    """Of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
+    """Arguments of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
 
     force_functorch: bool
     max_grad_norm: float | Sequence[float]
@@ -54,7 +54,7 @@ class WrapperOptions(ModelOptions, total=False):
 
 
 class PrivateOptions(ModelOptions, total=False):
-    """Of ``make_private`` and ``make_private_with_epsilon``, in mode ``"flash"``."""
+    """Arguments of ``make_private`` and ``make_private_with_epsilon``, in mode ``"flash"``."""
 
     module: Required[nn.Module]
     optimizer: Required[torch.optim.Optimizer]
@@ -74,7 +74,7 @@ class PrivateOptions(ModelOptions, total=False):
     noise_grid: bool
     cuda_graphs: CudaGraphs
     pipeline: Any
-    # Of clipping="adaptive".
+    # With clipping="adaptive".
     target_unclipped_quantile: float
     min_clipbound: float
     max_clipbound: float
@@ -82,7 +82,7 @@ class PrivateOptions(ModelOptions, total=False):
 
 
 class EpsilonOptions(PrivateOptions, total=False):
-    """Of ``make_private_with_epsilon``: the target, and what the accountants read besides."""
+    """Arguments of ``make_private_with_epsilon``: the target, and those of the accountants."""
 
     target_epsilon: Required[float]
     target_delta: Required[float]
@@ -111,7 +111,7 @@ def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
 
 
-#: What only ``clipping="adaptive"`` takes.
+#: Arguments of ``clipping="adaptive"`` alone.
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 

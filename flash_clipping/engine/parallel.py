@@ -45,7 +45,7 @@ _UNREDUCED = (
 
 
 def _form_of(module: nn.Module) -> str | None:
-    """What of PyTorch's data parallelism this module is, or is managed by."""
+    """The form of PyTorch's data parallelism that this module is, or is managed by."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return f"torch.nn.parallel.{type(module).__name__}"
     if not dist.is_available():
@@ -74,7 +74,7 @@ def refuse_inside(path: str, module: nn.Module) -> None:
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
     """Refuse a forward of a private model that is a replica, or runs inside
     DistributedDataParallel, or with the positions of a sample in several processes."""
-    # What context_parallel puts in the place of a builtin function, in all of its forms.
+    # All forms of context_parallel put a function of theirs in the place of this builtin.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
             f"the model ({type(module).__name__}): found torch.distributed's context_parallel "

@@ -75,7 +75,7 @@ class PrivateSchedule:
         self._stage = StageOfPipeline(self._session, stage.group, count, microbatch_size)
         self._running = False
         module._watch.in_private_schedule = True
-        # What a schedule runs to learn shapes, on memory without values, is none of a step.
+        # A schedule's run to learn shapes, on memory without values, is no part of a step.
         module.disable_hooks()
         stage.forward_one_chunk = self._recorded(stage.forward_one_chunk, backward=False)
         stage.backward_one_chunk = self._recorded(stage.backward_one_chunk, backward=True)
@@ -147,7 +147,7 @@ class PrivateSchedule:
     def _step(self) -> Iterator[None]:
         session, schedule = self._session, self.schedule
         before = session.drawn, schedule.scale_grads
-        # Of the batch; the module is called with micro-batches. Sums are no means.
+        # These are the batch's; the module is called with micro-batches. Sums are no means.
         session.drawn, schedule.scale_grads = None, False
         session.draws.paused = True
         self._running = True

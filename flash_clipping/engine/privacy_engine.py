@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
 
-#: What Opacus' make_private is told in any mode.
+#: Arguments that Opacus' make_private gets in any mode.
 _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm wrap_model batch_first
 loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
 
@@ -90,7 +90,7 @@ PrivateHooks: TypeAlias = tuple[
 
 @dataclass
 class _Asked:
-    """What a call of make_private in mode ``"flash"`` was told.
+    """The arguments of one call of make_private in mode ``"flash"``.
 
     Attributes:
         given: all arguments.
@@ -110,7 +110,7 @@ class _Asked:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """What the wrapped model is told beyond what Opacus' engine hands on."""
+        """Arguments of the wrapped model that Opacus' engine does not hand on."""
         names = ("backend", "mode", "folded_modules", "sum_dtype", "strict", "sample_of")
         options = {name: self.given[name] for name in names}
         clipping = self.given["clipping"]
@@ -152,9 +152,9 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     accountant: Any
     dataset: Any
-    #: What the running call of make_private was told; ``None`` outside, and in modes of Opacus'.
+    #: The running call of make_private; ``None`` outside of it, and in modes of Opacus'.
     _asked: _Asked | None = None
-    #: What make_private_with_epsilon takes besides, while it runs.
+    #: Further arguments of make_private_with_epsilon, while it runs.
     _of_epsilon: set[str] = set()
     #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
@@ -616,11 +616,11 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     @property
     def relation(self) -> str:
-        """Which datasets epsilon compares, in words: name it wherever epsilon is reported."""
+        """The neighbouring relation of epsilon, in words: name it wherever epsilon is reported."""
         return relation_of(self.accountant)
 
     def summary(self, delta: float, *, optimizer: Any = None) -> str:
-        """What was spent, in a line to report: ε with δ, and which datasets they compare.
+        """The privacy spent, in a line to report: ε with δ, and the neighbouring relation.
 
         Args:
             delta: δ.

@@ -1,4 +1,4 @@
-"""What a wrapped model is made of: layers that come after wrapping have no tap."""
+"""The modules of a wrapped model: layers that come after wrapping have no tap."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def part_of(output: Any, name: str) -> Any:
-    """What a model returned by this name; ``None`` if it is not there."""
+    """The part of a model's output by this name; ``None`` if it is not there."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
@@ -168,7 +168,7 @@ class ModelLosses:
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
         self._root = root
-        #: What stands in for the models' loss functions.
+        #: The stand-ins for the models' loss functions.
         self.stand_ins: list[SampleMeans] = []
         #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
         adapters = getattr(root, "peft_config", {})

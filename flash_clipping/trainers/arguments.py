@@ -1,11 +1,11 @@
-"""What a trainer is told about privacy."""
+"""The privacy of a trainer's run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What a trainer passes to ``make_private`` itself.
+#: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
 loss_reduction noise_generator criterion grad_sample_mode units max_rows_per_unit distributed
 sampling max_batch_size noise"""

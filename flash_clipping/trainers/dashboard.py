@@ -25,7 +25,7 @@ def accounted_steps(engine: Any) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the samples since the last reading were like.
+    """Statistics of the samples since the last reading.
 
     Attributes:
         samples: how many there were.
@@ -45,7 +45,7 @@ class Reading:
         return self.samples / self.seconds if self.seconds > 0 else float("nan")
 
     def logs(self, epsilon: float) -> dict[str, float]:
-        """What trainers log of it, beside ε."""
+        """The numbers that trainers log, with ε."""
         names = ("clipped_share", "median_norm", "samples_per_second")
         return {"epsilon": epsilon} | {name: getattr(self, name) for name in names}
 
@@ -67,7 +67,7 @@ class ClippingStatistics:
         coef_PB = coef if coef.dim() == 2 else coef.unsqueeze(0)
         self._norms.append(norm_B.detach())
         self._clipped.append((coef_PB < 1).any(0))
-        # Of no sample is norm and coefficient 0; which rows these are is looked at when it is read.
+        # No sample has norm and coefficient 0; padding is looked for when statistics are read.
         self._padding.append((coef_PB[0] == 0) & (norm_B == 0))
 
     def read(self) -> Reading:

@@ -30,12 +30,12 @@ class ReportsPrivacy:
 
     @property
     def relation(self) -> str:
-        """Which datasets ε compares, in words."""
+        """The neighbouring relation of ε, in words."""
         return ADD_OR_REMOVE if self.run is None else str(self.run.engine.relation)
 
 
 class PrivateRun:
-    """What makes a trainer's run private: make it, draw batches with :attr:`sampling_stream`,
+    """Makes a trainer's run private: make it, draw batches with :attr:`sampling_stream`,
     :meth:`attach`, train.
 
     Attributes:
@@ -192,12 +192,12 @@ class PrivateRun:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, float]:
-        """What a run may not change when it is resumed; beside the data."""
+        """Settings that a run may not change when it is resumed; beside the data."""
         names = ("noise_multiplier", "sample_rate", "max_grad_norm")
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside model and optimizer; no objects of classes."""
+        """The state for a checkpoint, beside model and optimizer; no objects of classes."""
         state: dict[str, Any] = {
             "accountant": dict(self.engine.accountant.state_dict()),
             "settings": self._settings(),

@@ -200,7 +200,7 @@ def _means(losses_M: Tensor, counted_M: Tensor, index_M: Tensor, count: int) -> 
 
 
 def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
-    """Of the position where an answer starts or ends; positions outside count nothing."""
+    """The loss of where an answer starts or ends; positions outside count nothing."""
     length = logits_BT.shape[1]
     position_B = position_B.flatten()
     outside_B = (position_B < 0) | (position_B >= length)

@@ -111,7 +111,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
         self._shifts: bool | None = None
         self._loader: Any = None
-        #: What the loader draws from: the dataset as it was given, and its size.
+        #: The loader's source: the dataset as it was given, and its size.
         self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
         self._trainings = 0
@@ -263,7 +263,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                     f"compute_sample_losses: found losses of shape {[*losses.shape]} for {size} "
                     "samples; expected one loss for each sample, [B], not reduced."
                 )
-            # Of sums every gradient is a sample's own, however many samples a part has.
+            # A sum's gradients are each sample's own, however many samples a part has.
             with hooks.summed_loss():
                 losses.sum().backward()
             self.run.statistics.note_backward()
@@ -329,7 +329,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     @staticmethod
     def _with_decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
-        """What a decoder reads, made of the labels as the model would."""
+        """The inputs with those of the decoder, made of the labels as the model would."""
         if any(
             inputs.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds")
         ):
@@ -348,7 +348,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """Nothing: before the step gradients are sums without noise."""
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of all parts of a batch."""
+        """The number for all parts of a batch."""
         if not isinstance(inputs, LogicalBatch):
             return int(super().floating_point_ops(inputs))
         return sum(int(super(PrivateTrainer, self).floating_point_ops(p)) for p in inputs.parts)

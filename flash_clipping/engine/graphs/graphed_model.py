@@ -52,7 +52,7 @@ def replay_calls(model: Any) -> None:
 
 @dataclass
 class Use:
-    """What the loop did with one call of the model.
+    """The results of one call of the model that the loop used in backward.
 
     Attributes:
         grads: which of its results, by number among all of its leaves, got a gradient.
@@ -95,7 +95,7 @@ class GraphedModel(GraphedStep):
         super().__init__(forward, model, warmup=WARMUP)
         self.model: Any = model
         self.off: str | None = None
-        #: What the loop did with the last calls of each layout.
+        #: How the loop used the last calls of each layout.
         self._uses: dict[Hashable, list[Use]] = {}
         self._hooks = self._hooks_now()
         #: Backward of the replayed call that waits for it, as long as anybody can ask for it.

@@ -283,7 +283,7 @@ class GraphedStep:
         return devices.pop()
 
     def _module(self) -> nn.Module:
-        """What holds the parameters: Opacus' hooks (``wrap_model=False``) are no module."""
+        """The module with the parameters: Opacus' hooks (``wrap_model=False``) are none."""
         model = self.model
         return model if isinstance(model, nn.Module) else model._module
 

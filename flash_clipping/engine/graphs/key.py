@@ -1,4 +1,4 @@
-"""What a graph is found by: the layout of arguments, and what Python decides on the way."""
+"""Keys of graphs: the layout of arguments, and everything that Python decides by on the way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def key(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> tuple[Hashable, Hashable]:
-    """What a graph is found by: the layout of arguments, and the circumstances of the call."""
+    """The key of a graph: the layout of arguments, and the circumstances of the call."""
     layout = str(structure), *map(_layout, leaves)
     return layout, _circumstances(modules, models, device)
 
@@ -41,7 +41,7 @@ def _circumstances(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> Hashable:
-    """What Python decides on the way through the step."""
+    """All that Python decides by on the way through the step."""
     bounds: list[Hashable] = []
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
@@ -71,7 +71,7 @@ def _circumstances(
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Which memory a tensor of the model is, and how it is read."""
+    """The memory of a tensor of the model, and how it is read."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -85,13 +85,13 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def _precision() -> list[str]:
-    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings: once these are used,
-    it refuses to tell the older."""
+    """The precision of float32 matmuls and convolutions, by the newer settings: once these are
+    used, PyTorch refuses to tell the older."""
     convolutions: Any = torch.backends.cudnn
     return [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
 
 
-#: What arguments may hold besides tensors: what is known by its value.
+#: Types that arguments may hold besides tensors: these are known by their values.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 

@@ -362,7 +362,7 @@ def _name(thing: Any) -> str:
 
 
 class UnitsOfRows:
-    """Which unit each row of a dataset belongs to.
+    """The unit that each row of a dataset belongs to.
 
     Args:
         units: ``[len(dataset)]``: the id of every row's unit, integers of any size.

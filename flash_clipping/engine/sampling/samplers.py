@@ -1,4 +1,4 @@
-"""What a step draws: samplers of batches of indices, from a secret stream of their own.
+"""Samplers of batches of indices, which draw from a secret stream of their own.
 
 Accountants assume that every step draws every sample independently with the *sample rate* ``q``
 that they are told, and that nobody can guess who took part. Other samplers are for processes that
@@ -52,7 +52,7 @@ class BatchSizeNotifier:
 
     @property
     def draws(self) -> Draws:
-        """Of the wrapped model; without one, of nobody."""
+        """The wrapped model's; without one, nobody's."""
         module = None if self._module is None else self._module()
         return Draws() if module is None else module._session.draws
 
@@ -84,7 +84,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         SeededNoiseWarning: ``generator`` was given.
     """
 
-    #: Which part of each draw is this process's.
+    #: The part of each draw that is this process's.
     shard = 0
 
     #: Whether forwards must be of its batches, row by row.
