@@ -10,12 +10,13 @@ from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards
-from flash_clipping.engine.accounting import PldAccountant, Process
+from flash_clipping.engine.accounting import PldAccountant, Process, without_hints
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.finish.clipping import check_clipping
 from flash_clipping.ops.runtime.backend import BACKENDS
@@ -115,9 +116,9 @@ def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 
-def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -> None:
+def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
-    known = {*inspect.signature(PrivacyEngine.make_private).parameters, *of_epsilon}
+    known = {*inspect.signature(PrivacyEngine.make_private).parameters}
     known |= {*PrivateOptions.__annotations__} - {*ADAPTIVE}
     if clipping == "adaptive":
         known |= {*ADAPTIVE}
@@ -197,18 +198,32 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
     return process
 
 
-def planned_noise(accountant: PldAccountant, given: dict[str, Any]) -> float:
-    """The noise multiplier for the target that ``make_private_with_epsilon`` was given."""
-    target = {name: given.pop(name) for name in ("target_epsilon", "target_delta")}
-    epochs, tolerance = given.pop("epochs"), given.pop("epsilon_tolerance", 0.01)
-    requested_process(accountant, given)
+def planned_noise(
+    accountant: Any,
+    given: dict[str, Any],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    epochs: float,
+) -> float:
+    """The noise multiplier for this target; takes what accountants read out of ``given``."""
     if len(accountant):
         warnings.warn(
             f"make_private_with_epsilon: {len(accountant)} steps are accounted for already; the "
             "noise is for the target without them.",
-            stacklevel=4,
+            stacklevel=3,
         )
+    functions = get_noise_multiplier, accountant.get_epsilon
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    known -= {"delta", "steps", "sample_rate", "accountant"}
+    options = {name: given.pop(name) for name in known & given.keys()}
+    options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
     batches = len(given["data_loader"])
-    return accountant.noise_multiplier(
-        **target, sample_rate=1 / batches, steps=int(epochs * batches), epsilon_tolerance=tolerance
-    )
+    if isinstance(accountant, PldAccountant):
+        requested_process(accountant, given)
+        steps = int(epochs * batches)
+        return accountant.noise_multiplier(sample_rate=1 / batches, steps=steps, **options)
+    with without_hints():
+        return get_noise_multiplier(
+            sample_rate=1 / batches, epochs=epochs, accountant=accountant.mechanism(), **options
+        )

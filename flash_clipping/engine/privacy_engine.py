@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, ove
 
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
@@ -154,8 +152,6 @@ class FlashPrivacyEngine(PrivacyEngine):
     dataset: Any
     #: The running call of make_private; ``None`` outside of it, and in modes of Opacus'.
     _asked: _Asked | None = None
-    #: Further arguments of make_private_with_epsilon, while it runs.
-    _of_epsilon: set[str] = set()
     #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
     #: The δ that there was a warning about, and what else was said once.
@@ -334,7 +330,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             self._prepare_opacus_mode(grad_sample_mode)
             return super().make_private(grad_sample_mode=grad_sample_mode, **of_opacus)
         check_engine(PrivacyEngine)
-        check_keywords(of_opacus, clipping, self._of_epsilon)
+        check_keywords(of_opacus, clipping)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
         group = pipeline_group(pipeline, given)
@@ -387,6 +383,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     def make_private_with_epsilon(
         self,
         *,
+        data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
@@ -397,6 +394,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     def make_private_with_epsilon(
         self,
         *,
+        data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
@@ -416,28 +414,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         Warns:
             LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
         """
-        options.update(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
+        options["data_loader"] = data_loader
+        target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
         if grad_sample_mode == "flash":
-            options.setdefault("criterion", None)  # Opacus' default is a mean
-            if isinstance(self.accountant, PldAccountant):
-                made = self.make_private(
-                    noise_multiplier=planned_noise(self.accountant, options), **options
-                )
-                self.check_delta(target_delta)
-                return made
-            # Opacus hands what these read on to make_private.
-            self._of_epsilon = {
-                *inspect.signature(PrivacyEngine.make_private_with_epsilon).parameters,
-                *inspect.signature(get_noise_multiplier).parameters,
-                *inspect.signature(self.accountant.get_epsilon).parameters,
-            } - {"delta", "steps"}
-        try:
+            noise = planned_noise(self.accountant, options, **target)
+            made = self.make_private(noise_multiplier=noise, **options)
+        else:
             with without_hints():
                 made = super().make_private_with_epsilon(
-                    grad_sample_mode=grad_sample_mode, **options
+                    grad_sample_mode=grad_sample_mode, **target, **options
                 )
-        finally:
-            self._of_epsilon = set()
         self.check_delta(target_delta)
         return made
 
