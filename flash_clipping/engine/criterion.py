@@ -125,7 +125,7 @@ class _Criterion:
             default = self._arguments["reduction"].default
             self.reduction = default if default in ("mean", "sum") else None
         #: Whether its own mean, or sum, is known to be that of its losses.
-        self._is_known = self.reduction is None or _is_of_pytorch(criterion)
+        self.is_known = self.reduction is None or _is_of_pytorch(criterion)
 
     def losses(self, *args: Any, **kwargs: Any) -> Tensor:
         """Not reduced, where it can be asked for that; else whatever it returns."""
@@ -159,18 +159,13 @@ class _Criterion:
             return None
         return target == index
 
-    def must_compare(self) -> bool:
-        """Whether its own mean, or sum, is yet to be compared with that of its losses."""
-        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return not (self._is_known or captures)
-
     def compare(self, own: Tensor, reduced: Tensor) -> None:
         """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
         if not bool(own.isfinite() & reduced.isfinite()):
             return
         slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
         if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
-            self._is_known = True
+            self.is_known = True
             return
         raise ValueError(
             f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
@@ -265,7 +260,8 @@ class FlashLoss(DPLossFastGradientClipping):
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
         own = None
-        if shape is None and self._own.must_compare():
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if shape is None and not (self._own.is_known or captures):
             with torch.no_grad(), torch.random.fork_rng():
                 own = self._own.criterion(*args, **kwargs)
         losses = self._own.losses(*args, **kwargs)

@@ -175,7 +175,10 @@ class ModelLosses:
         self.penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
         self.of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
         for path, module in root.named_modules():
-            if not is_of(type(module), "transformers") or not _takes_labels(module):
+            cls = type(module)
+            if not is_of(cls, "transformers"):
+                continue
+            if "labels" not in inspect.signature(cls.forward).parameters:
                 continue
             original = getattr(module, "loss_function", None)
             if is_of(original, "transformers") and getattr(original, "__name__", "") in _SHIFTS:
@@ -268,10 +271,6 @@ def is_of(thing: Any, library: str) -> bool:
     kinds = thing.__mro__ if isinstance(thing, type) else (thing,)
     modules = [getattr(kind, "__module__", None) or "" for kind in kinds]
     return any(name.partition(".")[0] == library for name in modules)
-
-
-def _takes_labels(module: nn.Module) -> bool:
-    return "labels" in inspect.signature(type(module).forward).parameters
 
 
 def loss_of(output: Any) -> Tensor | None:

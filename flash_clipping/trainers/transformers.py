@@ -452,7 +452,7 @@ def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> ins
     """Arguments by the names of the trainer that comes after ``PrivateTrainer``; ``self`` first."""
     after = cls.__mro__[cls.__mro__.index(PrivateTrainer) + 1 :]
     for base in after:
-        signature = inspect.signature(vars(base).get("__init__", _without_args))
+        signature = inspect.signature(vars(base).get("__init__", lambda: None))
         named = signature.parameters.get("args")
         if named is None or named.kind is inspect.Parameter.VAR_POSITIONAL:
             continue  # a mixin, which hands them on
@@ -473,7 +473,3 @@ def _options_of(model: Any) -> dict[str, Any]:
     if names & set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()):
         return {"folded_modules": ("*",)}  # choices [B, C, T] become rows [B · C, T]
     return {}
-
-
-def _without_args() -> None:
-    """The signature of a class without ``__init__`` of its own."""

@@ -178,7 +178,9 @@ class PoissonLoader(DPDataLoader):
                 sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
             else:
                 sampler = PoissonSampler(**options)
-        collate = plain_collate(collate_fn)
+        collate: Any = collate_fn or default_collate
+        while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
+            collate = collate.wrapped_collator_fn
         if isinstance(sampler, FixedShapeSampler | UnitSampler):
             collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
@@ -219,13 +221,6 @@ class PoissonLoader(DPDataLoader):
         # given as soon as it is drawn, also where other iterators are in between.
         pending = self.batch_sampler.pending if self.num_workers else None
         return _announced(batches, announce, pending)
-
-
-def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
-    """The user's collate function, also of a loader that is private already."""
-    while hasattr(collate, "wrapped_collator_fn"):
-        collate = collate.wrapped_collator_fn
-    return collate or default_collate
 
 
 class _AnnouncingCollate(CollateWithEmpty):
