@@ -118,26 +118,26 @@ class PrivateSchedule:
         samples = self._count(args, kwargs, target)
         if losses is not None:
             losses.clear()
-        outputs = []
+        of_rounds = [*rounds(samples, self.capacity)]
+        outputs, found = [], []
         with self._step():
-            found = []
-            for of_round in rounds(samples, self.capacity):
-                of_losses: list[Any] | None = None if losses is None else []
-                given, named = map_samples(of_round, (args, kwargs), axis, fill=1)
-                labels = map_samples(of_round, target, 0, fill=0)
+            for one in of_rounds:
+                of_losses: list[Any] = []
+                given, named = map_samples(one, (args, kwargs), axis, fill=1)
+                labels = map_samples(one, target, 0, fill=0)
                 output = self.schedule.step(
                     *(given if self._torch_stage.is_first else ()),
                     target=labels if self._torch_stage.is_last else None,
-                    losses=of_losses,
+                    losses=None if losses is None else of_losses,
                     return_outputs=return_outputs,
                     **named,
                 )
-                outputs.append(self._without_made_up(output, of_round))
+                outputs.append(output)
                 if losses is not None:
-                    losses += of_losses or []
-                found.append(self._clip(of_round))
+                    losses += of_losses
+                found.append(self._clip(one))
             self._publish(found)
-        return _joined(outputs, axis)
+        return _joined(outputs, of_rounds, axis)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The schedule's own: nothing is recorded."""
@@ -243,23 +243,18 @@ class PrivateSchedule:
                 "integration.pipeline_optimizer.PipelineFlashDPOptimizer."
             )
 
-    def _without_made_up(self, output: Any, of_round: Round) -> Any:
-        axis = self._session.batch_axis
 
-        def cut(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dim() <= axis or x.shape[axis] != self.capacity:
-                return x
-            return x.narrow(axis, 0, of_round.count)
+def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
+    """The outputs of all rounds as one, without samples that are made up."""
 
-        return pytree.tree_map(cut, output)
-
-
-def _joined(outputs: list[Any], axis: int) -> Any:
-    """The outputs of all rounds as one."""
-
-    def join(first: Any, *others: Any) -> Any:
-        is_batch = isinstance(first, Tensor) and first.dim() > axis
-        return torch.cat([first, *others], axis) if is_batch and others else first
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor) or parts[0].dim() <= axis:
+            return parts[0]
+        kept = [
+            x.narrow(axis, 0, one.count) if x.shape[axis] == one.capacity else x
+            for x, one in zip(parts, of_rounds, strict=True)
+        ]
+        return torch.cat(kept, axis) if len(kept) > 1 else kept[0]
 
     return pytree.tree_map(join, *outputs)
 
