@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
-from flash_clipping.engine.noise_stream import stream_of
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
@@ -31,6 +30,7 @@ from flash_clipping.engine.step_record import (
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.stream import stream_of
 
 _check_unused, _mark_used = functions_of_optimizer()
 

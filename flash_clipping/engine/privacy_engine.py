@@ -32,7 +32,6 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_model import replay_calls
-from flash_clipping.engine.noise_stream import seed_notice
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
     ADAPTIVE,
@@ -60,7 +59,7 @@ from flash_clipping.engine.sampling.loaders import (
 )
 from flash_clipping.engine.unsupported import validate
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
-from flash_clipping.randomness.stream import SecretStream
+from flash_clipping.randomness.stream import SecretStream, seed_notice
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.engine.accounting import relation_of
-from flash_clipping.engine.noise_stream import seed_notice
+from flash_clipping.randomness.stream import seed_notice
 
 
 def accounted_steps(engine: Any) -> int:

@@ -20,10 +20,10 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.engine.noise_stream import stream_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
+from flash_clipping.randomness.stream import stream_of
 
 
 class BatchSizeNotifier:
