@@ -56,33 +56,31 @@ class ClippingStatistics:
 
     def __init__(self, model: Any):
         self._model = model
-        self._norms: list[Tensor] = []
-        self._clipped: list[Tensor] = []
-        self._padding: list[Tensor] = []
+        #: By backward passes: norms, whether samples were clipped, and whether they are padding.
+        self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._began = time.perf_counter()
 
     def note_backward(self) -> None:
         """Take the samples of the last backward pass; before the optimizer's step."""
         norm_B, coef = self._model.get_norm_sample(), self._model.get_clipping_coef()
         coef_PB = coef if coef.dim() == 2 else coef.unsqueeze(0)
-        self._norms.append(norm_B.detach())
-        self._clipped.append((coef_PB < 1).any(0))
         # No sample has norm and coefficient 0; padding is looked for when statistics are read.
-        self._padding.append((coef_PB[0] == 0) & (norm_B == 0))
+        is_padding_B = (coef_PB[0] == 0) & (norm_B == 0)
+        self._passes.append((norm_B.detach(), (coef_PB < 1).any(0), is_padding_B))
 
     def read(self) -> Reading:
         """All samples since the last reading; waits for the device."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         samples, share, median = 0, float("nan"), float("nan")
-        if self._norms:
-            counts = (~torch.cat(self._padding)).nonzero().flatten()
-            norms, clipped = torch.cat(self._norms)[counts], torch.cat(self._clipped)[counts]
-            samples = len(norms)
+        if self._passes:
+            norms, clipped, is_padding = map(torch.cat, zip(*self._passes, strict=True))
+            counts = (~is_padding).nonzero().flatten()
+            norms, clipped, samples = norms[counts], clipped[counts], len(counts)
         if samples:
             shares = clipped.to(norms.dtype).mean()
             share, median = torch.stack([shares, norms.median()]).tolist()
-        self._norms, self._clipped, self._padding = [], [], []
+        self._passes = []
         return Reading(samples, share, median, seconds)
 
 
