@@ -100,83 +100,6 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
     setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
 
 
-class _Criterion:
-    """A user's criterion, asked for the loss of each sample.
-
-    Args:
-        criterion: a module with an attribute ``reduction``, or a function with an argument of that
-            name, which give losses that are not reduced; or anything else, called as it is.
-
-    Attributes:
-        reduction: its own; ``None`` if it is not known.
-    """
-
-    def __init__(self, criterion: Any):
-        self.criterion = criterion
-        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
-        self._arguments: Mapping[str, inspect.Parameter] = {}
-        if not isinstance(criterion, nn.Module):
-            with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
-                self._arguments = inspect.signature(criterion).parameters
-        self.reduction: str | None = None
-        if self._is_attribute:
-            self.reduction = criterion.reduction
-        elif "reduction" in self._arguments:
-            default = self._arguments["reduction"].default
-            self.reduction = default if default in ("mean", "sum") else None
-        #: Whether its own mean, or sum, is known to be that of its losses.
-        self.is_known = self.reduction is None or _is_of_pytorch(criterion)
-
-    def losses(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Not reduced, where it can be asked for that; else whatever it returns."""
-        if not self._is_attribute:
-            if "reduction" in self._arguments:
-                kwargs["reduction"] = "none"
-            found = self.criterion(*args, **kwargs)
-        else:
-            before = self.criterion.reduction
-            self.criterion.reduction = "none"
-            try:
-                found = self.criterion(*args, **kwargs)
-            finally:
-                self.criterion.reduction = before
-        if not isinstance(found, Tensor):
-            raise TypeError(
-                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
-                "tensor: a loss for each sample, or a scalar."
-            )
-        return found
-
-    def ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
-        """Where targets say that a loss does not count; ``None`` if nothing does."""
-        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
-        if index is None and "ignore_index" in self._arguments:
-            index = self._arguments["ignore_index"].default
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if not isinstance(index, int) or not isinstance(target, Tensor):
-            return None
-        if target.is_floating_point() or target.shape != losses.shape:
-            return None
-        return target == index
-
-    def compare(self, own: Tensor, reduced: Tensor) -> None:
-        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
-        if not bool(own.isfinite() & reduced.isfinite()):
-            return
-        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
-        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
-            self.is_known = True
-            return
-        raise ValueError(
-            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
-            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
-            "something else than their number. Where that depends on other samples, no clipping "
-            "bounds what one of them changes: divide each sample's loss by what belongs to that "
-            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
-            "    make_private(criterion=lambda *args: criterion(*args), ...)"
-        )
-
-
 def _is_of_pytorch(criterion: Any) -> bool:
     """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
     while isinstance(criterion, partial):
@@ -220,12 +143,22 @@ class FlashLoss(DPLossFastGradientClipping):
         loss_reduction: str = "mean",
         **options: Any,  # of Opacus' class that comes next
     ):
-        self._own = _Criterion(criterion)
+        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
+        self._takes: Mapping[str, inspect.Parameter] = {}
+        if not isinstance(criterion, nn.Module):
+            with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
+                self._takes = inspect.signature(criterion).parameters
+        own = criterion.reduction if self._is_attribute else None
+        if not self._is_attribute and "reduction" in self._takes:
+            default = self._takes["reduction"].default
+            own = default if default in ("mean", "sum") else None
+        #: Whether its own mean, or sum, is known to be that of its losses.
+        self._is_known = own is None or _is_of_pytorch(criterion)
         found = {
             "loss_reduction": loss_reduction,
             "module.loss_reduction": module.loss_reduction,
             "optimizer.loss_reduction": optimizer.loss_reduction,
-            "criterion.reduction": self._own.reduction or module.loss_reduction,
+            "criterion.reduction": own or module.loss_reduction,
         }
         if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
@@ -261,18 +194,18 @@ class FlashLoss(DPLossFastGradientClipping):
             )
         own = None
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if shape is None and not (self._own.is_known or captures):
+        if shape is None and not (self._is_known or captures):
             with torch.no_grad(), torch.random.fork_rng():
-                own = self._own.criterion(*args, **kwargs)
-        losses = self._own.losses(*args, **kwargs)
-        ignored = self._own.ignored(args, kwargs, losses)
+                own = self.criterion(*args, **kwargs)
+        losses = self._losses(*args, **kwargs)
+        ignored = self._ignored(args, kwargs, losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
             ignored = None if ignored is None else ignored.unflatten(0, shape[:2])
         losses = self._of_samples(losses, ignored)
         if isinstance(own, Tensor) and not own.dim() and losses.numel():
             mine = losses.detach()
-            self._own.compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
+            self._compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
         if hasattr(self.module, "check_losses"):
             self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
@@ -293,6 +226,55 @@ class FlashLoss(DPLossFastGradientClipping):
         if ignored is None:
             return total_B / max(1, losses.shape[1:].numel())
         return total_B / (~ignored).flatten(1).sum(1).clamp(min=1)
+
+    def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The criterion's losses, not reduced where it can be asked for that."""
+        if not self._is_attribute:
+            if "reduction" in self._takes:
+                kwargs["reduction"] = "none"
+            found = self.criterion(*args, **kwargs)
+        else:
+            before = self.criterion.reduction
+            self.criterion.reduction = "none"
+            try:
+                found = self.criterion(*args, **kwargs)
+            finally:
+                self.criterion.reduction = before
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
+                "tensor: a loss for each sample, or a scalar."
+            )
+        return found
+
+    def _ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
+        """Where targets say that a loss does not count; ``None`` if nothing does."""
+        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
+        if index is None and "ignore_index" in self._takes:
+            index = self._takes["ignore_index"].default
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(index, int) or not isinstance(target, Tensor):
+            return None
+        if target.is_floating_point() or target.shape != losses.shape:
+            return None
+        return target == index
+
+    def _compare(self, own: Tensor, reduced: Tensor) -> None:
+        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
+        if not bool(own.isfinite() & reduced.isfinite()):
+            return
+        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
+        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
+            self._is_known = True
+            return
+        raise ValueError(
+            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
+            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
+            "something else than their number. Where that depends on other samples, no clipping "
+            "bounds what one of them changes: divide each sample's loss by what belongs to that "
+            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
+            "    make_private(criterion=lambda *args: criterion(*args), ...)"
+        )
 
 
 class FlashAdaptiveLoss(FlashLoss, DPLossFastGradientAdaptiveClipping):
