@@ -124,6 +124,8 @@ class GraphedModel(GraphedStep):
         name = key(leaves, structure, modules, [self.model], device)
         call: Any = self._graphs.get(name)
         if call is None:
+            if self._hooks_now() != self._hooks:  # hooks are part of the key
+                return self._give_up("it has hooks, which no replay would call", args, kwargs)
             uses = self._uses.setdefault(name, [])
             ready = len(uses) >= self.warmup and uses[-1] == uses[-2] and uses[-1].grads
             if not ready or not self._has_room(name[1]) or self._meets_others():
@@ -155,8 +157,6 @@ class GraphedModel(GraphedStep):
             return "it is sharded, or clipped in two passes"
         if model._session.units_of_calls.are_known:
             return "its privacy units are counted on the host"
-        if self._hooks_now() != self._hooks:
-            return "it has hooks, which no replay would call"
         own = {memory_id(x.untyped_storage()) for x in model._session.state()}
         for module in modules:
             if module is model:
