@@ -97,7 +97,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotImplementedError(
                 f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
-                "make_private, or integration.sharded_optimizer.ShardedFlashDPOptimizer."
+                "make_private, or engine.sharded_optimizer.ShardedFlashDPOptimizer."
             )
 
     def __getstate__(self) -> Any:

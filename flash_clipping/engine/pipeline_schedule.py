@@ -240,7 +240,7 @@ class PrivateSchedule:
             raise ValueError(
                 f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
                 "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
-                "integration.pipeline_optimizer.PipelineFlashDPOptimizer."
+                "engine.pipeline_optimizer.PipelineFlashDPOptimizer."
             )
 
 
