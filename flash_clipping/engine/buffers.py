@@ -35,6 +35,8 @@ _Place = tuple[nn.Module, str]
 
 _NONE: dict[str, Tensor | None] = {}
 
+_IN_PLACE = "writes into it in place"
+
 
 @dataclass
 class _Before:
@@ -43,17 +45,11 @@ class _Before:
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
-    versions: list[int] | None  # None: what is written is of weights alone
+    versions: dict[str, int] | None  # None: what is written is of weights alone
 
 
 class BufferWatch:
-    """Looks at the buffers of a wrapped model before and after its forward.
-
-    Args:
-        root: the model.
-        structure: knows its modules.
-        session: what its taps share.
-    """
+    """Looks at the buffers of a wrapped model, ``root``, before and after its forward."""
 
     def __init__(self, root: nn.Module, structure: Structure, session: ClippingSession):
         self.root = root
@@ -70,7 +66,7 @@ class BufferWatch:
         self._before = []
         for module in self.structure.modules:
             if buffers := module._buffers:
-                versions = _versions_in(module, buffers)
+                versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
                 self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,37 +91,29 @@ class BufferWatch:
         return run
 
     def refuse_rehearsed(self) -> None:
-        """Raise what was shown before the first step.
-
-        Raises:
-            NotImplementedError: forward writes a buffer in place.
-        """
+        """Refuse a buffer that was seen to be written in place before the first step."""
         if self._written is not None:
-            self._refuse_written(*self._written)
+            self._refuse(*self._written, _IN_PLACE)
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse buffers that this forward, of these arguments, has changed.
-
-        Raises:
-            NotImplementedError: it has, and they are no constants.
-        """
+        """Raise ``NotImplementedError`` for buffers that this forward, of these arguments, has
+        changed and that are no constants."""
         found, self._before = self._before, None
         if found is None:
             return
         olds: dict[nn.Module, dict[str, Tensor | None]] = {}
         for before in found:
             olds[before.module] = before.buffers
-            if before.versions is not None and _versions(before.buffers) != before.versions:
-                now = [_versions({name: x}) for name, x in before.buffers.items()]
-                changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
-                names = [*before.buffers]
-                self._refuse_written(before.module, names[changed.index(True)])
+            if (
+                before.versions is not None
+                and (now := _versions(before.buffers)) != before.versions
+            ):
+                changed = [name for name in now if now[name] != before.versions[name]]
+                self._refuse(before.module, changed[0], _IN_PLACE)
         doubtful: list[_Place] = []
         for module in self.structure.modules:
             new, old = module._buffers, olds.get(module, _NONE) if olds else _NONE
-            if not (new or old):
-                continue
-            for name in new.keys() | old.keys():
+            for name in new.keys() | old.keys() if new or old else ():
                 if new.get(name) is old.get(name):
                     continue
                 if self.session.captured is not None:
@@ -175,7 +163,8 @@ class BufferWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Tensor | None]:
-        """What comes to these places where the forward begins as it did, with other inputs."""
+        """The buffers that the forward makes in these places where it begins as it did, with other
+        inputs."""
         devices = {x.device for x in self.session.state() if x.is_cuda}
         with (
             torch.no_grad(),
@@ -194,11 +183,6 @@ class BufferWatch:
             self.root.forward(*args, **kwargs)
             return [module._buffers.get(name) for module, name in places]
 
-    # -- words ----------------------------------------------------------------------------------
-
-    def _refuse_written(self, module: nn.Module, name: str) -> NoReturn:
-        self._refuse(module, name, "writes into it in place")
-
     def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
         raise NotImplementedError(
@@ -212,13 +196,9 @@ class BufferWatch:
         )
 
 
-def _versions_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> list[int] | None:
-    return None if type(module) is SPECTRAL_NORM else _versions(buffers)
-
-
-def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
+def _versions(buffers: dict[str, Tensor | None]) -> dict[str, int]:
     """How often each was changed in place, as far as PyTorch counts."""
-    return [0 if x is None or x.is_inference() else x._version for x in buffers.values()]
+    return {name: 0 if x is None or x.is_inference() else x._version for name, x in buffers.items()}
 
 
 def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
@@ -227,11 +207,11 @@ def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
     if (x.shape, x.dtype, x.device, x.layout) != (y.shape, y.dtype, y.device, y.layout):
         return False
-    return x.layout == torch.strided and torch.equal(_bytes(x), _bytes(y))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if x.layout != torch.strided:
+        return False
+    plain = [each.detach().resolve_conj().resolve_neg().contiguous() for each in (x, y)]
+    first, second = [each.reshape(-1).view(torch.uint8) for each in plain]
+    return torch.equal(first, second)
 
 
 def _others(samples: Samples) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
