@@ -65,10 +65,10 @@ for dtype in (torch.bfloat16, torch.float32):
     A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
     coef, rstd = torch.ones(2), torch.empty(2, 512)
     ids = torch.zeros(2, 512, dtype=torch.long)
-    gram_triton.gram_sqnorms(A, [G])
+    gram_triton.gram_blocks([(A, [G])])
     for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
         gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
-    gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]])
+    gram_triton.gram_blocks([(A[..., 1:], [G[..., 1:]])])
     odd = G[..., :257]  # rows on 16 bytes, which are no multiple of them
     for work in gram_triton.launches_of([(A, [odd])]):
         gram_triton.launch_gram(work)

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.shapes import in_one_dtype
 from flash_clipping.ops.runtime.tiles import gdc_launch_dependents, gdc_wait
 
 MAX_RANKED = 4096
@@ -296,9 +297,7 @@ def tied_cross_term(
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
     Ghead_BSV = tiles.with_unit_stride(Ghead_BSV)
-    if Gemb_BTd.dtype != Ahead_BSd.dtype:
-        common = torch.promote_types(Gemb_BTd.dtype, Ahead_BSd.dtype)
-        Gemb_BTd, Ahead_BSd = Gemb_BTd.to(common), Ahead_BSd.to(common)
+    Gemb_BTd, Ahead_BSd = in_one_dtype(Gemb_BTd, Ahead_BSd)
     B, T, d = Gemb_BTd.shape
     S, V = Ghead_BSV.shape[1:]
     if S == 0:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -31,7 +30,7 @@ from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
-from flash_clipping.ops.runtime.shapes import Group, GroupSqnorms, Memo, SqnormBlock
+from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -156,21 +155,6 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
 
 
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.gram.hopper import _gram_ring_kernel
-
-    return _gram_ring_kernel
-
-
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
-    ((_, sq_LB, doubt_LB),) = gram_blocks([(A_BTd, Gs)])
-    assert doubt_LB is not None
-    return sq_LB, doubt_LB
-
-
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
     launches: list[Launch] | None = memo.get("launches") if memo is not None else None
@@ -209,18 +193,16 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
+        from flash_clipping.ops.gram.hopper import _gram_ring_kernel  # not every Triton can
+
         launch(
-            _hopper_kernel(),
-            programs,
-            *arguments,
+            _gram_ring_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[A_dtype],
-            workspace=True,
-            num_warps=4,
-        )
+            workspace=True, num_warps=4,
+        )  # fmt: skip
     else:
         launch(
-            _gram_kernel, programs,
-            *arguments,
+            _gram_kernel, programs, *arguments,
             BLOCK=config.block, BLOCK_F=config.block_f, PROMOTE=config.promote, GROUP=8,
             A_DTYPE=tiles.TL_DTYPE[A_dtype], G_DTYPE=tiles.TL_DTYPE[G_dtype], TMA=config.tma,
             ALIGNED=aligned, WHOLE=whole, PARTS=parts, A_PRECISION=tiles.dot_precision(A_dtype),

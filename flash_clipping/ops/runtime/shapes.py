@@ -73,15 +73,19 @@ def part_of(memo: Memo | None, key: object) -> Memo | None:
 
 
 def by_kind(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that one implementation can serve together: one device, the same dtypes.
-
-    Which implementation runs, and on which device it launches, is decided by one tensor for all.
-    """
+    """Indices of groups that one implementation serves together: one device, the same dtypes."""
     kinds: dict[object, list[int]] = {}
     for index, (A, Gs) in enumerate(groups):
         kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
         kinds.setdefault(kind, []).append(index)
     return list(kinds.values())
+
+
+def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
+    """:func:`by_kind` without groups that have no elements, or no layers."""
+    busy = [i for i, (A, Gs) in enumerate(groups) if A.numel() and any([G.numel() for G in Gs])]
+    kinds = by_kind([groups[i] for i in busy])
+    return [[busy[place] for place in members] for members in kinds]
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
@@ -90,6 +94,14 @@ def accumulator(*tensors: Tensor) -> torch.dtype:
         if tensor.dtype == torch.float64:
             return torch.float64
     return torch.float32
+
+
+def in_one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes."""
+    if x.dtype == y.dtype:
+        return x, y
+    common = torch.promote_types(x.dtype, y.dtype)
+    return x.to(common), y.to(common)
 
 
 def as_rows(x: Tensor, name: str) -> Tensor:

@@ -9,9 +9,6 @@ every sorted row beside it.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -111,8 +108,10 @@ def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, spl
     G, G_places, is_gathered = operands.G, operands.G_places, operands.G_gathered
     G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
     items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
+    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel  # not every Triton can
+
     launch(
-        _hopper_kernel(), min(items, tiles.sm_count(out.device)),
+        grouped_sums_ring_kernel, min(items, tiles.sm_count(out.device)),
         A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, longest_groups_first(lists, B), items,
         1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
         DTYPE=tiles.TL_DTYPE[A.dtype], SPLIT=split,
@@ -148,14 +147,6 @@ def in_blocks(
         num_warps=4,
     )  # fmt: skip
     return out, rest
-
-
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel
-
-    return grouped_sums_ring_kernel
 
 
 @triton.jit
