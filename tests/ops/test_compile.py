@@ -138,9 +138,9 @@ for dtype in (torch.bfloat16, torch.float32):
     for operand in (Y, Y[:, :16]):
         operands = segment_operands.operands_of(Rows(X, order), Rows(operand))
         for rows_each in (64.0, 512.0):
-            config = segments_triton.sums_config(operands, rows_each)
-            out = torch.empty(3, operands.p, 256)
-            segments_triton.launch_sums(operands, lists, coef, out, config)
+            config = segments_triton.sums_config(*operands, rows_each)
+            out = torch.empty(3, operand.shape[1], 256)
+            segments_triton.launch_sums(*operands, lists, coef, out, config)
     segments_triton.segment_grads(Rows(X, order), Rows(Y[:, :16]), lists, 2)
     for n, D, S in ((4, 2560, 512), (3, 96, 8)):
         m = n * n + 2 * n

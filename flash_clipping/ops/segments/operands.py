@@ -8,7 +8,6 @@ may lie unsorted, with the place of every sorted row beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,85 +35,40 @@ class Config:
     block_d: int = 128
 
 
-class Operands(NamedTuple):
-    """What every kernel is told of its two operands.
-
-    Attributes:
-        A, G: of one dtype, as one product takes them; features lie next to each other.
-        A_places, G_places: of sorted rows; anything where rows are sorted.
-        A_gathered, G_gathered: whether they are not.
-        rows: N.
-    """
-
-    A: Tensor
-    G: Tensor
-    A_places: Tensor
-    G_places: Tensor
-    A_gathered: bool
-    G_gathered: bool
-    rows: int
-
-    @property
-    def d(self) -> int:
-        return self.A.shape[1]
-
-    @property
-    def p(self) -> int:
-        return self.G.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first four arguments of a kernel."""
-        return self.A, self.G, self.A_places, self.G_places
-
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Features of both, and how far apart their rows are."""
-        return self.d, self.p, stride(self.A), stride(self.G)
-
-    def options(self) -> dict[str, Any]:
-        return {"A_GATHERED": self.A_gathered, "G_GATHERED": self.G_gathered}
-
-    def in_order(self) -> Operands:
-        """Put in order, for kernels that read a row many times."""
-        A = self.A[self.A_places] if self.A_gathered else self.A
-        G = self.G[self.G_places] if self.G_gathered else self.G
-        return operands_of(Rows(A), Rows(G))
+def operands_of(A: Rows, G: Rows) -> tuple[Rows, Rows]:
+    """Both in one dtype, as one product takes them, and with features next to each other."""
+    dtype = torch.promote_types(A.X.dtype, G.X.dtype)
+    A_X, G_X = (tiles.with_unit_stride(rows.X.to(dtype)) for rows in (A, G))
+    return Rows(A_X, A.places_N), Rows(G_X, G.places_N)
 
 
-def operands_of(A_Nd: Rows, G_Np: Rows) -> Operands:
-    dtype = torch.promote_types(A_Nd.X.dtype, G_Np.X.dtype)
-    A, G = (tiles.with_unit_stride(rows.X.to(dtype)) for rows in (A_Nd, G_Np))
-    A_gathered, G_gathered = (rows.places_N is not None for rows in (A_Nd, G_Np))
-    A_places = A if A_Nd.places_N is None else A_Nd.places_N
-    G_places = G if G_Np.places_N is None else G_Np.places_N
-    return Operands(A, G, A_places, G_places, A_gathered, G_gathered, A_Nd.size)
+def tensors(A: Rows, G: Rows) -> tuple[Tensor | None, ...]:
+    """The first four arguments of a kernel."""
+    return A.X, G.X, A.places_N, G.places_N
 
 
-def stride(X: Tensor) -> int:
-    """From one row to the next."""
-    return X.stride(0) if X.shape[0] > 1 else X.shape[1]
+def sizes(A: Rows, G: Rows) -> tuple[int, int, int, int]:
+    """Features of both, and how far apart their rows are."""
+    return A.features, G.features, A.stride, G.stride
 
 
 @triton.jit
-def places(rows_ptr, n, inside, stride, GATHERED: tl.constexpr):
-    """Where sorted rows begin in an operand."""
-    if GATHERED:
+def places(rows_ptr, n, inside, stride):
+    """Where sorted rows begin in an operand; ``rows_ptr`` is None where it lies sorted."""
+    if rows_ptr is not None:
         n = tl.load(rows_ptr + n, mask=inside, other=0)
     return n.to(tl.int64) * stride
 
 
 def row_sums(X_Nf: Tensor, begin_M: Tensor, end_M: Tensor) -> Tensor:
     """``[M, f]`` in fp32: rows from ``begin`` to ``end`` added up."""
-    X_Nf = tiles.with_unit_stride(X_Nf)
-    runs, F = len(begin_M), X_Nf.shape[1]
+    rows = Rows(tiles.with_unit_stride(X_Nf))
+    runs, F = len(begin_M), rows.features
     out = torch.empty((runs, F), dtype=torch.float32, device=X_Nf.device)
     block = min(128, tiles.next_power_of_2(F))
     programs = runs * tiles.cdiv(F, block)
     if programs:
-        arguments = (X_Nf, begin_M, end_M, out, F, stride(X_Nf))
+        arguments = (rows.X, begin_M, end_M, out, F, rows.stride)
         launch(row_sums_kernel, programs, *arguments, ROWS=32, BLOCK=block, num_warps=4)
     return out
 

@@ -21,12 +21,12 @@ from flash_clipping.ops.runtime.tiles import tile_in_groups
 from flash_clipping.ops.segments.norms import PROMOTED, segment_sqnorms as segment_sqnorms
 from flash_clipping.ops.segments.operands import (
     Config,
-    Operands,
     of_segments,
     operands_of,
     places,
     row_sums,
-    stride,
+    sizes,
+    tensors,
 )
 from flash_clipping.ops.segments.reference import sum_dtype
 from flash_clipping.ops.segments.work import Blocks, Lists, Rows
@@ -43,37 +43,38 @@ SPLIT_BELOW = 96
 
 def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`."""
-    operands, S = operands_of(A, G), len(lists)
+    A, G = operands_of(A, G)
+    rows, S = A.size, len(lists)
     coef_B = coef_B.float().contiguous()
-    size = S // len(coef_B), operands.p, operands.d
+    size = S // len(coef_B), G.features, A.features
     out = torch.empty(size, dtype=torch.float32, device=A.X.device)
-    is_wide = min(operands.d, operands.p) > NARROW
-    if is_wide and has_ring(operands):
-        split = operands.dtype == torch.bfloat16 and operands.rows < SPLIT_BELOW * S
-        ring_sums(operands, lists, coef_B, out, split)
+    is_wide = min(A.features, G.features) > NARROW
+    is_half = A.X.dtype != torch.float32
+    if is_wide and is_half and tiles.is_hopper(A.X.device) and has_gluon():
+        split = A.X.dtype == torch.bfloat16 and rows < SPLIT_BELOW * S
+        ring_sums(A, G, lists, coef_B, out, split)
     else:
-        config = sums_config(operands, operands.rows / S)
-        launch_sums(operands, lists, coef_B, out, config)
+        launch_sums(A, G, lists, coef_B, out, sums_config(A, G, rows / S))
     return out
 
 
-def has_ring(operands: Operands) -> bool:
-    """Whether :mod:`flash_clipping.ops.segments.hopper` multiplies these."""
-    is_half = operands.dtype != torch.float32
-    return is_half and tiles.is_hopper(operands.A.device) and has_gluon()
-
-
-def sums_config(operands: Operands, rows_each: float) -> Config:
+def sums_config(A: Rows, G: Rows, rows_each: float) -> Config:
     """For segments of so many rows on average. Tiles of low ranks are as narrow as these."""
-    block, block_d = (min(128, max(16, tiles.next_power_of_2(f))) for f in (operands.p, operands.d))
+    block, block_d = (min(128, max(16, tiles.next_power_of_2(rows.features))) for rows in (G, A))
     warps = 4 if min(block, block_d) <= NARROW else 8
-    if operands.dtype == torch.float32 or rows_each <= 96:
+    if A.X.dtype == torch.float32 or rows_each <= 96:
         return Config(block, 32, warps, num_stages=4, block_d=block_d)
     return Config(block, 64, warps, num_stages=3, block_d=block_d)
 
 
 def launch_sums(
-    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
+    A: Rows,
+    G: Rows,
+    lists: Lists,
+    coef_B: Tensor,
+    out: Tensor,
+    config: Config,
+    turned: int = 1,
 ) -> None:
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
@@ -83,67 +84,59 @@ def launch_sums(
     each = PROMOTED // config.step
     launch(
         grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
-        *operands.tensors(), longest_groups_first(lists, B), blocks.firsts, blocks.begin_M,
+        *tensors(A, G), lists.joined(B).longest_first_S, blocks.firsts, blocks.begin_M,
         blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (place_M % each == each - 1), out, B,
-        turned, E // turned, *operands.sizes(),
-        **operands.options(), BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step,
-        GROUP=8, PRECISION=tiles.dot_precision(operands.dtype),
+        turned, E // turned, *sizes(A, G),
+        BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step, GROUP=8,
+        PRECISION=tiles.dot_precision(A.X.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def longest_groups_first(lists: Lists, samples: int) -> Tensor:
-    """Groups in an order such that a launch ends on short ones."""
-    return lists.joined(samples).longest_first_S
-
-
-def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
+def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
     """Sums on Hopper: of copies that lie in blocks. ``split``: these are multiplied by their
     coefficients, in two parts."""
-    (E, p, d), B = out.shape, len(coef_B)
-    blocks = (lists.joined(B) if split else lists).blocks(RING_ROWS)
-    coef_N = coefficient_of_rows(lists, coef_B)
-    A, A_places, is_gathered = operands.A, operands.A_places, operands.A_gathered
-    A_Mf, _ = in_blocks(A, A_places, is_gathered, blocks, coef_N)
-    G, G_places, is_gathered = operands.G, operands.G_places, operands.G_gathered
-    G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
-    items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
     from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel  # not every Triton can
 
+    (E, p, d), B = out.shape, len(coef_B)
+    groups = lists.joined(B)
+    blocks = (groups if split else lists).blocks(RING_ROWS)
+    coef_N = coef_B[lists.segment_N % B]
+    A_Mf, _ = in_blocks(A, blocks, coef_N)
+    G_Mf, rest_Mf = in_blocks(G, blocks, coef_N, split)
+    items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
     launch(
         grouped_sums_ring_kernel, min(items, tiles.sm_count(out.device)),
-        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, longest_groups_first(lists, B), items,
+        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, groups.longest_first_S, items,
         1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
-        DTYPE=tiles.TL_DTYPE[A.dtype], SPLIT=split,
+        DTYPE=tiles.TL_DTYPE[A.X.dtype], SPLIT=split,
         workspace=True, num_warps=4,
     )  # fmt: skip
 
 
-def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
-    """``[N]``: the coefficient of every sorted row's sample; of rows of none, anything."""
-    return coef_B[lists.segment_N % len(coef_B)]
-
-
 def in_blocks(
-    X: Tensor, places: Tensor, gathered: bool, blocks: Blocks, coef_N: Tensor, split: bool = False
+    rows: Rows, blocks: Blocks, coef_N: Tensor, split: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
     blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
+
+    Args:
+        coef_N: the coefficient of every sorted row's sample; of rows of none, anything.
 
     Returns:
         The rows, twice; or with ``split`` the rows times their coefficients, and what rounding took
         from that.
     """
-    F, each = X.shape[1], 16 // X.element_size()
-    width = -(-F // each) * each
-    M = len(blocks.of_M)
+    X, F, M = rows.X, rows.features, len(blocks.of_M)
+    each = 16 // X.element_size()
+    width = tiles.cdiv(F, each) * each
     out = X.new_empty((M * RING_ROWS, width))
     rest = torch.empty_like(out) if split else out
     block = 256
     launch(
         blocks_kernel, M * tiles.cdiv(F, block),
-        X, places, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, stride(X), width,
-        GATHERED=gathered, SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
+        X, rows.places_N, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, rows.stride, width,
+        SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out, rest
@@ -154,8 +147,8 @@ def grouped_sums_kernel(
     A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, group_ptr, firsts_ptr, begin_ptr, end_ptr, coef_ptr,
     ends_product_ptr, out_ptr,
     samples, turned, apart, d, p, A_stride, G_stride,
-    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
     cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
@@ -175,10 +168,10 @@ def grouped_sums_kernel(
         begin = tl.load(begin_ptr + block)
         n = begin + tl.arange(0, BLOCK_T)
         inside = n < tl.where(coef != 0, tl.load(end_ptr + block), begin)
-        at = places(G_rows_ptr, n, inside, G_stride, G_GATHERED)[:, None]
+        at = places(G_rows_ptr, n, inside, G_stride)[:, None]
         within = inside[:, None] & (rows < p)[None, :]
         g = tl.load(G_ptr + at + rows[None, :], mask=within, other=0.0)
-        at = places(A_rows_ptr, n, inside, A_stride, A_GATHERED)[:, None]
+        at = places(A_rows_ptr, n, inside, A_stride)[:, None]
         within = inside[:, None] & (columns < d)[None, :]
         a = tl.load(A_ptr + at + columns[None, :], mask=within, other=0.0)
         product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
@@ -198,7 +191,7 @@ def grouped_sums_kernel(
 def blocks_kernel(
     X_ptr, rows_ptr, begin_ptr, end_ptr, coef_ptr, out_ptr, rest_ptr,
     F, stride, width,
-    GATHERED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of a block, and zeros up to ``ROWS``; for rows whose coefficient is 0 as well. Rows come
     to lie ``width`` apart. ``SPLIT``: times the coefficient, rounded, and what rounding took."""
@@ -211,7 +204,7 @@ def blocks_kernel(
         n = begin + tl.arange(0, ROWS)
         coef = tl.load(coef_ptr + n, mask=n < end, other=0.0)
         inside = coef != 0
-        at = places(rows_ptr, n, inside, stride, GATHERED)[:, None] + columns[None, :]
+        at = places(rows_ptr, n, inside, stride)[:, None] + columns[None, :]
         x = tl.load(X_ptr + at, mask=inside[:, None] & (columns < F)[None, :], other=0.0)
         row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         place = row[:, None] * width + columns[None, :]
@@ -244,22 +237,21 @@ def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
 def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_grads`; of low ranks by one kernel, which
     writes each gradient where it belongs."""
-    operands = operands_of(A, G)
-    if min(operands.d, operands.p) > NARROW:
+    if min(A.features, G.features) > NARROW:
         grads = products(A, G, lists)
         return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
-    size = samples, len(lists) // samples, operands.p, operands.d
-    out = torch.empty(size, dtype=operands.dtype, device=A.X.device)
+    A, G = operands_of(A, G)
+    out = A.X.new_empty((samples, len(lists) // samples, G.features, A.features))
     ones = torch.ones(1, device=A.X.device)
-    config = sums_config(operands, operands.rows / len(lists))
-    launch_sums(operands, lists, ones, out.flatten(0, 1), config, turned=samples)
+    config = sums_config(A, G, A.size / len(lists))
+    launch_sums(A, G, lists, ones, out.flatten(0, 1), config, turned=samples)
     return out
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_linear`: by a library where it can."""
-    N, (E, p, d) = len(X_Nd), W_Epd.shape
-    X_Nd = tiles.with_unit_stride(X_Nd)
+    X = Rows(tiles.with_unit_stride(X_Nd))
+    X_Nd, N, (E, p, d) = X.X, X.size, W_Epd.shape
     library = grouped_mm(X_Nd, W_Epd, E)
     if library is not None:
         out = library(X_Nd, W_Epd.mT, offs=lists.ends)
@@ -269,7 +261,7 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
         blocks = lists.blocks(config.block)
         launch(
             grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, config.block),
-            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, stride(X_Nd),
+            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, X.stride,
             *W_Epd.stride(),
             BLOCK=config.block, BLOCK_D=config.step, PRECISION=tiles.dot_precision(X_Nd.dtype),
             num_warps=config.num_warps, num_stages=config.num_stages,
@@ -282,14 +274,14 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
 
 def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
     """See :func:`flash_clipping.ops.segments.sums_of_tokens`."""
-    X_Nf = tiles.with_unit_stride(X_Nf)
-    (tokens, k), F = rows_Mk.shape, X_Nf.shape[1]
+    X = Rows(tiles.with_unit_stride(X_Nf))
+    (tokens, k), F = rows_Mk.shape, X.features
     weights = rows_Mk if weight_Mk is None else weight_Mk.contiguous()
     out = torch.empty((tokens, F), dtype=sum_dtype(X_Nf, weight_Mk), device=X_Nf.device)
     block = min(1024, tiles.next_power_of_2(F))
     launch(
         tokens_kernel, tokens * tiles.cdiv(F, block),
-        X_Nf, rows_Mk, end, weights, out, k, F, stride(X_Nf),
+        X.X, rows_Mk, end, weights, out, k, F, X.stride,
         WEIGHTED=weight_Mk is not None, BLOCK=block,
         num_warps=4,
     )  # fmt: skip

@@ -10,10 +10,12 @@ N rows, S segments, M entries of a list.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flash_clipping.ops.runtime.shapes import Memo, remembered
 
 
 class Rows(NamedTuple):
@@ -29,6 +31,15 @@ class Rows(NamedTuple):
     def size(self) -> int:
         """N."""
         return len(self.X if self.places_N is None else self.places_N)
+
+    @property
+    def features(self) -> int:
+        return self.X.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row of X to the next."""
+        return self.X.stride(0) if len(self.X) > 1 else self.features
 
     def between(self, i: int, j: int) -> Tensor:
         """Sorted rows from i to j."""
@@ -74,7 +85,7 @@ class Lists:
 
     def __init__(self, starts: Tensor, rows: int):
         self.starts, self.rows = starts.contiguous(), rows
-        self._made: dict[tuple[str, int, int], Any] = {}
+        self._made: Memo = {}
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -101,30 +112,40 @@ class Lists:
 
     def joined(self, each: int) -> Lists:
         """So many segments, one after the other, as one."""
-        key = "joined", each, 0
-        if key not in self._made:
-            self._made[key] = Lists(self.starts[::each], self.rows)
-        return self._made[key]
+        return remembered(
+            self._made, ("joined", each), lambda: Lists(self.starts[::each], self.rows)
+        )
 
     def blocks(self, size: int, above: int = -1) -> Blocks:
         """Blocks of at most ``size`` rows, of segments of more than ``above`` rows."""
-        key = "blocks", size, above
-        if key not in self._made:
-            chosen_S = None if above < 0 else self.lengths_S > above
-            self._made[key] = blocks_of(self.starts, self.rows, size, chosen_S)
-        return self._made[key]
+        return remembered(self._made, ("blocks", size, above), lambda: self._blocks(size, above))
 
     def pairs(self, size: int, longest: int) -> Work:
         """Pairs of blocks, of one segment each, of segments of at most ``longest`` rows."""
-        key = "pairs", size, longest
-        if key not in self._made:
-            self._made[key] = self._pairs(size, longest)
-        return self._made[key]
+        return remembered(self._made, ("pairs", size, longest), lambda: self._pairs(size, longest))
+
+    def _blocks(self, size: int, above: int) -> Blocks:
+        entries_S = (self.lengths_S + (size - 1)) // size
+        if above >= 0:
+            entries_S = entries_S * (self.lengths_S > above)
+        S = len(entries_S)
+        # Every segment may have one block that is not full.
+        of_M, firsts = work_list(entries_S, self.rows // size + min(S, self.rows))
+        of_some_M = of_M.clamp(max=max(0, S - 1))
+        place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
+        begin_M = self.starts[of_some_M] + (place_M - firsts[of_some_M]) * size
+        stop_M = self.starts[of_some_M + 1]
+        end_M = torch.minimum(begin_M + size, stop_M)
+        used_M = of_M < S
+        begin_M, end_M = begin_M * used_M, end_M * used_M
+        return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
 
     def _pairs(self, size: int, longest: int) -> Work:
         blocks_S = (self.lengths_S + (size - 1)) // size
         pairs_S = blocks_S * (blocks_S + 1) // 2 * (self.lengths_S <= longest)
-        most = most_pairs(self.rows, len(self), min(longest, self.rows), size)
+        # Of n blocks there are n (n + 1) / 2 pairs, and n - 1 of the blocks are full.
+        blocks = -(-min(longest, self.rows) // size)
+        most = min(len(self), self.rows) + self.rows * (blocks + 2) // (2 * size) + 1
         return work_list(pairs_S, most)
 
 
@@ -143,33 +164,3 @@ class Blocks(NamedTuple):
     of_M: Tensor
     firsts: Tensor
     last_M: Tensor
-
-
-def blocks_of(starts: Tensor, rows: int, size: int, chosen_S: Tensor | None = None) -> Blocks:
-    """Blocks of at most ``size`` rows of all segments, or of those that are chosen.
-
-    Args:
-        starts: ``[S + 1]``: where every segment begins.
-        rows: how many rows there are, N.
-    """
-    entries_S = (starts.diff() + (size - 1)) // size
-    if chosen_S is not None:
-        entries_S = entries_S * chosen_S
-    S = len(entries_S)
-    # Every segment may have one block that is not full.
-    of_M, firsts = work_list(entries_S, rows // size + min(S, rows))
-    of_some_M = of_M.clamp(max=max(0, S - 1))
-    place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
-    begin_M = starts[of_some_M] + (place_M - firsts[of_some_M]) * size
-    stop_M = starts[of_some_M + 1]
-    end_M = torch.minimum(begin_M + size, stop_M)
-    used_M = of_M < S
-    begin_M, end_M = begin_M * used_M, end_M * used_M
-    return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
-
-
-def most_pairs(rows: int, segments: int, longest: int, size: int) -> int:
-    """How many pairs of blocks there can be in all segments of at most ``longest`` rows: of n
-    blocks ``n (n + 1) / 2``, and n - 1 of them are full."""
-    blocks = -(-longest // size)
-    return min(segments, rows) + rows * (blocks + 2) // (2 * size) + 1
