@@ -65,19 +65,13 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
             for at in range(gl.maximum(step - STAGES, 0), step):
                 wait_loaded(at, full, STAGES)
             A = tma.make_tensor_descriptor(
-                A_ptr,
-                [B, T, d],
-                [A_stride_b, A_stride_t, 1],
-                [1, BLOCK_T, BLOCK],
-                A_tiles.type.layout,
-            )
+                A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1],
+                [1, BLOCK_T, BLOCK], A_tiles.type.layout,
+            )  # fmt: skip
             G = tma.make_tensor_descriptor(
-                G_ptr,
-                [B, T, p],
-                [G_stride_b, G_stride_t, 1],
-                [1, BLOCK_T, HALF],
-                G_tiles.type.layout,
-            )
+                G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1],
+                [1, BLOCK_T, HALF], G_tiles.type.layout,
+            )  # fmt: skip
             tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK)
             while item < end:
                 p0, d0 = place_of(item - first, tiles_p, tiles_d, GROUP)

@@ -94,11 +94,6 @@ class InThree(NamedTuple):
     is_flat: bool
     is_wide: bool
 
-    @property
-    def offsets(self) -> int:
-        """Elements of the window, K."""
-        return math.prod(self.kernel)
-
 
 def in_three(geometry: Geometry, x: Tensor) -> InThree:
     """The convolution of ``x``, over three axes; remembered by shape and strides."""
@@ -136,9 +131,3 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
         sees_each_once and at_one_distance,
         span >= 1 << 31,
     )
-
-
-def flat_positions(G: Tensor) -> Tensor:
-    """``[B, O, *out]`` as ``[B, O, T]``: a view where positions lie at one distance, as in every
-    memory format; else a copy."""
-    return G if G.dim() == 3 else G.flatten(2)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.convolution.geometry import Geometry, flat_positions, in_three
+from flash_clipping.ops.convolution.geometry import Geometry, in_three
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -249,10 +249,10 @@ def launch_convolution(
         Squared norms in parts ``[B, n]`` (nothing in mode ``"sum"``); and per-sample gradients
         ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in fp32.
     """
-    G = flat_positions(G)
+    G = G.flatten(2)  # a view in every memory format
     B, T = G.shape[0], G.shape[2]
     three = in_three(geometry, x)
-    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, three.offsets  # noqa: E741
+    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, geometry.offsets  # noqa: E741
     config = config or config_for(x.dtype, T, C, O, K)
     tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
     count = geometry.groups * tiles_o * tiles_n
@@ -260,6 +260,8 @@ def launch_convolution(
     each = tiles.cdiv(B, min(B, wanted))
     chunks = tiles.cdiv(B, each)
     parts = x.new_empty((0 if mode == "sum" else B, count * config.num_warps), dtype=torch.float32)
+    # Elements from the first of a sample of G to its last.
+    span = (G.shape[1] - 1) * G.stride(1) + (T - 1) * G.stride(2)
     out: Tensor | None = None
     if mode == "store":
         out = G.new_empty((B, G.shape[1], K * C))
@@ -274,18 +276,12 @@ def launch_convolution(
         each, tiles_o, tiles_n, geometry.groups,
         MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
         FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=three.is_wide or _span(G) >= 1 << 31,
+        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=three.is_wide or span >= 1 << 31,
         BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
         PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return parts, out
-
-
-def _span(G_BOT: Tensor) -> int:
-    """Elements from the first of a sample to its last."""
-    _, O, T = G_BOT.shape  # noqa: E741
-    return (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2)
 
 
 # Where the positions of a channel lie together, those that a window sees begin on any address, and
@@ -389,10 +385,10 @@ def _depthwise_kernel(
 
 def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     """Per-sample gradients ``[B, O, 1, *kernel]`` in fp32."""
-    G = flat_positions(G)
+    G = G.flatten(2)
     B, O, T = G.shape  # noqa: E741
     three = in_three(geometry, x)
-    K = three.offsets
+    K = geometry.offsets
     channels_last = three.channels_last
     block_k = min(8, tiles.next_power_of_2(K))
     if channels_last:

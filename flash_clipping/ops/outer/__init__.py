@@ -13,10 +13,9 @@ from torch import Tensor
 from flash_clipping.ops.outer import reference
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
-    as_rows,
     by_kind,
     check_coefficients,
-    check_same_rows,
+    checked_groups,
     in_one_dtype,
 )
 
@@ -44,8 +43,7 @@ def outer_sqnorms(
         ``[B]`` squared norms in fp32 (float64 for float64), and ``[B, p, d]`` gradients in G's
         dtype or None.
     """
-    A_BTd, G_BTp = as_rows(A_BTd, "A"), as_rows(G_BTp, "G")
-    check_same_rows(A_BTd, G_BTp, "A", "G")
+    ((A_BTd, (G_BTp,)),) = checked_groups([(A_BTd, [G_BTp])])
     A_BTd, G_BTp = in_one_dtype(A_BTd, G_BTp)
     parts_Bn, grads_Bpd = backends.run(reference.outer_sqnorms, backend, A_BTd, A_BTd, G_BTp, store)
     return parts_Bn if in_parts else parts_Bn.sum(1), grads_Bpd

@@ -139,7 +139,7 @@ def run(
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
             if torch.is_grad_enabled() or not _is_on_current_device(tensor):
-                with torch.no_grad(), _on_device(tensor):
+                with torch.no_grad(), torch.cuda.device_of(tensor):
                     return kernel(*args, **kwargs)
             return kernel(*args, **kwargs)  # as in every step: context managers take a while
         except _NOT_OURS:
@@ -168,14 +168,8 @@ def _run_reference(
 
 
 def _is_on_current_device(tensor: Tensor) -> bool:
+    """Where Triton launches; that need not be where the tensor is."""
     return not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if _is_on_current_device(tensor):
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def _warn_once(name: str, reason: str, error: Exception | None) -> None:

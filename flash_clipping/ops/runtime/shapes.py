@@ -118,25 +118,19 @@ def as_rows(x: Tensor, name: str) -> Tensor:
     return x.flatten(1, -2)
 
 
-def check_same_rows(x: Tensor, y: Tensor, x_name: str, y_name: str) -> None:
-    """Both are ``[B, T, features]`` with the same B and T, on one device."""
-    if x.shape[:-1] != y.shape[:-1]:
-        raise ValueError(
-            f"{x_name} has shape {tuple(x.shape)} and {y_name} has shape {tuple(y.shape)}; all "
-            "dimensions but the last must agree."
-        )
-    # Comparing devices takes longer than all the rest.
-    if x.get_device() != y.get_device():
-        raise ValueError(f"{x_name} is on {x.device} and {y_name} is on {y.device}.")
-
-
 def checked_groups(groups: Sequence[Group]) -> list[Group]:
     """The groups with operands ``[B, T, features]``, which agree in B, T and device."""
     ready: list[Group] = []
     for A, Gs in groups:
         A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
         for G in Gs_BTp:
-            check_same_rows(A_BTd, G, "A", "G")
+            if A_BTd.shape[:-1] != G.shape[:-1]:
+                raise ValueError(
+                    f"A has shape {tuple(A_BTd.shape)} and G has shape {tuple(G.shape)}; all "
+                    "dimensions but the last must agree."
+                )
+            if A_BTd.get_device() != G.get_device():
+                raise ValueError(f"A is on {A_BTd.device} and G is on {G.device}.")
         ready.append((A_BTd, Gs_BTp))
     return ready
 

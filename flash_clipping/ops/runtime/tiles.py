@@ -35,29 +35,19 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def sm_count(device: torch.device) -> int:
+    """How many programs a persistent grid has on a tensor's device: one for each multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _generation(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
-
-
-def _index_of(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()
-
-
-def sm_count(device: torch.device) -> int:
-    """How many programs a persistent grid has: one for each multiprocessor."""
-    return _sm_count(_index_of(device)) if device.type == "cuda" else INTERPRETED_PROGRAMS
-
-
 def generation(device: torch.device) -> int:
     """Major compute capability of a GPU by NVIDIA (8: Ampere and Ada, 9: Hopper); 0 of all else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
-    return _generation(_index_of(device))
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def has_tma(device: torch.device) -> bool:

@@ -59,10 +59,8 @@ class Segments:
         if groups * samples < 1 << 31:
             key_N = key_N.int()  # half as long to sort
         self.samples, self.groups, self.is_sorted = samples, groups, is_sorted
-        self._place_N: Tensor | None = None
         if is_sorted:
-            self._key_N = key_N
-            self.order_N = torch.arange(len(key_N), device=key_N.device)
+            self._key_N, self.order_N = key_N, torch.arange(len(key_N), device=key_N.device)
         else:
             self._key_N, self.order_N = torch.sort(key_N, stable=True)
         edges = torch.arange(groups * samples + 1, dtype=key_N.dtype, device=key_N.device)
@@ -101,13 +99,11 @@ class Segments:
         """The same of the rows of each group; there must be samples."""
         return self.lists.joined(self.samples)
 
-    @property
+    @functools.cached_property
     def place_N(self) -> Tensor:
         """Where each of the layer's own rows is among the sorted ones."""
-        if self._place_N is None:
-            places = torch.arange(len(self), device=self.order_N.device)
-            self._place_N = torch.empty_like(self.order_N).index_copy_(0, self.order_N, places)
-        return self._place_N
+        places = torch.arange(len(self), device=self.order_N.device)
+        return torch.empty_like(self.order_N).index_copy_(0, self.order_N, places)
 
     def unsorted(self, X_Nf: Tensor) -> Tensor:
         """Sorted rows in the layer's own order."""
@@ -166,7 +162,7 @@ def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto"
     """``Σ g_n a_nᵀ`` over the rows of every segment, ``[B, E, p, d]`` in the operands' dtype."""
     B, E = segments.samples, segments.groups
     if not _has_rows(A, G, segments):
-        return _no_products(A, G, B * E).unflatten(0, (B, E))
+        return _no_products(A, G, B, E)
     run = reference.segment_grads
     return backends.run(run, backend, _decides(A, G), A, G, segments.lists, B)
 
@@ -180,21 +176,18 @@ def grouped_sums(
 
     A row whose coefficient is 0, or that belongs to no sample, adds nothing, whatever it holds.
     """
+    if not _has_rows(A, G, segments):
+        return _no_products(A, G, segments.groups, is_wide=coef_B is not None)
     if coef_B is None:
-        if not _has_rows(A, G, segments):
-            return _no_products(A, G, segments.groups)
         run = reference.products
         return backends.run(run, backend, _decides(A, G), A, G, segments.of_groups)
-    if not _has_rows(A, G, segments):
-        size = segments.groups, G.X.shape[1], A.X.shape[1]
-        return A.X.new_zeros(size, dtype=accumulator(A.X, G.X))
     sums = reference.grouped_sums
     return backends.run(sums, backend, _decides(A, G), A, G, segments.lists, coef_B)
 
 
-def _no_products(A: Rows, G: Rows, count: int) -> Tensor:
-    size = count, G.X.shape[1], A.X.shape[1]
-    return A.X.new_zeros(size, dtype=torch.promote_types(A.X.dtype, G.X.dtype))
+def _no_products(A: Rows, G: Rows, *lead: int, is_wide: bool = False) -> Tensor:
+    dtype = accumulator(A.X, G.X) if is_wide else torch.promote_types(A.X.dtype, G.X.dtype)
+    return A.X.new_zeros((*lead, G.features, A.features), dtype=dtype)
 
 
 def grouped_linear(
