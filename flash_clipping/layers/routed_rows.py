@@ -218,8 +218,8 @@ class RoutedRows:
 
 
 def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Of every sorted row the token ``[N]``, and its weight ``[N, 1]``: 0 where it is sent to no
-    expert, as the weight may be anything there."""
+    """Token ``[N]`` and weight ``[N, 1]`` of every sorted row; a row that is sent to no expert has
+    weight 0, whatever stands there."""
     order_N = segments.order_N
     weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
     return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)

@@ -47,8 +47,7 @@ def _layer(table_ptr, layer, layers, count):
 
 @gluon.jit
 def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
-    """One warp: the operands of every step of every tile of this program. Positions past a
-    sample's last are zero."""
+    """One warp loads the operands of every step; positions past a sample's last are zero."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layers, count, B, T = grid
     A_tiles, G_tiles, _, full, empty = ring
@@ -122,8 +121,8 @@ def _clipped_sums_ring_kernel(
     layers, count, B, T,
     DTYPE: gl.constexpr, BLOCK_T: gl.constexpr,
 ):  # fmt: skip
-    """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in rows on 16
-    bytes; ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
+    """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes;
+    ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK], layout)

@@ -69,8 +69,8 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
 
 
 def _rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as ``[B·T, features]``. Any common order of rows gives the same sum, so operands laid
-    out time first are taken in that order, without a copy."""
+    """Both as ``[B·T, features]``, in the order in which no copy is needed: any gives the same
+    sum."""
     plain = x_BTf.is_contiguous() and y_BTf.is_contiguous()
     if not plain and _is_time_first(x_BTf) and _is_time_first(y_BTf):
         x_BTf, y_BTf = x_BTf.transpose(0, 1), y_BTf.transpose(0, 1)

@@ -179,11 +179,8 @@ class Config:
 
 @functools.lru_cache(maxsize=1024)
 def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  # noqa: E741
-    """By rule, not by search: few kernels, quick to compile. The same for all modes.
-
-    Chosen by what the compiler says for sm_90: in no mode does a tile spill, and of each there is
-    room for two programs or more on a multiprocessor, in registers as in shared memory.
-    """
+    """By rule, not by search: few kernels, quick to compile. The same for all modes, and so that
+    the compiler for sm_90 spills in none and fits two programs or more on a multiprocessor."""
     block_o = min(128 if O % 128 == 0 else 64, max(16, tiles.next_power_of_2(O)))
     block_n = min(64, max(16, tiles.next_power_of_2(C * K)))
     block_t = max(16, tiles.next_power_of_2(T))
@@ -305,8 +302,7 @@ def _channels_last_kernel(
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """The same ``[B, C, *positions]`` with the channels of a position side by side; a copy where
-    they are not."""
+    """``[B, C, *positions]`` with a position's channels side by side; a copy where they are not."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     if not x[0, 0].is_contiguous():
@@ -337,12 +333,12 @@ def _depthwise_kernel(
     CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, one input channel for each output
-    channel: nothing for tensor cores to do.
+    """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, added up in fp32: one input
+    channel for each output channel leaves nothing for tensor cores to do.
 
-    A program owns some channels and offsets of one sample, reads its part of G once and ``x`` once
-    for every offset, and adds up in fp32. What it leaves is small, so it is kept. Axes of a tile:
-    offsets, then channels and positions, those that lie together last.
+    A program owns some channels and offsets of one sample, and reads its part of G once and ``x``
+    once for every offset. Axes of a tile: offsets, then channels and positions, those that lie
+    together last.
     """
     block = tl.program_id(0) % (blocks_o * blocks_k)
     b = (tl.program_id(0) // (blocks_o * blocks_k)).to(tl.int64)

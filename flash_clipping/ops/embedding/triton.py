@@ -51,11 +51,8 @@ def _order_kernel(
     T, blocks, ids_stride_b, ids_stride_t,
     ROWS: tl.constexpr, IDS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A stable sort by counting: a position's rank is the number of those that come before it.
-
-    An entry is an id, times 2**32, and its position; what a sample has no positions for is
-    filled up with entries of id -1.
-    """
+    """A stable sort by counting: a position's rank is the number of those that come before it. An
+    entry is an id, times 2**32, plus its position; entries behind the last have id -1."""
     if EARLY:  # the next kernel may start, and waits as this one does before it reads
         gdc_launch_dependents()
         gdc_wait()
@@ -222,12 +219,8 @@ def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
 
 
 def _in_order(ids_BT: Tensor) -> Tensor:
-    """Ids times 2**32 plus their positions, in order, and entries of id -1 to a multiple of
-    ``CHUNK``.
-
-    Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
-    the several of ``torch.sort``; ids have 31 bits.
-    """
+    """Entries of :func:`_order_kernel`, a multiple of ``CHUNK`` of them. Stable, so that equal ids
+    keep one order and their sums one rounding; ids have 31 bits."""
     B, T = ids_BT.shape
     length = tiles.cdiv(T, CHUNK) * CHUNK
     if T > MAX_RANKED:

@@ -40,8 +40,8 @@ class Kind(NamedTuple):
 
     Attributes:
         aligned: whether descriptors can serve all operands.
-        whole: whether rows are multiples of 16 bytes as well. Not where there are descriptors:
-            nothing there depends on it, and layers of all widths are to share a launch.
+        whole: whether rows are multiples of 16 bytes as well; False where there are descriptors,
+            which do not depend on it.
     """
 
     B: int
@@ -56,8 +56,8 @@ class Kind(NamedTuple):
 class Rows:
     """A group's rows of the table: addresses, strides and widths of its operands.
 
-    Layers of very many features are shared out: slices of theirs stand for layers, each with an
-    input of its own. A squared norm is the sum of those of its slices.
+    Layers of very many features are cut into slices, each with an input of its own; the squared
+    norm is the sum of those of the slices.
     """
 
     __slots__ = ("copied", "held", "input", "kind", "places", "shared_out", "slices", "width")
@@ -101,10 +101,7 @@ class Rows:
 
 
 class Launch:
-    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers.
-
-    Without addresses it serves every step of the same layout.
-    """
+    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers."""
 
     __slots__ = ("copied", "held", "inputs", "kind", "layers", "members", "order", "runs", "table")
 

@@ -84,7 +84,7 @@ def _group_tile(
     G_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``. Tiles on the
-    diagonal leave their part of the spread as well (:mod:`flash_clipping.ops.certificate`)."""
+    diagonal leave their part of the spread as well."""
     row = inputs_ptr + group * 6
     first = tl.load(row + 4)
     layers = tl.load(row + 5)
@@ -121,8 +121,8 @@ def _gram_kernel(
     A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr, G_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of every sample of every group. The tiles of a sample are at work at one time,
-    so that its operands come from memory once."""
+    """Every tile of every sample of every group; a sample's tiles are at work at one time, so that
+    its operands come from memory once."""
     slots = rows * (rows + 1) // 2
     for item in range(tl.program_id(0), groups * B * slots, tl.num_programs(0)):
         slot = item % slots

@@ -81,8 +81,8 @@ def _key_words(key_ptr, i: tl.constexpr):
 
 @triton.jit
 def words(key_ptr, counter, n0, n1, n2):
-    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: what the
-    first round makes of the rest is computed once for all blocks of a thread."""
+    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: the rest
+    of the first round is computed once for all blocks of a thread."""
     k0, k1 = _key_words(key_ptr, 0)
     k2, k3 = _key_words(key_ptr, 1)
     k4, k5 = _key_words(key_ptr, 2)

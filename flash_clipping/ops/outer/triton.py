@@ -190,9 +190,9 @@ def _weighted_sum_kernel(
 
 
 def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
-    """The same elements, those of a sample one after the other: a view of gradients as kernels for
-    convolutions leave them (K offsets of a window before C channels), else a copy. And K and C;
-    1 and 1 where elements are in their parameter's order."""
+    """The same elements, those of a sample one after the other, and K and C (1 and 1: in the
+    parameter's order): a view of gradients as kernels for convolutions leave them (K offsets of a
+    window before C channels), else a copy."""
     if grads[0].is_contiguous():
         return grads, 1, 1
     if grads.dim() > 3:

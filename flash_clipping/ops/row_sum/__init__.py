@@ -47,8 +47,8 @@ def row_sums(
 
 
 def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
-    """Whether all means and rstds are as layers leave them: one of each for every row, in fp32, one
-    after the other. Then a layout need not tell of them, of which there are two for each layer."""
+    """Whether means and rstds are as layers leave them: one for every row, in fp32, one after the
+    other. A memo need not tell of such."""
     B, T, _ = rows_BTn.shape
     return all(
         [

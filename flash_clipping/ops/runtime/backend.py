@@ -38,8 +38,8 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class _EndOfStep(threading.local):
-    """Of the backward pass whose end runs in this thread, if one does: which implementation was
-    chosen, by the backend asked for and the tensor's kind; where products are precise already."""
+    """During the end of a backward pass in this thread: the implementations chosen, by backend and
+    kind of tensor, and the device type on which products are precise already."""
 
     chosen: dict[tuple[str, torch.dtype, bool], str] | None = None
     precise_on = ""

@@ -51,8 +51,7 @@ def generation(device: torch.device) -> int:
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later; the
-    interpreter plays it)."""
+    """Whether descriptors can fetch tiles (Hopper and later; the interpreter plays it)."""
     with_descriptors = hasattr(tl, "make_tensor_descriptor")
     return with_descriptors and (device.type != "cuda" or generation(device) >= 9)
 
@@ -63,8 +62,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one it depends on has ended (programmatic
-    dependent launch), and wait for it where it reads."""
+    """Whether a kernel can start before the one it waits for has ended (PDL)."""
     return generation(device) >= 9 and VERSION >= (3, 6) and gdc_wait is not None
 
 
@@ -103,8 +101,8 @@ def lie_plainly(tensors: Sequence[Tensor]) -> bool:
 
 @triton.jit
 def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Which row of a table (:mod:`flash_clipping.ops.runtime.tables`) a program is for: the last
-    column says where each row's begin. ``ROWS``: a power of 2 not below ``rows``."""
+    """The row of a table (:mod:`flash_clipping.ops.runtime.tables`) that a program is for; the last
+    column holds each row's first program. ``ROWS``: a power of 2 not below ``rows``."""
     index = tl.arange(0, ROWS)
     firsts = tl.load(table_ptr + (index + 1) * COLUMNS - 1, mask=index < rows, other=1 << 40)
     return tl.sum(tl.where(firsts <= program, 1, 0), 0) - 1
@@ -112,8 +110,8 @@ def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
-    """Row and column of a tile. ``GROUP`` rows of tiles are walked together, so that programs at
-    work at one time share what they read."""
+    """Row and column of a tile. ``GROUP`` rows of tiles are walked together: programs at work at
+    one time share what they read."""
     first = (tile // (GROUP * tiles_d)) * GROUP
     height = min(tiles_p - first, GROUP)
     within = tile % (GROUP * tiles_d)
@@ -124,9 +122,9 @@ def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
 def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """Address, strides of samples and positions, and width, from four columns of a table's row.
 
-    What the compiler must know to move 16 bytes at a time: that address and strides are multiples
-    of that (``ALIGNED``), and the width too (``WHOLE``). It rounds masks to what it was told of the
-    width, so that must be true of every row.
+    To move 16 bytes at a time the compiler must know that address and strides are multiples of that
+    (``ALIGNED``), and the width (``WHOLE``). It rounds masks to what it was told of the width, so
+    that must be true of every row.
     """
     X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
     stride_b = tl.load(row + 1)
@@ -176,11 +174,10 @@ def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """``x.to(DTYPE)`` of an fp32 tile.
+    """``x.to(DTYPE)`` of an fp32 tile, two numbers by one instruction.
 
-    What is stored through a descriptor and read as well, the compiler rounds number by number, on
-    a unit that takes 16 of them a cycle on Hopper: 4 to 6 % of the time of a kernel that keeps what
-    it multiplies. Two by one instruction go through the ordinary ones.
+    The compiler rounds a tile that is both stored by a descriptor and read number by number, on a
+    unit that takes 16 a cycle on Hopper: 4 to 6 % of such a kernel's time.
     """
     if IN_PAIRS and DTYPE.is_bf16():
         return tl.inline_asm_elementwise(

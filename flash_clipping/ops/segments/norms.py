@@ -77,8 +77,7 @@ def _short_ones(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
 
 
 def _long_ones(A: Rows, G: Rows, lists: Lists, ranks: int, longest: int) -> Tensor:
-    """Squared norms by products of so many segments, the longest first, as far as these are longer
-    than ``longest``; ``[R]``."""
+    """Squared norms by products of the longest segments, ``[R]``, where above ``longest``."""
     config = Config(step=32 if A.X.dtype == torch.float32 else 64)
     tiles_d, tiles_p = (tiles.cdiv(f, config.block) for f in (A.features, G.features))
     parts = torch.empty((ranks, tiles_d * tiles_p), dtype=torch.float32, device=A.X.device)
@@ -166,8 +165,8 @@ def outer_kernel(
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``Gᵀ A`` of a segment of at least ``shortest`` rows, squared and summed. Segments
-    come as ``longest`` lists them; what would be written for shorter ones is never read."""
+    """One tile of ``Gᵀ A`` of a segment of at least ``shortest`` rows, squared and summed; the
+    place of a shorter one is not written, and never read."""
     tiles_p, tiles_d = tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK)
     tile = tl.program_id(0) % (tiles_p * tiles_d)
     segment = tl.load(longest_ptr + tl.program_id(0) // (tiles_p * tiles_d))

@@ -94,8 +94,7 @@ def launch_sums(
 
 
 def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
-    """Sums on Hopper: of copies that lie in blocks. ``split``: these are multiplied by their
-    coefficients, in two parts."""
+    """Sums on Hopper, of copies in blocks. ``split``: times their coefficients, in two parts."""
     from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel  # not every Triton can
 
     (E, p, d), B = out.shape, len(coef_B)
@@ -117,15 +116,14 @@ def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split
 def in_blocks(
     rows: Rows, blocks: Blocks, coef_N: Tensor, split: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
-    blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
+    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes. Zeros stand behind the last row of a
+    segment or group, and for rows whose coefficient is 0; blocks that are not used are not written.
 
     Args:
-        coef_N: the coefficient of every sorted row's sample; of rows of none, anything.
+        coef_N: coefficients of sorted rows; those of rows of no sample may be anything.
 
     Returns:
-        The rows, twice; or with ``split`` the rows times their coefficients, and what rounding took
-        from that.
+        The rows, twice; with ``split`` rows times coefficients, and what rounding took from that.
     """
     X, F, M = rows.X, rows.features, len(blocks.of_M)
     each = 16 // X.element_size()
@@ -150,9 +148,9 @@ def grouped_sums_kernel(
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
-    cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
-    fp32. A block whose coefficient is 0 is not read."""
+    """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. The tensor cores add
+    up one segment's product, or a part of it; its coefficient meets that in fp32. A block whose
+    coefficient is 0 is not read."""
     tiles_p, tiles_d = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
     tile = tl.program_id(0) % (tiles_p * tiles_d)
     group = tl.load(group_ptr + tl.program_id(0) // (tiles_p * tiles_d))
@@ -193,8 +191,8 @@ def blocks_kernel(
     F, stride, width,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a block, and zeros up to ``ROWS``; for rows whose coefficient is 0 as well. Rows come
-    to lie ``width`` apart. ``SPLIT``: times the coefficient, rounded, and what rounding took."""
+    """Rows of a block, ``width`` apart, and zeros up to ``ROWS`` and for coefficients of 0.
+    ``SPLIT``: times the coefficient, rounded, and what rounding took."""
     parts = tl.cdiv(F, BLOCK)
     block = tl.program_id(0) // parts
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
@@ -223,8 +221,7 @@ def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
 
 
 def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
-    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype: by a library
-    where it can."""
+    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]``: by a library where it can."""
     A_Nd, G_Np = A.sorted(), G.sorted()
     library = grouped_mm(G_Np.mT, A_Nd, len(lists))
     if library is not None:

@@ -19,7 +19,7 @@ from flash_clipping.ops.runtime.shapes import Memo, remembered
 
 
 class Rows(NamedTuple):
-    """An operand's sorted rows, perhaps not put in order yet: row n is row ``places[n]`` of X.
+    """An operand's sorted rows: row n is row ``places[n]`` of X, or row n where there are none.
 
     Tokens that k experts read lie there once, and not k times.
     """
@@ -105,8 +105,7 @@ class Lists:
 
     @functools.cached_property
     def segment_N(self) -> Tensor:
-        """``[N]``, int32: the segment of every row; of those of none, one that is empty or the
-        last."""
+        """``[N]``, int32: every row's segment; for rows of none an empty one, or the last."""
         row_N = torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
         return torch.searchsorted(self.starts, row_N, right=True, out_int32=True) - 1
 

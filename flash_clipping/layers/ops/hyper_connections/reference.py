@@ -32,10 +32,7 @@ class Settings(NamedTuple):
 
 
 def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
-    """``h, post, comb, inv, mix``.
-
-    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
-    """
+    """``h, post, comb, inv, mix``; see :func:`.hyper_connections.hyper_connections`."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     wide = accumulator(x_BSnD)
     x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
@@ -56,10 +53,7 @@ def hyper_connections_backward(
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``.
-
-    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections_backward`.
-    """
+    """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     inv_BS, mix_BSm = saved
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
@@ -107,11 +101,8 @@ def sinkhorn(logits_BSnn: Tensor, eps: float, iterations: int) -> list[Tensor]:
 def sinkhorn_backward(
     logits_BSnn: Tensor, dcomb_BSnn: Tensor, eps: float, iterations: int
 ) -> Tensor:
-    """Gradient of the logits.
-
-    Of ``after = before / d`` with ``d = Σ before + eps`` it is
-    ``dbefore = (dafter - Σ dafter·after) / d``, the sums along the axis that was normalised.
-    """
+    """Gradient of the logits. Each step is ``after = before / d`` with ``d = Σ before + eps``, so
+    ``dbefore = (dafter - Σ dafter·after) / d``, the sums along the axis that was normalised."""
     matrices, grad = sinkhorn(logits_BSnn, eps, iterations), dcomb_BSnn
     for step in range(2 * iterations - 1, 0, -1):
         before, after = matrices[step - 1], matrices[step]

@@ -119,8 +119,8 @@ def _input_grad_kernel(
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one stream, for a chunk of one sample's positions: ``dx``, and this chunk's
-    part of ``dmixᵀ x``. What nobody wants is None, which a kernel sees when it is compiled."""
+    """``dx`` of some columns of one stream, for a chunk of one sample's positions, and this chunk's
+    part of ``dmixᵀ x``. Pointers of results that are not wanted are None."""
     pid = tl.program_id(0)
     stream = pid % n  # programs side by side read the same dh
     block = pid // n % blocks
@@ -196,8 +196,8 @@ def _gates_kernel(
     N, n, m,
     EPS: tl.constexpr, ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``divisors_ptr``, where backward wants them: what Sinkhorn's algorithm divided by in each of
-    its ``2 · ITERATIONS - 1`` steps, columns in the first and the last."""
+    """``divisors_ptr``, if not None, gets what Sinkhorn's algorithm divided by in each of its ``2 ·
+    ITERATIONS - 1`` steps, columns in the first and the last."""
     row, stream, entry, in_rows, in_vector, in_matrix = _places(n, m, N, STREAMS, ROWS)
     inv = tl.load(inv_ptr + row, mask=in_rows, other=0.0)
     of_vector = row[:, None] * m + stream[None, :]
@@ -242,11 +242,9 @@ def _gates_grad_kernel(
     N, n, m, K,
     ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of ``pre, post, comb`` to those of the logits, of the product, and of
-    ``alpha`` and ``bias``, a row of each for every position.
-
-    ``of_square`` is the factor of ``x`` in ``dx``, by way of the mean square.
-    """
+    """Gradients of ``pre, post, comb`` to those of logits, product, ``alpha`` and ``bias``: a row
+    for every position. ``of_square`` is the factor of ``x`` in ``dx``, by way of the mean
+    square."""
     row, stream, entry, in_rows, in_vector, in_matrix = _places(n, m, N, STREAMS, ROWS)
     inv = tl.load(inv_ptr + row, mask=in_rows, other=0.0)
     dinv = tl.zeros((ROWS,), tl.float32)
@@ -388,8 +386,7 @@ def hyper_connections_backward(
 def _gates(
     mix_BSm: Tensor, inv_BS: Tensor, params: Parameters, settings: Settings, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``pre, post, comb``, and to ``keep`` what Sinkhorn's algorithm divided by,
-    ``[B, S, 2·iterations - 1, n]``."""
+    """``pre, post, comb``, and to ``keep`` the divisors ``[B, S, 2·iterations - 1, n]``."""
     _, alpha_3, bias_m, gamma_nD = params
     _, eps, iterations = settings
     (B, S, m), n = mix_BSm.shape, len(gamma_nD)
@@ -414,8 +411,8 @@ def _scaled(params: Parameters) -> Tensor:
 
 
 def _splits(dtype: torch.dtype) -> bool:
-    """Whether fp32 operands of products with ``x`` become two of its dtype. Not so for fp16, in
-    which small gradients are 0: its products are those of fp32."""
+    """Whether fp32 operands of products with ``x`` become two of its dtype. In fp16 small gradients
+    would be 0: its products are those of fp32."""
     return dtype == torch.bfloat16
 
 
