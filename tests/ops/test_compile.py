@@ -49,7 +49,7 @@ from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.segments import Rows, Segments, operands as segment_operands
+from flash_clipping.ops.segments import Rows, Segments
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
@@ -136,7 +136,7 @@ for dtype in (torch.bfloat16, torch.float32):
     for segments_triton.SPLIT_BELOW in (0, 1 << 30):
         segments_triton.grouped_sums(Rows(X, order), Rows(Y), lists, coef)
     for operand in (Y, Y[:, :16]):
-        operands = segment_operands.operands_of(Rows(X, order), Rows(operand))
+        operands = segments_triton.operands_of(Rows(X, order), Rows(operand))
         for rows_each in (64.0, 512.0):
             config = segments_triton.sums_config(*operands, rows_each)
             out = torch.empty(3, operand.shape[1], 256)
