@@ -119,7 +119,7 @@ class HyperConnections(nn.Module):
         return f"{self.dim}, streams={self.streams}, {settings}, transposed={self.transposed}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the sublayer reads, and how it goes on.
+        """The sublayer's input, and the weights with which the streams go on.
 
         Args:
             x: ``[B, ..., n, D]``, any floating dtype.

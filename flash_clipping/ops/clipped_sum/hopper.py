@@ -28,7 +28,7 @@ from flash_clipping.ops.runtime.tiles import operand
 
 COLUMNS = gl.constexpr(table.COLUMNS)
 POSITIONS = gl.constexpr(384)
-"""Of a tile's operands, in shared memory at one time."""
+"""Positions of a tile's operands in shared memory at one time."""
 PROMOTE = gl.constexpr(1024)
 """Positions after which a sample's product is added to the sum."""
 GROUP = gl.constexpr(8)

@@ -51,7 +51,7 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
 
 
 def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    """Of operands of one dtype, in which it is summed as well."""
+    """Clipped sums of operands of one dtype, summed in that dtype."""
     # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
     # whether there is one; on a GPU looking would wait for the device.
     clean = coef_B.device.type != "cpu" or bool((coef_B == 0).any())

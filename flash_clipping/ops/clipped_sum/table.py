@@ -1,4 +1,4 @@
-"""What a launch of the kernels for clipped sums walks over: a table of the operands of many layers.
+"""The table of many layers' operands that one launch of a clipped-sum kernel walks over.
 
 B samples, T positions, d input features, p output features.
 """
@@ -17,8 +17,8 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """``A_BTd`` and ``G_BTp`` of one layer."""
 
 COLUMNS = 10
-"""Of the table: address, strides of samples and positions, and width of G and of A; where the
-result goes; and the first of the layer's tiles."""
+"""Of a row: address, strides of samples and positions, and width of G, then of A; address of the
+result; first of the layer's tiles."""
 
 BLOCK = 128
 """Side of a tile of the result."""
@@ -32,7 +32,7 @@ keep the device busy, and little beside what letting go of these frees."""
 
 
 class Kind(NamedTuple):
-    """What the products of one launch have in common."""
+    """Properties that the products of one launch share."""
 
     B: int
     T: int

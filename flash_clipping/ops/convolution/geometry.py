@@ -1,4 +1,4 @@
-"""How a convolution lies: what kernels and references must know beside its operands.
+"""Geometry of a convolution, as kernels and references need it beside the operands.
 
 B samples, O output channels, C input channels of one group, K offsets of the kernel, T output
 positions.
@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
         return math.prod(self.kernel)
 
     def settings(self) -> tuple[object, ...]:
-        """What PyTorch's own functions take after the operands: strides to groups."""
+        """Arguments of PyTorch's own functions after the operands: strides to groups."""
         no_output_padding = [0] * len(self.kernel)
         return self.stride, self.padding, self.dilation, False, no_output_padding, self.groups
 

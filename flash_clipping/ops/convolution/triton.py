@@ -190,7 +190,7 @@ def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  #
 
 
 FEWEST_CHANNELS = 16
-"""Of a group, for which laying them side by side is worth it."""
+"""Channels of a group from which on laying them side by side is worth it."""
 
 
 def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ WARPS = 4
 UNSORTED = 128
 """Positions of a sample up to which they are taken in any order, by a launch instead of two."""
 BLOCK_BYTES = 256
-"""Of a row that such a program reads."""
+"""Bytes of a row that such a program reads."""
 LONG_RUN = 64
 """Positions that a row of the table has on average from which on one-hot vectors are faster."""
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -212,7 +212,7 @@ def _start(device: torch.device) -> dict[str, bool]:
 
 
 def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
-    """What the table is a linear map of: a way that does not mind long runs."""
+    """One-hot vectors, of which the table is a linear map: a way that does not mind long runs."""
     # Rows of a multiple of 16 bytes, which tensor descriptors want; no id is as high.
     width = tiles.cdiv(num_embeddings, 8) * 8
     return (ids_BT.unsqueeze(-1) == torch.arange(width, device=ids_BT.device)).to(G_BTd.dtype)

@@ -1,4 +1,4 @@
-"""What a launch of the gram kernels walks over: a table of the operands of many layers.
+"""The table of many layers' operands that one launch of a gram kernel walks over.
 
 B samples, T positions, d input features, p output features, L layers that read one input.
 """
@@ -36,7 +36,7 @@ def launches_of(groups: Sequence[Group]) -> list[Launch]:
 
 
 class Kind(NamedTuple):
-    """What the groups of one launch have in common.
+    """Properties that the groups of one launch share.
 
     Attributes:
         aligned: whether descriptors can serve all operands.

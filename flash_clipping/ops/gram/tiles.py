@@ -1,5 +1,5 @@
-"""What both kernels for gram norms share: which tile a program has, where a sample's operand lies,
-and a launch's parameters.
+"""Shared by both kernels for gram norms: a program's tile, a sample's address, a launch's
+parameters.
 
 B samples, T positions, F features of one operand.
 """

@@ -211,7 +211,7 @@ def _launched(
     grid: float,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The same of up to :data:`MOST`, by one launch."""
+    """Up to :data:`MOST` tensors, by one launch."""
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (_HEADER + 6 * width)))

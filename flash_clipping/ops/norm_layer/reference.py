@@ -111,7 +111,7 @@ def _sample_by_sample(
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
-    """Of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
+    """Mean of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
     if weight_d is None:
         return x_BTd.mean(-1, keepdim=True)
     return (x_BTd @ weight_d).unsqueeze(-1) / x_BTd.shape[-1]

@@ -1,5 +1,5 @@
-"""What kernels for Hopper share: a ring of stages in shared memory, which one warp loads ahead of
-others that multiply.
+"""A ring of stages in shared memory, for kernels on Hopper: one warp loads ahead of others that
+multiply.
 
 Where the same warps load and multiply, every operand of every tile begins with an empty pipeline,
 and the tensor cores wait while sums are rounded or added up. Here one warp loads from tile to tile

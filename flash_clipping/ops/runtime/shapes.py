@@ -17,11 +17,10 @@ Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
 
 Memo: TypeAlias = dict[Any, Any]
-"""What an operation keeps for operands of one layout: tables without their addresses, and what is
-launched together. Whoever hands the same memo again answers for it that all operands agree with
+"""Kept by an operation for operands of one layout: tables without addresses, and which operands
+share a launch. A caller who passes the same memo again guarantees that all operands agree with
 those before in dtype, shape, device and :data:`ALIGNMENT`, in strides along axes of more than one
-element, in their order, and in which of them lie in the same memory; not for statistics
-(:class:`Normalized`)."""
+element, in their order, and in which of them share memory; not statistics (:class:`Normalized`)."""
 
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16
@@ -58,7 +57,7 @@ class Normalized(NamedTuple):
 
 
 def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:
-    """What the memo has under the key; made, and kept if there is a memo, where it has nothing."""
+    """The memo's value for the key; made where there is none, and kept if there is a memo."""
     if memo is None:
         return make()
     if key not in memo:

@@ -1,4 +1,4 @@
-"""What the kernels share: facts about the device, rules for launches, and tile loads.
+"""Shared by kernels: facts about the device, rules for launches, and tile loads.
 
 B samples, T positions, F features.
 """
@@ -166,7 +166,7 @@ def load_rows(X_ptr, row, stride, column, in_rows, in_columns):
 
 @triton.jit
 def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
-    """The same the other way round, in the matrix's own dtype."""
+    """Store ``[rows, columns]`` in the matrix's dtype; nothing outside."""
     at = X_ptr + row[:, None] * stride + column[None, :]
     inside = in_rows[:, None] & in_columns[None, :]
     tl.store(at, x.to(X_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Rows of one sample that lie anywhere: which belong together, and what is computed of them.
+"""Rows of one sample that stand anywhere: which belong together, their norms and their sums.
 
 Tokens that a router sent to an expert, documents packed end to end, several rows of one user: every
 row belongs to a sample, and perhaps to one of several matrices (its *group*). Rows of one group and
@@ -91,12 +91,12 @@ class Segments:
 
     @functools.cached_property
     def lists(self) -> Lists:
-        """What kernels read of these segments."""
+        """The lists that kernels read, of segments."""
         return Lists(self.starts, len(self))
 
     @property
     def of_groups(self) -> Lists:
-        """The same of the rows of each group; there must be samples."""
+        """The lists of groups; there must be samples."""
         return self.lists.joined(self.samples)
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class Segments:
         return X_Nf[self.place_N]
 
     def by_sample(self, of_segments_S: Tensor) -> Tensor:
-        """What is known of every segment, ``[S, ...]``, added up for every sample: ``[B, ...]``."""
+        """Values of segments ``[S, ...]``, added up for every sample: ``[B, ...]``."""
         return of_segments_S.unflatten(0, (self.groups, self.samples)).sum(0)
 
     def both(self, other: Segments) -> tuple[Segments, Tensor]:
@@ -133,9 +133,8 @@ def segment_sqnorms(
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
 
-    Of short segments through Gram matrices, of long ones through the product itself: the first
-    costs ``L² (d + p)``, the second ``2 L d p`` for L rows. Which is less is decided on the device,
-    segment by segment.
+    Short segments go through Gram matrices, long ones through the product itself: ``L² (d + p)``
+    against ``2 L d p`` for L rows, decided on the device, segment by segment.
 
     Args:
         A, G: ``[N, d]`` and ``[N, p]``.

@@ -31,7 +31,7 @@ from flash_clipping.ops.runtime.ring import (
 )
 
 ROWS = gl.constexpr(32)
-"""Of a block: what is loaded at one time."""
+"""Rows of a block, which is loaded at one time."""
 STAGES = gl.constexpr(12)
 SPLIT_STAGES = gl.constexpr(8)
 PROMOTE = gl.constexpr(32)

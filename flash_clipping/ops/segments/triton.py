@@ -97,7 +97,7 @@ def row_sums(X_Nf: Tensor, begin_M: Tensor, end_M: Tensor) -> Tensor:
 
 
 def of_segments(parts_Mf: Tensor, firsts: Tensor) -> Tensor:
-    """What blocks have left, added up for every segment in order."""
+    """Parts that blocks have left, added up for every segment in order."""
     return row_sums(parts_Mf, firsts[:-1], firsts[1:])
 
 

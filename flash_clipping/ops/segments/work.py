@@ -1,5 +1,4 @@
-"""What operations on segments read: an operand's rows, and lists of the parts of segments, made on
-the device.
+"""An operand's rows, and lists of the parts of segments, made on the device.
 
 How long segments are is known to the device alone, and changes from step to step. So lists are as
 long as they could become for so many rows and segments, and say of each entry whether it is used.

@@ -18,7 +18,7 @@ Parameters: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Settings(NamedTuple):
-    """What is not learnt.
+    """Settings that are not learnt.
 
     Attributes:
         norm_eps: added to the mean square of a position.

@@ -181,7 +181,7 @@ def _places(n, m, N, STREAMS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _softmax(logits, in_matrix):
-    """Of every row, and 0 outside of the matrix."""
+    """Softmax of every row, and 0 outside of the matrix."""
     logits = tl.where(in_matrix, logits, float("-inf"))
     top = tl.max(logits, 2)
     top = tl.where(top == float("-inf"), 0.0, top)

@@ -21,7 +21,7 @@ from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.ops.runtime.launches import launch
 
 ELEMENTS = 1024
-"""Of an axis or of candidates, that a program has, if that is more than one row."""
+"""Elements of an axis, or candidates, of a program, if that is more than one row."""
 MOST_ROWS = 8
 INTERPRETED_ROWS = 64  # the interpreter takes as long for one row as for many
 OF_WARP = 1024

@@ -125,7 +125,7 @@ def stream_mix_backward(
 
 
 def _strides(n: int, transposed: bool) -> tuple[int, int]:
-    """Of ``comb``, along the stream that is read and the stream that is written."""
+    """Strides of ``comb`` along the stream that is read and the stream that is written."""
     return (n, 1) if transposed else (1, n)
 
 
