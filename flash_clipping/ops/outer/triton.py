@@ -240,10 +240,13 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     first = grads[0]
     B = coef_B.shape[0]
     sizes = [tensor.numel() // B for tensor in grads]
+    # One launch walks over contiguous tensors of one dtype on 16 bytes.
     plain = len(grads) > 1 and all([size % 8 == 0 for size in sizes])
     if plain:
         lying, Ks, Cs = zip(*[_in_memory_order(tensor) for tensor in grads], strict=True)
-        plain = tiles.lie_plainly(lying)
+        plain = all(
+            [x.dtype == first.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in lying]
+        )
     if not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
     outs = [first.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]

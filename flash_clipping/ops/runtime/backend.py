@@ -134,7 +134,7 @@ def run(
         return _run_reference(reference, tensor, args, kwargs)
     if _broken and (name, tensor.dtype) in _broken:
         return _run_reference(reference, tensor, args, kwargs)
-    reason = _import_error()
+    reason, failure = _import_error(), None
     if reason is None:
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
@@ -145,10 +145,7 @@ def run(
         except _NOT_OURS:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            failure: Exception | None = error
-    else:
-        failure = None
+            reason, failure = f"{type(error).__name__}: {error}", error
     _warn_once(name, reason, failure)
     _broken.add((name, tensor.dtype))
     return _run_reference(reference, tensor, args, kwargs)

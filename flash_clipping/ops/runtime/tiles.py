@@ -6,7 +6,6 @@ B samples, T positions, F features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -93,12 +92,6 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def lie_plainly(tensors: Sequence[Tensor]) -> bool:
-    """Whether one launch can walk over all of these: one dtype, contiguous, on 16 bytes."""
-    dtype = tensors[0].dtype
-    return all([x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors])
-
-
 @triton.jit
 def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """The row of a table (:mod:`flash_clipping.ops.runtime.tables`) that a program is for; the last
@@ -149,12 +142,11 @@ def load_tile(
     if TMA:
         return source.load([b, t, f]).reshape(ROWS, COLUMNS)
     else:
-        rows = t + tl.arange(0, ROWS)
-        columns = f + tl.arange(0, COLUMNS)
+        row = t + tl.arange(0, ROWS)
+        column = f + tl.arange(0, COLUMNS)
         # A sample may hold more than 2**31 elements (a vocabulary's gradient at long T).
         start = source + b.to(tl.int64) * stride_b
-        pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
-        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+        return load_rows(start, row.to(tl.int64), stride_t, column, row < T, column < F)
 
 
 @triton.jit

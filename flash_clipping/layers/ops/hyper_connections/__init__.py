@@ -173,11 +173,17 @@ def _checked(
     _check_shape("alpha", alpha, (3,), x)
     _check_shape("bias", bias, (m,), x)
     _check_shape("gamma", gamma, (n, D), x)
+    checked_settings(settings)
+    return phi, alpha, bias, gamma
+
+
+def checked_settings(settings: Settings) -> Settings:
     if settings.iterations < 1 or not (settings.norm_eps > 0 and settings.hc_eps > 0):
         raise ValueError(
-            f"found {settings}; expected at least one iteration, and norm_eps and hc_eps above 0."
+            f"hyper-connections: found {settings}; expected at least one iteration, and norm_eps "
+            "and hc_eps above 0."
         )
-    return phi, alpha, bias, gamma
+    return settings
 
 
 def _check_shape(name: str, found: Tensor, expected: tuple[int, ...], x: Tensor) -> None:
