@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.convolution.geometry import Geometry, in_three
+from flash_clipping.ops.convolution.geometry import Geometry, InThree, in_three
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -257,8 +257,6 @@ def launch_convolution(
     each = tiles.cdiv(B, min(B, wanted))
     chunks = tiles.cdiv(B, each)
     parts = x.new_empty((0 if mode == "sum" else B, count * config.num_warps), dtype=torch.float32)
-    # Elements from the first of a sample of G to its last.
-    span = (G.shape[1] - 1) * G.stride(1) + (T - 1) * G.stride(2)
     out: Tensor | None = None
     if mode == "store":
         out = G.new_empty((B, G.shape[1], K * C))
@@ -273,12 +271,18 @@ def launch_convolution(
         each, tiles_o, tiles_n, geometry.groups,
         MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
         FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=three.is_wide or span >= 1 << 31,
+        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=_is_wide(three, G),
         BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
         PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return parts, out
+
+
+def _is_wide(three: InThree, G_BOT: Tensor) -> bool:
+    """Whether a sample of x or of G spans more elements than 32 bits count."""
+    _, O, T = G_BOT.shape  # noqa: E741
+    return three.is_wide or (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2) >= 1 << 31
 
 
 # Where the positions of a channel lie together, those that a window sees begin on any address, and
@@ -401,7 +405,7 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
         *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
         *three.stride, *three.padding, *three.dilation,
         blocks_o, blocks_k,
-        CHANNELS_LAST=channels_last, WIDE=three.is_wide, BLOCK_O=block_o, BLOCK_K=block_k,
+        CHANNELS_LAST=channels_last, WIDE=_is_wide(three, G), BLOCK_O=block_o, BLOCK_K=block_k,
         BLOCK_T=block_t,
         num_warps=4,
     )  # fmt: skip
