@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from flash_clipping.ops.row_scale.reference import row_scale
 from flash_clipping.ops.runtime.shapes import Memo, accumulator
-
-_dtype = operator.attrgetter("dtype")
 
 CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
@@ -25,10 +22,7 @@ def clipped_sums_many(
     for i, (A, _) in enumerate(pairs):
         by_input.setdefault(id(A), []).append(i)
     for members in by_input.values():
-        A_BTd, Gs = pairs[members[0]][0], []
-        for i in members:
-            Gs.append(pairs[i][1])
-        found = _of_one_input(A_BTd, Gs, coef_B)
+        found = _of_one_input(pairs[members[0]][0], [pairs[i][1] for i in members], coef_B)
         if len(members) == len(pairs):
             return found
         sums.update(zip(members, found, strict=True))
@@ -37,7 +31,7 @@ def clipped_sums_many(
 
 def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     dtype = accumulator(A_BTd, *Gs)
-    if {A_BTd.dtype, *map(_dtype, Gs)} == {dtype}:
+    if all([x.dtype == dtype for x in (A_BTd, *Gs)]):
         return _products(A_BTd, Gs, coef_B)
     per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
     samples = max(1, CONVERTED // max(1, per_sample))
