@@ -195,23 +195,10 @@ def noisy_means(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty."""
-    results: list[Tensor] = []
-    for start in range(0, len(sums), MOST):
-        part = slice(start, start + MOST)
-        results += _launched(sums[part], std, divisor, draw, numbers[part], grid, dtype)
-    return results
-
-
-def _launched(
-    sums: Sequence[Tensor],
-    std: float,
-    divisor: float,
-    draw: Draw,
-    numbers: Sequence[tuple[int, int]],
-    grid: float,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Up to :data:`MOST` tensors, by one launch."""
+    if len(sums) > MOST:
+        options = grid, dtype
+        first = noisy_means(sums[:MOST], std, divisor, draw, numbers[:MOST], *options)
+        return first + noisy_means(sums[MOST:], std, divisor, draw, numbers[MOST:], *options)
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (_HEADER + 6 * width)))

@@ -119,7 +119,7 @@ def _axis(step: int) -> int:
 
 
 def _logits(mix_BSm: Tensor, inv_BS: Tensor, alpha_3: Tensor, bias_m: Tensor) -> Tensor:
-    n = streams_of(mix_BSm.shape[-1])
+    n = _streams_of(mix_BSm)
     return mix_BSm * inv_BS.unsqueeze(-1) * _by_logit(alpha_3, n) + bias_m
 
 
@@ -130,11 +130,10 @@ def _by_logit(alpha_3: Tensor, n: int) -> Tensor:
 
 def _sections(logits_BSm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of ``pre``, of ``post``, and of ``comb`` as matrices."""
-    n = streams_of(logits_BSm.shape[-1])
+    n = _streams_of(logits_BSm)
     pre, post, res = logits_BSm.split([n, n, n * n], -1)
     return pre, post, res.unflatten(-1, (n, n))
 
 
-def streams_of(m: int) -> int:
-    """How many streams have ``m = n² + 2n`` logits."""
-    return round((m + 1) ** 0.5) - 1
+def _streams_of(logits_BSm: Tensor) -> int:
+    return round((logits_BSm.shape[-1] + 1) ** 0.5) - 1  # m + 1 = (n + 1)²
