@@ -241,7 +241,7 @@ _KINDS: dict[type[Factor], str] = {
 
 # The operation whose kernel decides what to print as backend; the others are PyTorch alone.
 _OPERATIONS = {
-    "gram": "gram_sqnorms",
+    "gram": "gram_blocks",
     "outer": "outer_sqnorms",
     "outer_store": "outer_sqnorms",
     "convolution": "outer_sqnorms",

@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _this_process() -> tuple[int, int]:
-    """What no stream of a parent has: numbers of processes alone are used again."""
+    """Identity of a process: a number alone may be used again after a fork."""
     return os.getpid(), _forks
 
 
@@ -50,7 +50,7 @@ class SeededNoiseWarning(UserWarning):
 
 
 class Purpose(IntEnum):
-    """What words are for: part of the nonce, so that purposes never share one."""
+    """Use of words: part of the nonce, so that purposes never share one."""
 
     #: Noise on the clipped sums.
     NOISE = 1
@@ -171,7 +171,7 @@ class SecretStream:
     # -- checkpoints and copies -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: no key, but which one it was and how far it has come."""
+        """For a checkpoint: no key, but a digest of it and how many draws were taken."""
         return {"key_digest": self._digest(), "draws": self._drawn, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

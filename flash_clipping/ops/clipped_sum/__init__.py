@@ -18,7 +18,7 @@ from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
     Memo,
     accumulator,
-    by_kind,
+    busy_kinds,
     check_coefficients,
     checked_groups,
 )
@@ -64,7 +64,7 @@ def clipped_sums_many(
     memo = {} if memo is None else memo
     kinds: list[list[int]] | None = memo.get("kinds")
     if kinds is None:
-        kinds = memo["kinds"] = _busy_kinds(pairs)
+        kinds = memo["kinds"] = busy_kinds([(A, (G,)) for A, G in pairs])
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
@@ -79,13 +79,6 @@ def clipped_sums_many(
             A, G = pairs[idle]
             results[idle] = A.new_zeros((G.shape[2], A.shape[2]), dtype=accumulator(A, G))
     return [results[i] for i in range(len(pairs))]
-
-
-def _busy_kinds(pairs: Sequence[Pair]) -> list[list[int]]:
-    """:func:`by_kind` without what no kernel walks over: pairs without elements."""
-    busy = [i for i, (A, G) in enumerate(pairs) if A.numel() and G.numel()]
-    kinds = by_kind([(pairs[i][0], (pairs[i][1],)) for i in busy])
-    return [[busy[place] for place in members] for members in kinds]
 
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:

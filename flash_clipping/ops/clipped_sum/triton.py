@@ -12,10 +12,8 @@ device ten microseconds takes the host longer than that to launch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -99,14 +97,6 @@ FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
 
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
-
-    return _clipped_sums_ring_kernel
-
-
 def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     tma = work.aligned and tiles.has_tma(device)
@@ -161,7 +151,7 @@ def launch_clipped_sums(
     device = coef_B.device
     config = config or config_for(work, kind, device)
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
-    work.write_to(results)
+    work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
     arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
@@ -170,16 +160,16 @@ def launch_clipped_sums(
     each = kind.small and not in_ring
     programs = work.count if each else min(work.count, tiles.sm_count(device))
     if in_ring:
+        from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
+
         launch(
-            _hopper_kernel(), programs,
-            *arguments,
+            _clipped_sums_ring_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], BLOCK_T=config.block_t,
             workspace=True, num_warps=4,
         )  # fmt: skip
     else:
         launch(
-            _clipped_sums_kernel, programs,
-            *arguments,
+            _clipped_sums_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,
             G_WHOLE=work.aligned and work.G_whole, A_WHOLE=work.aligned and work.A_whole,
             TMA=config.tma, LAYERS=most, COLUMNS=COLUMNS, BLOCK=BLOCK, BLOCK_T=config.block_t,
