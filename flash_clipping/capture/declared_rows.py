@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
@@ -83,6 +84,44 @@ DECLARATIONS: list[None] = []
 def declared_rows() -> DeclaredRows | None:
     """What holds for layers that are called now."""
     return _declared.get()
+
+
+class _PickedRows(TorchFunctionMode):
+    """Sees which rows of ``tokens`` are picked by an index: layers read these until others are."""
+
+    def __init__(self, tokens: Tensor, count: int):
+        super().__init__()
+        self.tokens, self.count = tokens, count
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and args[0] is self.tokens:
+            *before, index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            is_of_rows = isinstance(index, Tensor) and index.dtype == torch.int64
+            is_of_rows = is_of_rows and index.dim() == 1 and before in ([], [None])
+            each, rest = divmod(len(self.tokens), self.count)
+            # Otherwise layers read rows of which nothing is known, and are refused.
+            _declared.set(
+                None if rest or not is_of_rows else DeclaredRows(index // each, self.count)
+            )
+        return result
+
+
+@contextmanager
+def picked_rows(tokens: Tensor, count: int) -> Iterator[None]:
+    """Layers that are called inside read rows ``tokens[index]`` of ``[M, d]``, in which those of a
+    sample lie together: as if each was called in ``samples(index // (M // count), count=count)``.
+    """
+    before = _declared.set(None)
+    DECLARATIONS.append(None)
+    try:
+        with _PickedRows(tokens, count):
+            yield
+    finally:
+        DECLARATIONS.pop()
+        _declared.reset(before)
 
 
 @contextmanager

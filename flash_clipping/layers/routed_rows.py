@@ -142,6 +142,34 @@ class Projection:
         return grad_x_Nd
 
 
+@dataclass(frozen=True)
+class SideBySide:
+    """Projections of the same rows, whose outputs lie side by side; without biases."""
+
+    parts: Sequence[Projection]
+    bias_name: str = ""
+
+    def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
+        return torch.cat([part.forward(x_Nd, segments) for part in self.parts], dim=1)
+
+    def backward(
+        self,
+        x: Rows,
+        g: Rows,
+        segments: Segments,
+        wanted: Set[str],
+        input_wanted: bool,
+        found: Gradients,
+    ) -> Tensor | None:
+        """Gradient of the input, and those of matrices into ``found``."""
+        shares = g.sorted().split([part.W_Epd.shape[1] for part in self.parts], dim=1)
+        grads = [
+            part.backward(x, Rows(share), segments, wanted, input_wanted, found)
+            for part, share in zip(self.parts, shares, strict=True)
+        ]
+        return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
+
+
 class Between(Protocol):
     """What stands between the projections; it has no parameters."""
 
@@ -161,7 +189,7 @@ class RoutedRows:
         between: what stands between them.
     """
 
-    first: Projection
+    first: Projection | SideBySide
     second: Projection
     between: Between
 

@@ -73,11 +73,11 @@ _NAMES = {
 }
 
 
-class _Gate:
-    """What stands between the projections of a layer, differentiated by autograd."""
+class Gate:
+    """A function without parameters between the projections, differentiated by autograd."""
 
-    def __init__(self, layer: Any):
-        self.forward = gate_of_experts(layer) if layer.has_gate else layer.act_fn
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
 
     def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         with torch.enable_grad():
@@ -111,7 +111,8 @@ def arithmetic_of(
         added = () if low_ranks is None else low_ranks.get(name, ())
         return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
 
-    return RoutedRows(projection(0), projection(half), _Gate(layer))
+    between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
+    return RoutedRows(projection(0), projection(half), Gate(between))
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:
@@ -160,17 +161,25 @@ class ExpertsRule(Rule):
         """By the names of parameters."""
         return factors_of(found)
 
+    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[B, T, d]``, the experts chosen for each and their weights ``[B, T, k]``."""
+        hidden_BTd, chosen_BTk, weight_BTk = inputs
+        return hidden_BTd, chosen_BTk, weight_BTk
+
+    def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
+        """What the layer's own forward returns for the same inputs, ``[M, d]``."""
+        output: Tensor = type(layer).forward(layer, *(x.flatten(0, 1) for x in inputs))
+        return output
+
     def works_by_position(self, layer: Any) -> bool:
         return True
 
-    def forward(
-        self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
         output_BTd, saved = self._forward(layer, hidden_BTd, chosen_BTk, weight_BTk)
         if layer not in self._checked:
-            tokens = (x.flatten(0, 1) for x in (hidden_BTd, chosen_BTk, weight_BTk))
             with torch.no_grad():
-                own_Md = type(layer).forward(layer, *tokens)
+                own_Md = self.own_output(layer, *inputs)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
                 # Under autocast, that of the tokens that were multiplied. Weights of a router are
                 # often in fp32, and so is the sum of tokens times these then.
@@ -205,7 +214,7 @@ class ExpertsRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
         hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params = saved
-        hidden_wanted, _, weight_wanted = needs.inputs
+        hidden_wanted, *others_wanted = needs.inputs
         grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params, beside).backward(
             grad_output.flatten(0, 1),
             hidden_Md,
@@ -214,9 +223,9 @@ class ExpertsRule(Rule):
             segments,
             needs.params,
             hidden_wanted,
-            weight_wanted,
+            any(others_wanted),
         )
         B, T = grad_output.shape[:2]
         grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
         grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
-        return (grad, None, grad_weight), self.factors(found, beside)
+        return (grad, None, grad_weight)[: len(needs.inputs)], self.factors(found, beside)
