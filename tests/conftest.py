@@ -73,6 +73,7 @@ RUN_BEFORE = (
     "row_layouts",
     "hugging_face",
     "attention_biases",
+    "image_patches",
     "other_experts",
 )
 

@@ -22,10 +22,11 @@ class DeclaredRows:
     Attributes:
         index_M: sample of every row; -1 for none.
         count: how many samples there are.
+        merged: of inputs with fewer rows, each of which is made of several of these.
     """
 
-    def __init__(self, index_M: Tensor, count: int):
-        self.index_M, self.count = index_M, count
+    def __init__(self, index_M: Tensor, count: int, merged: DeclaredRows | None = None):
+        self.index_M, self.count, self.merged = index_M, count, merged
         self._map = UnitMap(index_M, count)
 
     def check(self, path: str, args: Sequence[Any], axis: int, batch: int | None) -> None:
@@ -61,12 +62,35 @@ class DeclaredRows:
                     "Move index there."
                 )
 
+    def read_as(self, x: Any) -> DeclaredRows:
+        """These, or the merged ones where ``x`` has as many rows."""
+        merged = self.merged
+        if merged is not None and isinstance(x, Tensor) and x.dim():
+            return merged if len(x) == len(merged.index_M) else self
+        return self
+
     def of_samples(self, factor: Factor) -> Factor:
         """What was recorded row by row, for samples."""
         return by_units(factor, self._map)
 
 
-def _check_range(inside: Tensor, message: str) -> None:
+class LostRows(DeclaredRows):
+    """Rows of a layer that a checkpoint runs again, outside of the declaration."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def of_samples(self, factor: Factor) -> Factor:
+        raise FlashClippingError(
+            f"{self.path}: activation checkpointing runs this layer again, outside of the "
+            "flash_clipping.samples(index, count) that it was called in, so that it is not "
+            "known which samples its rows are of. Write `with samples(...)` inside the "
+            "function that is checkpointed, or checkpoint with use_reentrant=False."
+        )
+
+
+def check_on_device(inside: Tensor, message: str) -> None:
+    """Raise where this is not so; on a GPU by an assertion, without waiting for it."""
     if inside.device.type != "cpu":
         assert_async(inside, message)
     elif not inside:
@@ -110,18 +134,24 @@ class _PickedRows(TorchFunctionMode):
 
 
 @contextmanager
+def declared(rows: DeclaredRows | None) -> Iterator[None]:
+    """Layers that are called inside read these rows."""
+    before = _declared.set(rows)
+    DECLARATIONS.append(None)
+    try:
+        yield
+    finally:
+        DECLARATIONS.pop()
+        _declared.reset(before)
+
+
+@contextmanager
 def picked_rows(tokens: Tensor, count: int) -> Iterator[None]:
     """Layers that are called inside read rows ``tokens[index]`` of ``[M, d]``, in which those of a
     sample lie together: as if each was called in ``samples(index // (M // count), count=count)``.
     """
-    before = _declared.set(None)
-    DECLARATIONS.append(None)
-    try:
-        with _PickedRows(tokens, count):
-            yield
-    finally:
-        DECLARATIONS.pop()
-        _declared.reset(before)
+    with declared(None), _PickedRows(tokens, count):
+        yield
 
 
 @contextmanager
@@ -167,16 +197,11 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             f"flash_clipping.samples(index, count): found {found} and count={count!r}; expected "
             "one integer for each row, and the number of samples."
         )
-    _check_range(
+    check_on_device(
         (index >= -1).logical_and(index < count).all(),
         f"flash_clipping.samples(index, count={count}): index has values outside of -1 to "
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",
     )
     # A copy: the map is read in backward, and index is the user's.
-    before = _declared.set(DeclaredRows(index.detach().to(torch.int64, copy=True), count))
-    DECLARATIONS.append(None)
-    try:
+    with declared(DeclaredRows(index.detach().to(torch.int64, copy=True), count)):
         yield
-    finally:
-        DECLARATIONS.pop()
-        _declared.reset(before)

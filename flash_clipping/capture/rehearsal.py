@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from flash_clipping._compat import checkpoints_replaced, pytree
 from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import Read
+from flash_clipping.capture.image_patches import parts_of_samples, rows_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import (
     MODELS_OWN,
@@ -186,6 +187,8 @@ class Rehearsals:
         self.searched: set[Read] = set()
         #: Another one after every rehearsal that told nothing: what is skipped at random changes.
         self.seed = len(session.undecided)
+        #: Inputs with rows of samples that have no axis for them.
+        self.parts = parts_of_samples(root, kwargs)
         #: The units of this batch, where these are parts of rows.
         self.units: Units | None = None
 
@@ -198,7 +201,7 @@ class Rehearsals:
         found: list[Tensor] = []
 
         def note(x: Tensor) -> Tensor:
-            if self.axis_of(x, size) is not None:
+            if id(x) in self.parts or self.axis_of(x, size) is not None:
                 found.append(x)
             return x
 
@@ -318,6 +321,8 @@ class Rehearsals:
         )
 
     def reordered(self, size: int, order: list[int], x: Tensor) -> Tensor:
+        if id(x) in self.parts:
+            return rows_of_samples(x, self.parts[id(x)], order)
         axis = self.axis_of(x, size) or 0
         return x.detach().index_select(axis, torch.tensor(order, device=x.device))
 

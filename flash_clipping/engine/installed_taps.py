@@ -11,7 +11,7 @@ from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
-from flash_clipping.capture.scoped_forward import ScopedForward, scope_of
+from flash_clipping.capture.scoped_forward import scoped_forwards
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -128,13 +128,14 @@ def plan_taps(
             beside = path.rpartition(".")[0]
             folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}
     folded -= {p for path in lists for p in paths if p.startswith(f"{path}.")}
+    scoped = scoped_forwards(root, session)
     parts: set[nn.Module] = set()  # of layers above them
     for path, module in root.named_modules():
         if isinstance(module, PARAMETER_CONTAINERS) or module in parts:
             continue
-        if (scope := scope_of(module, session)) is not None:
+        if module in scoped:
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
-            yield ScopedForward(module, path, scope, session)
+            yield scoped[module]
             continue
         rule = None if force_generic else rules[path]
         if rule is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping._compat import pytree
+from flash_clipping.capture.image_patches import rows_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 
 #: Factor of the floating inputs of an extreme sample.
@@ -26,18 +27,26 @@ class Samples:
     Args:
         args, kwargs: of the call.
         axis: that holds the samples.
+        parts: the sample of each row of inputs without such an axis, by the input's id.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, narrow: int = 0
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axis: int,
+        narrow: int = 0,
+        parts: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.args, self.kwargs = args, kwargs
-        self._axis = axis
+        self._axis, self._parts = axis, parts or {}
         #: All tensors of the call.
         self.tensors = batched_inputs(args, kwargs)
         #: How many samples there are.
         self.count = next((x.shape[axis] for x in self.tensors if x.dim() > axis), 0)
-        found = [x for x in self._leaves() if self._axis_of(x) is not None]
+        found = [
+            x for x in self._leaves() if id(x) not in self._parts and self._axis_of(x) is not None
+        ]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
             n == self.count
@@ -80,6 +89,8 @@ class Samples:
         """
 
         def of(x: Tensor) -> Tensor:
+            if id(x) in self._parts:
+                return rows_of_samples(x, self._parts[id(x)], [*order])
             if id(x) not in self._ids:
                 return x
             x, axis = x.detach(), self._axis_of(x) or 0

@@ -139,12 +139,11 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
     if "PERTURB" not in skip:
         with perturbed(subject.session.trainable()):
             return examine(subject, audit=audit, skip={*skip, "PERTURB"})
-    axis = subject.session.batch_axis
     unfit: list[Table] = []
-    samples = Samples(subject.args, subject.kwargs, axis)
+    samples = subject.samples()
     try:
         for narrow in range(4) if samples.is_ambiguous else (0,):
-            of = Samples(subject.args, subject.kwargs, axis, narrow)
+            of = subject.samples(narrow)
             found = _Oracle(subject, of, audit, frozenset(skip)).table()
             if not found.unfit:
                 return found

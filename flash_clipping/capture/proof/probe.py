@@ -65,7 +65,7 @@ def probe(subject: Subject) -> Probed:
         whatever the model raises on this batch.
     """
     params = subject.session.trainable()
-    samples = Samples(subject.args, subject.kwargs, subject.session.batch_axis)
+    samples = subject.samples()
     if not params or not samples.count:
         return Probed({})
     runs = Runs(subject, samples.tensors)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -78,6 +80,11 @@ class Subject:
     session: ClippingSession
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def samples(self, narrow: int = 0) -> Samples:
+        """The arguments as samples."""
+        parts = parts_of_samples(self.root, self.kwargs)
+        return Samples(self.args, self.kwargs, self.session.batch_axis, narrow, parts)
 
 
 class Runs:

@@ -32,6 +32,7 @@ def _default_dtype() -> Iterator[None]:
         ("NllbMoeForConditionalGeneration", "left"),
         ("OPTForCausalLM", "right"),
         ("PerceiverForMaskedLM", "right"),
+        ("Qwen2VLForConditionalGeneration", "right"),
         ("SwitchTransformersForConditionalGeneration", "left"),
         ("TimesformerForVideoClassification", "whole"),
         ("ViltForQuestionAnswering", "right"),
