@@ -7,35 +7,23 @@ N = B·T·k rows, one for each choice of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
+from flash_clipping.layers.routed_rows import (
+    Gradients,
+    LowRank,
+    Projection,
+    RoutedRows,
+    gated,
+    routing,
+)
 from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import grouped_sums
-
-
-class SiluProduct:
-    """``silu(gate) · up`` of rows ``[gate, up]``."""
-
-    def forward(self, up_N2f: Tensor) -> Tensor:
-        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate_Nf) * up_Nf
-
-    def backward(self, up_N2f: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
-        sigmoid_Nf = gate_Nf.sigmoid()
-        silu_Nf = gate_Nf * sigmoid_Nf
-
-        def pull_back(grad_Nf: Tensor) -> Tensor:
-            slope_Nf = sigmoid_Nf + silu_Nf * (1 - sigmoid_Nf)  # of silu
-            return torch.cat([grad_Nf * up_Nf * slope_Nf, grad_Nf * silu_Nf], dim=1)
-
-        return silu_Nf * up_Nf, pull_back
 
 
 class MixtureOfExperts(nn.Module):
@@ -237,7 +225,7 @@ class MixtureOfExperts(nn.Module):
         return RoutedRows(
             Projection(of["gate_up"], "gate_up", low_ranks=first),
             Projection(of["down"], "down", low_ranks=second),
-            SiluProduct(),
+            gated(torch.nn.functional.silu),
         )
 
 

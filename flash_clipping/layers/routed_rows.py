@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -170,14 +169,38 @@ class SideBySide:
         return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
 
 
-class Between(Protocol):
-    """What stands between the projections; it has no parameters."""
+class Between:
+    """What stands between the projections: a function without parameters, differentiated by
+    autograd.
 
-    def forward(self, up_Nu: Tensor) -> Tensor:
-        """``[N, f]``."""
+    Attributes:
+        forward: rows ``[N, u]`` to rows ``[N, f]``, each by itself.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
 
     def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The same again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+        with torch.enable_grad():
+            up = up_Nu.detach().requires_grad_()
+            gated_Nf = self.forward(up)
+
+        def pull_back(grad_Nf: Tensor) -> Tensor:
+            (grad_up_Nu,) = torch.autograd.grad(gated_Nf, up, grad_Nf)
+            return grad_up_Nu
+
+        return gated_Nf.detach(), pull_back
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Between:
+    """``activation(gate) · up`` of rows ``[gate, up]``."""
+
+    def forward(both_N2f: Tensor) -> Tensor:
+        gate_Nf, up_Nf = both_N2f.chunk(2, dim=-1)
+        return activation(gate_Nf) * up_Nf
+
+    return Between(forward)
 
 
 @dataclass(frozen=True)

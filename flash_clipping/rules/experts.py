@@ -11,7 +11,7 @@ differentiates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
-from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
+from flash_clipping.layers.routed_rows import (
+    Between,
+    Gradients,
+    LowRank,
+    Projection,
+    RoutedRows,
+    routing,
+)
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     Needs,
@@ -73,24 +80,6 @@ _NAMES = {
 }
 
 
-class Gate:
-    """A function without parameters between the projections, differentiated by autograd."""
-
-    def __init__(self, forward: Callable[[Tensor], Tensor]):
-        self.forward = forward
-
-    def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        with torch.enable_grad():
-            up = up_Nu.detach().requires_grad_()
-            gated_Nf = self.forward(up)
-
-        def pull_back(grad_Nf: Tensor) -> Tensor:
-            (grad_up_Nu,) = torch.autograd.grad(gated_Nf, up, grad_Nf)
-            return grad_up_Nu
-
-        return gated_Nf.detach(), pull_back
-
-
 def arithmetic_of(
     layer: Any,
     params: Sequence[Tensor],
@@ -112,7 +101,7 @@ def arithmetic_of(
         return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
-    return RoutedRows(projection(0), projection(half), Gate(between))
+    return RoutedRows(projection(0), projection(half), Between(between))
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:

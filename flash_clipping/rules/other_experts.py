@@ -24,9 +24,10 @@ from flash_clipping.layers.routed_rows import (
     Projection,
     RoutedRows,
     SideBySide,
+    gated,
     routing,
 )
-from flash_clipping.rules.experts import ExpertsRule, Gate, factors_of
+from flash_clipping.rules.experts import ExpertsRule, factors_of
 from flash_clipping.rules.registry import (
     Needs,
     Rule,
@@ -57,16 +58,6 @@ def _has(name: str, *params: str) -> Callable[[nn.Module], bool]:
     return belongs
 
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Gate:
-    """``activation(gate) · up`` of rows ``[gate, up]``."""
-
-    def forward(both_N2f: Tensor) -> Tensor:
-        gate_Nf, up_Nf = both_N2f.chunk(2, dim=-1)
-        return activation(gate_Nf) * up_Nf
-
-    return Gate(forward)
-
-
 @register_family(_has(_DBRX, "mlp.w1", "mlp.v1", "mlp.w2"))
 class DbrxExpertsRule(ExpertsRule):
     """Matrices ``[E·f, d]``; the last is multiplied from the other side."""
@@ -90,7 +81,7 @@ class DbrxExpertsRule(ExpertsRule):
         gate, up, down = (param.unflatten(0, (layer.num_experts, -1)) for param in params)
         first = SideBySide([Projection(gate, "mlp.w1"), Projection(up, "mlp.v1")])
         second = Projection(down.mT, "mlp.w2", transposed=True)
-        return RoutedRows(first, second, _gated(layer.mlp.activation_fn))
+        return RoutedRows(first, second, gated(layer.mlp.activation_fn))
 
 
 @register_family(_has(_LLAMA4, "gate_up_proj", "down_proj"))
@@ -127,7 +118,7 @@ class Llama4ExpertsRule(ExpertsRule):
         gate_up, down = params
         first = Projection(gate_up.mT, "gate_up_proj", transposed=True)
         second = Projection(down.mT, "down_proj", transposed=True)
-        return RoutedRows(first, second, _gated(layer.act_fn))
+        return RoutedRows(first, second, gated(layer.act_fn))
 
 
 def _swapped(rows_Nd: Tensor, outer: int, inner: int) -> Tensor:
