@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.declared_rows import DeclaredRows, check_on_device, declared
+from flash_clipping.capture.own_parameters import owned_parameters
 from flash_clipping.rules.registry import Scope
 
 #: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.
@@ -48,21 +49,26 @@ _running: ContextVar[tuple[Patches, ...]] = ContextVar("patches", default=())
 
 
 def _takes(module: nn.Module, *names: str) -> bool:
-    return _arguments(type(module).forward).issuperset(names)
+    return _arguments(getattr(type(module), "forward", None)).issuperset(names)
 
 
 @lru_cache(maxsize=1024)
 def _arguments(forward: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+    try:
+        return frozenset(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # it is not written in Python
+        return frozenset()
 
 
 def _tower_of(module: nn.Module) -> nn.Module | None:
     """The module that makes rows of patches, of one that puts them in the places of tokens."""
-    if not _takes(module, "image_grid_thw", "input_ids"):
+    if not _takes(module, "image_grid_thw", "input_ids") or not hasattr(module, "config"):
         return None
     towers = [child for child in module.children() if _takes(child, "grid_thw")]
     fits = len(towers) == 1 and isinstance(getattr(towers[0], "spatial_merge_size", None), int)
-    return towers[0] if fits else None
+    if not fits or owned_parameters(module) or owned_parameters(towers[0]):
+        return None
+    return towers[0]
 
 
 def scopes_of_patches(root: nn.Module) -> dict[nn.Module, Scope]:
