@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
 
 
@@ -232,8 +234,8 @@ class RoutedRows:
         up_Nu: Tensor,
         segments: Segments,
         wanted: Set[str],
-        x_wanted: bool = True,
-        weight_wanted: bool = True,
+        x_wanted: bool,
+        weight_wanted: bool,
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Gradients of tokens and weights, and of the parameters that are ``wanted``.
 
@@ -274,6 +276,51 @@ def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     order_N = segments.order_N
     weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
     return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)
+
+
+#: Makes of tensors, in the place of a layer's parameters, what it computes with them.
+Arithmetic = Callable[[Sequence[Tensor]], RoutedRows]
+
+
+def compute(
+    arithmetic: Arithmetic,
+    tensors: Sequence[Tensor],
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: int,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Tokens ``[B, ..., d]`` through the experts ``[B, ..., k]`` that were chosen for them, as
+    autocast has it; and what :func:`gradients` reads: of a token the input once, however many
+    experts read it, and of every row what the first projection gave."""
+    segments = routing(expert_ids, experts)
+    operands: Any = autocast_operands(x, *tensors)
+    tokens, *params = operands
+    # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
+    params = [param.to(tokens.dtype) for param in params]
+    x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])
+    y_Md, up_Nu = arithmetic(params).forward(x_Md, weight_Mk, segments)
+    saved = x_Md, weight_Mk, up_Nu, *params, segments, weights.shape, x.dtype
+    return y_Md.to(x.dtype).view(x.shape), saved
+
+
+def gradients(
+    arithmetic: Arithmetic,
+    saved: tuple[Any, ...],
+    grad: Tensor,
+    wanted: Set[str],
+    x_wanted: bool,
+    weights_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None, Gradients]:
+    """Gradients of tokens and of weights, if wanted, and what those of parameters are made of."""
+    x_Md, weight_Mk, up_Nu, *params, segments, shape, dtype = saved
+    grad_Md = grad.reshape(-1, grad.shape[-1])
+    grad_x_Md, grad_weight_Mk, found = arithmetic(params).backward(
+        grad_Md, x_Md, weight_Mk, up_Nu, segments, wanted, x_wanted, weights_wanted
+    )
+    grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
+    grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
+    return grad_x, grad_weights, found
 
 
 def routing(expert_ids: Tensor, experts: int) -> Segments:

@@ -26,14 +26,14 @@ from flash_clipping.layers.routed_rows import (
     LowRank,
     Projection,
     RoutedRows,
-    routing,
+    compute,
+    gradients,
 )
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     Needs,
     Rule,
     UnsupportedLayer,
-    autocast_operands,
     register_family,
 )
 
@@ -120,8 +120,7 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
 class ExpertsRule(Rule):
     """Serves every implementation alike, as its own forward takes the place of all of them.
 
-    Of a token the input is saved once, however many experts read it, and of the rest what the first
-    projection gave. What such a block computes is checked when it runs for the first time.
+    What such a block computes is checked when it runs for the first time.
     """
 
     allows_children = True  # an activation function
@@ -165,7 +164,15 @@ class ExpertsRule(Rule):
 
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
-        output_BTd, saved = self._forward(layer, hidden_BTd, chosen_BTk, weight_BTk)
+        beside = self.beside(layer)
+        output_BTd, saved = compute(
+            lambda params: self.arithmetic(layer, params, beside),
+            self.tensors(layer, beside),
+            hidden_BTd,
+            chosen_BTk,
+            weight_BTk,
+            self.experts(layer).num_experts,
+        )
         if layer not in self._checked:
             with torch.no_grad():
                 own_Md = self.own_output(layer, *inputs)
@@ -183,38 +190,19 @@ class ExpertsRule(Rule):
                         "parameters."
                     )
                 self._checked.add(layer)
-        return output_BTd, saved
-
-    def _forward(
-        self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        segments = routing(chosen_BTk, self.experts(layer).num_experts)
-        beside, dtype = self.beside(layer), hidden_BTd.dtype
-        tensors = self.tensors(layer, beside)
-        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *tensors)
-        hidden_Md, *params = operands
-        weight_Mk = weight_BTk.flatten(0, 1)
-        rows = self.arithmetic(layer, params, beside)
-        y_Md, up_Nu = rows.forward(hidden_Md, weight_Mk, segments)
-        y_BTd = y_Md.to(dtype).view(hidden_BTd.shape)
-        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params)
+        return output_BTd, (*saved, beside)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
-        hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params = saved
+        *saved_rows, beside = saved
         hidden_wanted, *others_wanted = needs.inputs
-        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params, beside).backward(
-            grad_output.flatten(0, 1),
-            hidden_Md,
-            weight_Mk,
-            up_Nu,
-            segments,
+        grad, grad_weight, found = gradients(
+            lambda params: self.arithmetic(layer, params, beside),
+            tuple(saved_rows),
+            grad_output,
             needs.params,
             hidden_wanted,
             any(others_wanted),
         )
-        B, T = grad_output.shape[:2]
-        grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
-        grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
         return (grad, None, grad_weight)[: len(needs.inputs)], self.factors(found, beside)
