@@ -11,7 +11,7 @@ N patches, M = N / m² rows that the tower returns, I images or videos, B sample
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Te
     return parts
 
 
-def rows_of_samples(x: Tensor, sample_N: Tensor, order: list[int]) -> Tensor:
+def rows_of_samples(x: Tensor, sample_N: Tensor, order: Sequence[int]) -> Tensor:
     """The rows of these samples, in this order; waits for the device."""
     chosen = [(sample_N == b).nonzero().flatten() for b in order]
     return x.detach().index_select(0, torch.cat(chosen))

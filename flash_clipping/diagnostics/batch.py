@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import DROPOUTS, pytree
+from flash_clipping.capture.image_patches import parts_of_samples, rows_of_samples
 
 #: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
 Loss = Callable[[Any, Any], Tensor]
@@ -21,10 +22,14 @@ class BadBatchError(ValueError):
 
 
 class Samples:
-    """A batch, and parts of it."""
+    """A batch of a model, and parts of it."""
 
-    def __init__(self, batch: Any, batch_first: bool):
-        self._leaves, self._spec = pytree.tree_flatten(_plain_mapping(batch))
+    def __init__(self, batch: Any, batch_first: bool, model: nn.Module):
+        tree = _plain_mapping(batch)
+        self._leaves, self._spec = pytree.tree_flatten(tree)
+        parts = parts_of_samples(model, tree) if isinstance(tree, Mapping) else {}
+        #: The sample of each row of tensors that have no axis for samples.
+        self._parts = [parts.get(id(leaf)) for leaf in self._leaves]
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         axis = 0 if batch_first else 1
         sizes = [leaf.shape[axis] for leaf in tensors if leaf.dim() > axis]
@@ -40,8 +45,8 @@ class Samples:
         self.notes = [
             f"A tensor of shape {tuple(leaf.shape)} in the batch has no axis of {self.size} "
             "samples: every sample sees all of it."
-            for leaf, found in zip(self._leaves, self._axes, strict=True)
-            if isinstance(leaf, Tensor) and leaf.dim() and found is None
+            for leaf, found, part in zip(self._leaves, self._axes, self._parts, strict=True)
+            if isinstance(leaf, Tensor) and leaf.dim() and found is None and part is None
         ]
 
     def _axis(self, leaf: Any, axis: int) -> int | None:
@@ -58,12 +63,14 @@ class Samples:
         return pytree.tree_unflatten(list(self._leaves), self._spec)
 
     def take(self, samples: Sequence[int]) -> Any:
-        leaves = [
-            leaf
-            if axis is None
-            else leaf.index_select(axis, torch.tensor(samples, device=leaf.device))
-            for leaf, axis in zip(self._leaves, self._axes, strict=True)
-        ]
+        leaves = []
+        for leaf, axis, part in zip(self._leaves, self._axes, self._parts, strict=True):
+            if part is not None:
+                leaf = rows_of_samples(leaf, part, samples)
+                leaf = leaf if len(leaf) else None  # texts without images
+            elif axis is not None:
+                leaf = leaf.index_select(axis, torch.tensor(samples, device=leaf.device))
+            leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self._spec)
 
     def other_sizes(self) -> list[int]:

@@ -165,7 +165,7 @@ def check(
     plain = without_dropout(copy.deepcopy(model))
     if dtype is not None:
         plain = plain.to(dtype)
-    samples = Samples(batch if dtype is None else cast(batch, dtype), batch_first)
+    samples = Samples(batch if dtype is None else cast(batch, dtype), batch_first, plain)
     task = Task(loss or squared_outputs(batch_first), loss_reduction, samples.size, seed)
     options.update(loss_reduction=loss_reduction, batch_first=batch_first)
     found = all_sections(plain, sections or {})

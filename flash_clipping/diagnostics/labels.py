@@ -40,8 +40,8 @@ def check_labels(subject: Subject) -> None:
     model = copy.deepcopy(subject.plain).double()
     for ignored in IGNORED:
         for some, batch in samples.with_fewer_labels(ignored):
-            shorter = Samples(cast(batch, torch.float64), True)
             try:
+                shorter = Samples(cast(batch, torch.float64), True, model)
                 whole = task.value(model, shorter.all)
                 own = [task.value(model, shorter.take([b])) for b in range(shorter.size)]
             except Exception:  # these are no labels, or another number is ignored

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.survey.kinds import all_kinds
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.diagnostics import check
 from tests.support.autograd import check_truth
 from tests.support.oracle import Truth
 from tests.support.wrapping import MODES
@@ -114,6 +115,15 @@ def test_a_frozen_tower() -> None:
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     losses(flash, batch).mean().backward()
     check_truth(flash, model, truth, 1.0, ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["of several sizes", "two, one, none, one"])
+def test_check(name: str) -> None:
+    model = qwen().float()
+    batch = batch_of(model, SIZES[name])
+    batch["pixel_values"] = batch["pixel_values"].float()
+    report = check(model, batch, losses)
+    assert report.passed, report
 
 
 def test_an_image_in_two_samples_is_refused() -> None:

@@ -90,7 +90,7 @@ class Samples:
 
         def of(x: Tensor) -> Tensor:
             if id(x) in self._parts:
-                return rows_of_samples(x, self._parts[id(x)], [*order])
+                return rows_of_samples(x, self._parts[id(x)], order)
             if id(x) not in self._ids:
                 return x
             x, axis = x.detach(), self._axis_of(x) or 0
