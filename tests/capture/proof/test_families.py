@@ -29,7 +29,7 @@ def _default_dtype() -> Iterator[None]:
         ("LEDForConditionalGeneration", "right"),
         ("Llama4ForCausalLM", "left"),
         ("LongformerForMaskedLM", "right"),
-        ("NllbMoeForConditionalGeneration", "left"),
+        ("NllbMoeForConditionalGeneration", "dropout"),
         ("OPTForCausalLM", "right"),
         ("PerceiverForMaskedLM", "right"),
         ("Qwen2VLForConditionalGeneration", "right"),
