@@ -79,6 +79,8 @@ RUN_BEFORE = (
     "row_layouts",
     "hugging_face",
     "attention_biases",
+    "image_patches",
+    "other_experts",
 )
 
 

@@ -87,6 +87,7 @@ def all_kinds() -> dict[str, dict[str, Kind]]:
         "State-space and recurrent models": text.RECURRENT,
         "Encoders and their tasks": text.ENCODERS,
         "Text to text": text.TEXT_TO_TEXT,
+        "Experts with a forward of their own": text.EXPERTS,
         "Images and videos": vision.IMAGES,
         "Detection, segmentation, depth": dense.DENSE,
         "Audio": audio.AUDIO,

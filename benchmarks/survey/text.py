@@ -277,3 +277,33 @@ TEXT_TO_TEXT: list[Kind] = [
         attention_type="original_full",
     ),
 ]
+
+#: Experts with a forward of their own; of the others see docs/mixtures.md.
+EXPERTS: list[Kind] = [
+    kind(
+        "DbrxForCausalLM",
+        text(),
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    ),
+    kind("JetMoeForCausalLM", text(), kv_channels=8),
+    kind(
+        "Llama4ForCausalLM",
+        text(),
+        num_experts_per_tok=1,
+        intermediate_size_mlp=48,
+        interleave_moe_layer_step=1,
+    ),
+    kind(
+        "SwitchTransformersForConditionalGeneration",
+        text_to_text(),
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    ),
+    kind(
+        "NllbMoeForConditionalGeneration",
+        text_to_text(),
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
+    ),
+]

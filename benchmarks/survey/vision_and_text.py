@@ -340,6 +340,7 @@ MODELS: list[Kind] = [
     kind(
         "Qwen2_5_VLForConditionalGeneration",
         _patches,
+        dtype=torch.float32,  # its norms compute in fp32, and have a rule in no wider dtype
         image_token_id=5,
         video_token_id=2,
         vision_start_token_id=3,
@@ -351,6 +352,23 @@ MODELS: list[Kind] = [
             "intermediate_size": 48,
             "window_size": 16,
             "fullatt_block_indexes": [1],
+        },
+    ),
+    kind(
+        "Qwen3VLForConditionalGeneration",
+        _patches,
+        dtype=torch.float32,
+        image_token_id=5,
+        video_token_id=2,
+        vision_start_token_id=3,
+        vision_end_token_id=4,
+        text_config=_QWEN_TEXT,
+        vision_config={
+            **_QWEN_VISION,
+            "out_hidden_size": 32,
+            "intermediate_size": 48,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
         },
     ),
     kind("Florence2ForConditionalGeneration", image_and_text()),

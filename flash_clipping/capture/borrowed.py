@@ -34,6 +34,7 @@ _DERIVED = {"__get__T", "__get__mT", "__get__H", "__get__mH", "__get__real", "__
 #: Functions that tell of a parameter only what it is like.
 _DESCRIBING = {"size", "dim", "ndimension", "stride", "numel", "nelement", "is_floating_point"}
 _DESCRIBING |= {"is_complex", "is_contiguous", "data_ptr", "element_size", "detach", "get_device"}
+_DESCRIBING |= {"_has_compatible_shallow_copy_type", "__set__data"}  # of module.to(dtype)
 _DESCRIBING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 
 #: Module -> modules that own parameters which it uses.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, UnitMap, by_units
@@ -21,10 +22,11 @@ class DeclaredRows:
     Attributes:
         index_M: sample of every row; -1 for none.
         count: how many samples there are.
+        merged: of inputs with fewer rows, each of which is made of several of these.
     """
 
-    def __init__(self, index_M: Tensor, count: int):
-        self.index_M, self.count = index_M, count
+    def __init__(self, index_M: Tensor, count: int, merged: DeclaredRows | None = None):
+        self.index_M, self.count, self.merged = index_M, count, merged
         self._map = UnitMap(index_M, count)
 
     def check(self, path: str, args: Sequence[Any], axis: int, batch: int | None) -> None:
@@ -60,9 +62,31 @@ class DeclaredRows:
                     "Move index there."
                 )
 
+    def read_as(self, x: Any) -> DeclaredRows:
+        """These, or the merged ones where ``x`` has as many rows."""
+        merged = self.merged
+        if merged is not None and isinstance(x, Tensor) and x.dim():
+            return merged if len(x) == len(merged.index_M) else self
+        return self
+
     def of_samples(self, factor: Factor) -> Factor:
         """What was recorded row by row, for samples."""
         return by_units(factor, self._map)
+
+
+class LostRows(DeclaredRows):
+    """Rows of a layer that a checkpoint runs again, outside of the declaration."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def of_samples(self, factor: Factor) -> Factor:
+        raise FlashClippingError(
+            f"{self.path}: activation checkpointing runs this layer again, outside of the "
+            "flash_clipping.samples(index, count) that it was called in, so that it is not "
+            "known which samples its rows are of. Write `with samples(...)` inside the "
+            "function that is checkpointed, or checkpoint with use_reentrant=False."
+        )
 
 
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
@@ -76,6 +100,50 @@ DECLARATIONS: list[None] = []
 def declared_rows() -> DeclaredRows | None:
     """What holds for layers that are called now."""
     return _declared.get()
+
+
+class _PickedRows(TorchFunctionMode):
+    """Sees which rows of ``tokens`` are picked by an index: layers read these until others are."""
+
+    def __init__(self, tokens: Tensor, count: int):
+        super().__init__()
+        self.tokens, self.count = tokens, count
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and args[0] is self.tokens:
+            *before, index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            is_of_rows = isinstance(index, Tensor) and index.dtype == torch.int64
+            is_of_rows = is_of_rows and index.dim() == 1 and before in ([], [None])
+            each, rest = divmod(len(self.tokens), self.count)
+            # Otherwise layers read rows of which nothing is known, and are refused.
+            _declared.set(
+                None if rest or not is_of_rows else DeclaredRows(index // each, self.count)
+            )
+        return result
+
+
+@contextmanager
+def declared(rows: DeclaredRows | None) -> Iterator[None]:
+    """Layers that are called inside read these rows."""
+    before = _declared.set(rows)
+    DECLARATIONS.append(None)
+    try:
+        yield
+    finally:
+        DECLARATIONS.pop()
+        _declared.reset(before)
+
+
+@contextmanager
+def picked_rows(tokens: Tensor, count: int) -> Iterator[None]:
+    """Layers that are called inside read rows ``tokens[index]`` of ``[M, d]``, in which those of a
+    sample lie together: as if each was called in ``samples(index // (M // count), count=count)``.
+    """
+    with declared(None), _PickedRows(tokens, count):
+        yield
 
 
 @contextmanager
@@ -127,10 +195,5 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",
     )
     # A copy: the map is read in backward, and index is the user's.
-    before = _declared.set(DeclaredRows(index.detach().to(torch.int64, copy=True), count))
-    DECLARATIONS.append(None)
-    try:
+    with declared(DeclaredRows(index.detach().to(torch.int64, copy=True), count)):
         yield
-    finally:
-        DECLARATIONS.pop()
-        _declared.reset(before)

@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from flash_clipping.capture.declared_rows import picked_rows
+from flash_clipping.capture.image_patches import scopes_of_patches
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tap import Tap
-from flash_clipping.rules.registry import Scope
+from flash_clipping.capture.tap import RefusedByRule, Tap
+from flash_clipping.rules import find_scope, is_list_of_experts
+from flash_clipping.rules.registry import Scope, UnsupportedLayer
 
 
 class ScopedForward(Tap):
-    """Stands in for the ``forward`` of a module with a registered scope; taps nothing itself."""
+    """Stands in for the ``forward`` of a module with a scope; taps nothing itself.
 
-    def __init__(self, module: nn.Module, path: str, scope: Scope, session: ClippingSession):
+    ``declares``: the scope declares rows, which nothing can do inside a compiled region.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        scope: Scope,
+        session: ClippingSession,
+        declares: bool = False,
+    ):
         super().__init__(module, path, None, session)
-        self.scope = scope
+        self.scope, self.declares = scope, declares
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.scope(self.layer, *args, **kwargs):
+        if self.declares and is_dynamo_compiling():
             return self.original(*args, **kwargs)
+        try:
+            with self.scope(self.layer, *args, **kwargs) as note:
+                output = self.original(*args, **kwargs)
+                if note is not None:
+                    note(output)
+                return output
+        except UnsupportedLayer as error:
+            raise RefusedByRule(self.path, error) from error
+
+
+def scoped_forwards(root: nn.Module, session: ClippingSession) -> dict[nn.Module, ScopedForward]:
+    """Stand-ins for the forwards of all modules below that have a scope."""
+    declaring = scopes_of_patches(root)
+    found = {}
+    for path, module in root.named_modules():
+        if is_list_of_experts(module):
+            declaring[module] = partial(_of_experts, session)
+        declares = module in declaring
+        scope = declaring.get(module) or find_scope(module)
+        if scope is not None:
+            found[module] = ScopedForward(module, path, scope, session, declares)
+    return found
+
+
+@contextmanager
+def _of_experts(
+    session: ClippingSession, _: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """Experts in a list read the rows that it picks from its tokens."""
+    call = session.current_forward
+    count = session.samples() if call is None else call.batch_size
+    is_recorded = session.enabled and not session.bypassed
+    with picked_rows(hidden_states, count) if is_recorded and count else nullcontext():
+        yield

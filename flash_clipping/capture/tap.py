@@ -27,7 +27,12 @@ from flash_clipping.capture.compiled.tracing import (
     traced_call,
 )
 from flash_clipping.capture.compiled.wirings import wiring_of
-from flash_clipping.capture.declared_rows import DECLARATIONS, DeclaredRows, declared_rows
+from flash_clipping.capture.declared_rows import (
+    DECLARATIONS,
+    DeclaredRows,
+    LostRows,
+    declared_rows,
+)
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
@@ -504,18 +509,14 @@ class Tap(FactorSource):
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
         x = args[0]
-        rows = declared_rows()
-        if recomputed and rows is None and self._was_declared:
-            raise FlashClippingError(
-                f"{self.path}: activation checkpointing runs this layer again, outside of the "
-                "flash_clipping.samples(index, count) that it was called in, so that it is not "
-                "known which samples its rows are of. Write `with samples(...)` inside the "
-                "function that is checkpointed."
-            )
         if not isinstance(x, Tensor) or x.device != params[0].device:
             refuse_input(self.path, x, params[0])
-        if rows is not None:
-            self._was_declared = True
+        rows = declared_rows()
+        if recomputed and rows is None and self._was_declared:
+            # The first forward knows them; re-entrant checkpointing goes backward from here.
+            rows = LostRows(self.path)
+        elif rows is not None:
+            rows, self._was_declared = rows.read_as(x), True
             folded = self.folded and not rule.takes_samples
             if folded or any(isinstance(other, ParameterProxy) for other in args):
                 raise UnsupportedLayer(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import DROPOUTS
+from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import random_state
 from flash_clipping.capture.proof import batches
@@ -24,11 +25,12 @@ class BadBatchError(ValueError):
 
 
 class Samples(batches.Samples):
-    """A batch, and batches of its samples."""
+    """A batch of a model, and batches of its samples."""
 
-    def __init__(self, batch: Any, batch_first: bool):
+    def __init__(self, batch: Any, batch_first: bool, model: nn.Module):
         axis = 0 if batch_first else 1
-        super().__init__((batch,), {}, axis)
+        parts = parts_of_samples(model, batch) if isinstance(batch, Mapping) else {}
+        super().__init__((batch,), {}, axis, parts=parts)
         if not any(x.dim() > axis for x in self.tensors):
             raise BadBatchError(
                 f"The batch ({type(batch).__name__}) holds no tensor with a batch axis "
@@ -41,7 +43,7 @@ class Samples(batches.Samples):
             f"A tensor of shape {tuple(x.shape)} in the batch has no axis of {self.count} "
             "samples: every sample sees all of it."
             for x in self._leaves()
-            if x.dim() and self._axis_of(x) is None
+            if x.dim() and self._axis_of(x) is None and id(x) not in self._parts
         ]
 
     def take(self, samples: Sequence[int]) -> Any:

@@ -156,7 +156,7 @@ def check(
     plain = without_dropout(copy.deepcopy(model))
     if dtype is not None:
         plain, batch = plain.to(dtype), cast(batch, dtype)
-    samples = Samples(batch, batch_first)
+    samples = Samples(batch, batch_first, plain)
     task = Task(loss or squared_outputs(batch_first), loss_reduction, seed)
     options.update(loss_reduction=loss_reduction, batch_first=batch_first)
     found = all_sections(plain, sections or {})

@@ -60,7 +60,7 @@ def _check_labels(subject: Subject) -> None:
     model, exact = subject.exact()
     for ignored in IGNORED:
         for some, batch in exact.with_fewer_labels(ignored):
-            samples = Samples(batch, batch_first=True)
+            samples = Samples(batch, True, model)
             try:
                 whole = task.value(model, samples.all)
                 own = [task.value(model, samples.take([b])) for b in range(samples.count)]

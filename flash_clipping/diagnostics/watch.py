@@ -70,7 +70,7 @@ class Subject:
         if self.oracle_dtype is None:
             return model, self.samples
         batch = cast(self.samples.all, self.oracle_dtype)
-        return model.to(self.oracle_dtype), Samples(batch, self.batch_first)
+        return model.to(self.oracle_dtype), Samples(batch, self.batch_first, model)
 
     @property
     def batch_first(self) -> bool:

@@ -11,11 +11,11 @@ from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.no_samples import EmptyBatchForward
 from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
-from flash_clipping.capture.scoped_forward import ScopedForward
+from flash_clipping.capture.scoped_forward import scoped_forwards
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
-from flash_clipping.rules import find_rule, find_scope
+from flash_clipping.rules import find_rule, is_list_of_experts
 
 
 class InstalledTaps:
@@ -121,18 +121,21 @@ def plan_taps(
             )
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
     rules = {path: find_rule(module) for path, module in root.named_modules()}
+    lists = [path for path, module in root.named_modules() if is_list_of_experts(module)]
     for path, rule in rules.items():
-        if rule is not None and rule.folds and not rule.takes_samples:
+        if path in lists or (rule is not None and rule.folds and not rule.takes_samples):
             # What stands beside experts (a router, shared experts) reads tokens as they do.
             beside = path.rpartition(".")[0]
             folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}
+    folded -= {p for path in lists for p in paths if p.startswith(f"{path}.")}
+    scoped = scoped_forwards(root, session)
     parts: set[nn.Module] = set()  # of layers above them
     for path, module in root.named_modules():
         if isinstance(module, PARAMETER_CONTAINERS) or module in parts:
             continue
-        if (scope := find_scope(module)) is not None:
+        if module in scoped:
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
-            yield ScopedForward(module, path, scope, session)
+            yield scoped[module]
             continue
         rule = None if force_generic else rules[path]
         if rule is not None:

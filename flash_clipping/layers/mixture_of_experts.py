@@ -7,35 +7,23 @@ N = B·T·k rows, one for each choice of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
-from flash_clipping.ops.runtime.backend import autocast_operands
+from flash_clipping.layers.routed_rows import (
+    Gradients,
+    LowRank,
+    Projection,
+    RoutedRows,
+    compute,
+    gated,
+    gradients,
+)
 from flash_clipping.ops.segments import grouped_sums
-
-
-class SiluProduct:
-    """``silu(gate) · up`` of rows ``[gate, up]``."""
-
-    def forward(self, up_N2f: Tensor) -> Tensor:
-        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate_Nf) * up_Nf
-
-    def backward(self, up_N2f: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        gate_Nf, up_Nf = up_N2f.chunk(2, dim=1)
-        sigmoid_Nf = gate_Nf.sigmoid()
-        silu_Nf = gate_Nf * sigmoid_Nf
-
-        def pull_back(grad_Nf: Tensor) -> Tensor:
-            slope_Nf = sigmoid_Nf + silu_Nf * (1 - sigmoid_Nf)  # of silu
-            return torch.cat([grad_Nf * up_Nf * slope_Nf, grad_Nf * silu_Nf], dim=1)
-
-        return silu_Nf * up_Nf, pull_back
 
 
 class MixtureOfExperts(nn.Module):
@@ -178,18 +166,9 @@ class MixtureOfExperts(nn.Module):
     def compute(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The output, and what :meth:`gradients` reads: tokens once, not once for each expert, and
-        of every row what gate and up gave."""
+        """The output, and what :meth:`gradients` reads."""
         self._check(x, expert_ids, weights)
-        segments = routing(expert_ids, self.experts)
-        casted: Any = autocast_operands(x, *self._tensors())
-        tokens, gate_up, down, *of_lora = casted
-        # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
-        params = [gate_up, down, *(param.to(tokens.dtype) for param in of_lora)]
-        x_Md, weight_Mk = tokens.reshape(-1, self.dim), weights.reshape(-1, weights.shape[-1])
-        y_Md, up_N2f = self._arithmetic(params).forward(x_Md, weight_Mk, segments)
-        y = y_Md.to(x.dtype).view(x.shape)
-        return y, (x_Md, weight_Mk, up_N2f, *params, segments, weights.shape, x.dtype)
+        return compute(self._arithmetic, self._tensors(), x, expert_ids, weights, self.experts)
 
     def gradients(
         self,
@@ -200,14 +179,7 @@ class MixtureOfExperts(nn.Module):
         weights_wanted: bool,
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Gradients of x and of weights, if wanted, and what those of parameters are made of."""
-        x_Md, weight_Mk, up_N2f, *params, segments, shape, dtype = saved
-        rows, grad_Md = self._arithmetic(params), grad.reshape(-1, self.dim)
-        grad_x_Md, grad_weight_Mk, found = rows.backward(
-            grad_Md, x_Md, weight_Mk, up_N2f, segments, wanted, x_wanted, weights_wanted
-        )
-        grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
-        grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
-        return grad_x, grad_weights, found
+        return gradients(self._arithmetic, saved, grad, wanted, x_wanted, weights_wanted)
 
     def _check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
@@ -237,7 +209,7 @@ class MixtureOfExperts(nn.Module):
         return RoutedRows(
             Projection(of["gate_up"], "gate_up", low_ranks=first),
             Projection(of["down"], "down", low_ranks=second),
-            SiluProduct(),
+            gated(torch.nn.functional.silu),
         )
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
 
 
@@ -142,14 +143,66 @@ class Projection:
         return grad_x_Nd
 
 
-class Between(Protocol):
-    """The function between the projections; it has no parameters."""
+@dataclass(frozen=True)
+class SideBySide:
+    """Projections of the same rows, whose outputs lie side by side; without biases."""
 
-    def forward(self, up_Nu: Tensor) -> Tensor:
-        """``[N, f]``."""
+    parts: Sequence[Projection]
+    bias_name: str = ""
+
+    def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
+        return torch.cat([part.forward(x_Nd, segments) for part in self.parts], dim=1)
+
+    def backward(
+        self,
+        x: Rows,
+        g: Rows,
+        segments: Segments,
+        wanted: Set[str],
+        input_wanted: bool,
+        found: Gradients,
+    ) -> Tensor | None:
+        """Gradient of the input, and those of matrices into ``found``."""
+        shares = g.sorted().split([part.W_Epd.shape[1] for part in self.parts], dim=1)
+        grads = [
+            part.backward(x, Rows(share), segments, wanted, input_wanted, found)
+            for part, share in zip(self.parts, shares, strict=True)
+        ]
+        return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
+
+
+class Between:
+    """What stands between the projections: a function without parameters, differentiated by
+    autograd.
+
+    Attributes:
+        forward: rows ``[N, u]`` to rows ``[N, f]``, each by itself.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
 
     def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The output again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+        """The same again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+        with torch.enable_grad():
+            up = up_Nu.detach().requires_grad_()
+            gated_Nf = self.forward(up)
+
+        def pull_back(grad_Nf: Tensor) -> Tensor:
+            (grad_up_Nu,) = torch.autograd.grad(gated_Nf, up, grad_Nf)
+            return grad_up_Nu
+
+        return gated_Nf.detach(), pull_back
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Between:
+    """``activation(gate) · up`` of rows ``[gate, up]``."""
+
+    def forward(both_N2f: Tensor) -> Tensor:
+        gate_Nf, up_Nf = both_N2f.chunk(2, dim=-1)
+        return activation(gate_Nf) * up_Nf
+
+    return Between(forward)
 
 
 @dataclass(frozen=True)
@@ -161,7 +214,7 @@ class RoutedRows:
         between: what stands between them.
     """
 
-    first: Projection
+    first: Projection | SideBySide
     second: Projection
     between: Between
 
@@ -181,8 +234,8 @@ class RoutedRows:
         up_Nu: Tensor,
         segments: Segments,
         wanted: Set[str],
-        x_wanted: bool = True,
-        weight_wanted: bool = True,
+        x_wanted: bool,
+        weight_wanted: bool,
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Gradients of tokens and weights, and of the parameters that are ``wanted``.
 
@@ -223,6 +276,51 @@ def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     order_N = segments.order_N
     weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
     return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)
+
+
+#: Makes of tensors, in the place of a layer's parameters, what it computes with them.
+Arithmetic = Callable[[Sequence[Tensor]], RoutedRows]
+
+
+def compute(
+    arithmetic: Arithmetic,
+    tensors: Sequence[Tensor],
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: int,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Tokens ``[B, ..., d]`` through the experts ``[B, ..., k]`` that were chosen for them, as
+    autocast has it; and what :func:`gradients` reads: of a token the input once, however many
+    experts read it, and of every row what the first projection gave."""
+    segments = routing(expert_ids, experts)
+    operands: Any = autocast_operands(x, *tensors)
+    tokens, *params = operands
+    # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
+    params = [param.to(tokens.dtype) for param in params]
+    x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])
+    y_Md, up_Nu = arithmetic(params).forward(x_Md, weight_Mk, segments)
+    saved = x_Md, weight_Mk, up_Nu, *params, segments, weights.shape, x.dtype
+    return y_Md.to(x.dtype).view(x.shape), saved
+
+
+def gradients(
+    arithmetic: Arithmetic,
+    saved: tuple[Any, ...],
+    grad: Tensor,
+    wanted: Set[str],
+    x_wanted: bool,
+    weights_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None, Gradients]:
+    """Gradients of tokens and of weights, if wanted, and what those of parameters are made of."""
+    x_Md, weight_Mk, up_Nu, *params, segments, shape, dtype = saved
+    grad_Md = grad.reshape(-1, grad.shape[-1])
+    grad_x_Md, grad_weight_Mk, found = arithmetic(params).backward(
+        grad_Md, x_Md, weight_Mk, up_Nu, segments, wanted, x_wanted, weights_wanted
+    )
+    grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
+    grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
+    return grad_x, grad_weights, found
 
 
 def routing(expert_ids: Tensor, experts: int) -> Segments:

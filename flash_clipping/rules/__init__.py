@@ -10,9 +10,11 @@ from flash_clipping.rules import (  # noqa: F401
     mixture_of_experts,
     normalization,
     opacus_layers,
+    other_experts,
     peft_experts,
     product_key_experts,
 )
+from flash_clipping.rules.other_experts import is_list_of_experts
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
 
-__all__ = ["Needs", "Rule", "find_rule", "find_scope", "register_rule"]
+__all__ = ["Needs", "Rule", "find_rule", "find_scope", "is_list_of_experts", "register_rule"]

@@ -11,7 +11,7 @@ differentiates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,13 +20,20 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
-from flash_clipping.layers.routed_rows import Gradients, LowRank, Projection, RoutedRows, routing
+from flash_clipping.layers.routed_rows import (
+    Between,
+    Gradients,
+    LowRank,
+    Projection,
+    RoutedRows,
+    compute,
+    gradients,
+)
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     Needs,
     Rule,
     UnsupportedLayer,
-    autocast_operands,
     register_family,
 )
 
@@ -73,24 +80,6 @@ _NAMES = {
 }
 
 
-class _Gate:
-    """What stands between the projections of a layer, differentiated by autograd."""
-
-    def __init__(self, layer: Any):
-        self.forward = gate_of_experts(layer) if layer.has_gate else layer.act_fn
-
-    def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        with torch.enable_grad():
-            up = up_Nu.detach().requires_grad_()
-            gated_Nf = self.forward(up)
-
-        def pull_back(grad_Nf: Tensor) -> Tensor:
-            (grad_up_Nu,) = torch.autograd.grad(gated_Nf, up, grad_Nf)
-            return grad_up_Nu
-
-        return gated_Nf.detach(), pull_back
-
-
 def arithmetic_of(
     layer: Any,
     params: Sequence[Tensor],
@@ -111,7 +100,8 @@ def arithmetic_of(
         added = () if low_ranks is None else low_ranks.get(name, ())
         return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
 
-    return RoutedRows(projection(0), projection(half), _Gate(layer))
+    between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
+    return RoutedRows(projection(0), projection(half), Between(between))
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:
@@ -130,8 +120,7 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
 class ExpertsRule(Rule):
     """Serves every implementation alike, as its own forward takes the place of all of them.
 
-    Of a token the input is saved once, however many experts read it, and of the rest what the first
-    projection gave. What such a block computes is checked when it runs for the first time.
+    What such a block computes is checked when it runs for the first time.
     """
 
     allows_children = True  # an activation function
@@ -160,17 +149,33 @@ class ExpertsRule(Rule):
         """By the names of parameters."""
         return factors_of(found)
 
+    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[B, T, d]``, the experts chosen for each and their weights ``[B, T, k]``."""
+        hidden_BTd, chosen_BTk, weight_BTk = inputs
+        return hidden_BTd, chosen_BTk, weight_BTk
+
+    def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
+        """What the layer's own forward returns for the same inputs, ``[M, d]``."""
+        output: Tensor = type(layer).forward(layer, *(x.flatten(0, 1) for x in inputs))
+        return output
+
     def works_by_position(self, layer: Any) -> bool:
         return True
 
-    def forward(
-        self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        output_BTd, saved = self._forward(layer, hidden_BTd, chosen_BTk, weight_BTk)
+    def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
+        beside = self.beside(layer)
+        output_BTd, saved = compute(
+            lambda params: self.arithmetic(layer, params, beside),
+            self.tensors(layer, beside),
+            hidden_BTd,
+            chosen_BTk,
+            weight_BTk,
+            self.experts(layer).num_experts,
+        )
         if layer not in self._checked:
-            tokens = (x.flatten(0, 1) for x in (hidden_BTd, chosen_BTk, weight_BTk))
             with torch.no_grad():
-                own_Md = type(layer).forward(layer, *tokens)
+                own_Md = self.own_output(layer, *inputs)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
                 # Under autocast, that of the tokens that were multiplied. Weights of a router are
                 # often in fp32, and so is the sum of tokens times these then.
@@ -185,38 +190,19 @@ class ExpertsRule(Rule):
                         "parameters."
                     )
                 self._checked.add(layer)
-        return output_BTd, saved
-
-    def _forward(
-        self, layer: Any, hidden_BTd: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        segments = routing(chosen_BTk, self.experts(layer).num_experts)
-        beside, dtype = self.beside(layer), hidden_BTd.dtype
-        tensors = self.tensors(layer, beside)
-        operands: Any = autocast_operands(hidden_BTd.flatten(0, 1), *tensors)
-        hidden_Md, *params = operands
-        weight_Mk = weight_BTk.flatten(0, 1)
-        rows = self.arithmetic(layer, params, beside)
-        y_Md, up_Nu = rows.forward(hidden_Md, weight_Mk, segments)
-        y_BTd = y_Md.to(dtype).view(hidden_BTd.shape)
-        return y_BTd, (hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params)
+        return output_BTd, (*saved, beside)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
-        hidden_Md, weight_Mk, up_Nu, segments, dtype, beside, *params = saved
-        hidden_wanted, _, weight_wanted = needs.inputs
-        grad_Md, grad_weight_Mk, found = self.arithmetic(layer, params, beside).backward(
-            grad_output.flatten(0, 1),
-            hidden_Md,
-            weight_Mk,
-            up_Nu,
-            segments,
+        *saved_rows, beside = saved
+        hidden_wanted, *others_wanted = needs.inputs
+        grad, grad_weight, found = gradients(
+            lambda params: self.arithmetic(layer, params, beside),
+            tuple(saved_rows),
+            grad_output,
             needs.params,
             hidden_wanted,
-            weight_wanted,
+            any(others_wanted),
         )
-        B, T = grad_output.shape[:2]
-        grad = None if grad_Md is None else grad_Md.to(dtype).view(grad_output.shape)
-        grad_weight = None if grad_weight_Mk is None else grad_weight_Mk.view(B, T, -1)
-        return (grad, None, grad_weight), self.factors(found, beside)
+        return (grad, None, grad_weight)[: len(needs.inputs)], self.factors(found, beside)

@@ -204,9 +204,8 @@ class PeftExpertsRule(ExpertsRule):
 
     def tensors(self, layer: Any, beside: Sequence[_Adapter]) -> list[Tensor]:
         tensors = super().tensors(self.experts(layer), None)
-        dtype = tensors[0].dtype
         for it in beside:
-            tensors += [module.weight.to(dtype) for module in _pair(it.wrapper, it.name)]
+            tensors += [module.weight for module in _pair(it.wrapper, it.name)]
         return tensors
 
     def arithmetic(

@@ -202,7 +202,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
         return None
     children = {name for name, _ in layer.named_children()}
     for ancestor in type(layer).__mro__:
-        rule = _RULES.get(ancestor) or _RULES.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
+        rule = _RULES.get(ancestor) or _RULES.get(full_name(ancestor))
         if rule is not None:
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)
@@ -223,16 +223,17 @@ def _computes_parameters(kind: type[nn.Module], ancestor: type[nn.Module]) -> bo
     )
 
 
-#: Module type -> what to enter while a module of that type runs its forward.
-Scope = Callable[..., AbstractContextManager[None]]
-_SCOPES: dict[type[nn.Module], Scope] = {}
+#: Module type, or its full name -> what to enter while a module of that type runs its forward.
+Scope = Callable[..., AbstractContextManager[Any]]
+_SCOPES: dict[type[nn.Module] | str, Scope] = {}
 _S = TypeVar("_S", bound=Scope)
 
 
-def register_scope(*module_types: type[nn.Module]) -> Callable[[_S], _S]:
+def register_scope(*module_types: type[nn.Module] | str) -> Callable[[_S], _S]:
     """Decorator: enter ``scope(module, *args, **kwargs)`` around the forward of such modules.
 
     For modules without parameters of their own that know something their children's rules need.
+    What is entered may be a function; it is told the output.
     """
 
     def decorate(scope: _S) -> _S:
@@ -245,7 +246,14 @@ def register_scope(*module_types: type[nn.Module]) -> Callable[[_S], _S]:
 
 def find_scope(module: nn.Module) -> Scope | None:
     """The scope registered for this module's type, if any."""
-    return next((_SCOPES[kind] for kind in type(module).__mro__ if kind in _SCOPES), None)
+    kinds = type(module).__mro__
+    keys = [key for kind in kinds for key in (kind, full_name(kind))]
+    return next((_SCOPES[key] for key in keys if key in _SCOPES), None)
+
+
+def full_name(kind: type) -> str:
+    """``package.module.Class``."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:

@@ -107,6 +107,7 @@ def check_steps(
     loss: Loss,
     *,
     mode: str = "one_pass",
+    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> None:
     """The same for steps with other batches, of other sizes; the first alone is rehearsed."""
@@ -117,7 +118,7 @@ def check_steps(
     for batch, truth in zip(batches, truths, strict=True):
         model.zero_grad(set_to_none=True)
         loss(flash, batch).backward()
-        check_truth(flash, model, truth, bound, TOLERANCE)
+        check_truth(flash, model, truth, bound, tolerance)
 
 
 def check_truth(flash: Any, model: nn.Module, truth: Truth, bound: float, tolerance: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping._compat import pytree
+from flash_clipping.capture.image_patches import rows_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 
 #: Factor of the floating inputs of an extreme sample.
@@ -29,6 +30,7 @@ class Samples:
         axis: that holds the samples.
         offsets: where the ids of each sample begin, of samples that lie end to end; and how many
             samples these are.
+        parts: the sample of each row of inputs without such an axis, by the input's id.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Samples:
         axis: int,
         narrow: int = 0,
         offsets: tuple[Tensor, int] | None = None,
+        parts: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.args, self.kwargs = args, kwargs
-        self._axis = axis
+        self._axis, self._parts = axis, parts or {}
         #: All tensors of the call.
         self.tensors = batched_inputs(args, kwargs)
         #: How many samples there are.
@@ -48,7 +51,9 @@ class Samples:
         self._offsets, self._ids_in_all = None, self.count
         if offsets is not None:
             self._offsets, self.count = offsets
-        found = [x for x in self._leaves() if self._axis_of(x) is not None]
+        found = [
+            x for x in self._leaves() if id(x) not in self._parts and self._axis_of(x) is not None
+        ]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
             n == self.count
@@ -97,11 +102,14 @@ class Samples:
 
         bags = None if self._offsets is None else self._bags(order)
 
-        def of(x: Tensor) -> Tensor:
+        def of(x: Tensor) -> Any:
             if bags is not None and x is self._offsets:
                 return bags[0]
             if bags is not None and x.dim() == 1 and len(x) == self._ids_in_all:
                 return x.detach()[bags[1]]
+            if id(x) in self._parts:
+                rows = rows_of_samples(x, self._parts[id(x)], order)
+                return rows if len(rows) else None  # texts without images
             if id(x) not in self._ids:
                 return x
             x, axis = x.detach(), self._axis_of(x) or 0

@@ -24,6 +24,7 @@ from flash_clipping._compat import (
     is_autocasting,
     pytree,
 )
+from flash_clipping.capture.declared_rows import declared_rows
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
 
 #: Entries of a parameter that tell how far they are spread.
@@ -122,7 +123,9 @@ class AlikeDraws(DispatchMode):
         else:
             result = func(*args, **kwargs)
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        self.drawn.append((name, tuple(shapes[:1])))
+        # As many rows may be other samples' in another batch, whose draws these get then.
+        rows = declared_rows()
+        self.drawn.append((name, *shapes[:1], *([] if rows is None else rows.index_M.tolist())))
         return result
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.batches import Samples
@@ -95,7 +96,8 @@ class Subject:
     def samples(self, narrow: int = 0) -> Samples:
         """The samples of the call."""
         axis = self.session.batch_axis
-        return Samples(self.args, self.kwargs, axis, narrow, self.offsets)
+        parts = parts_of_samples(self.root, self.kwargs)
+        return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts)
 
 
 class Runs:

@@ -1,4 +1,4 @@
-"""Families of ``transformers`` whose rows no rehearsal finds: gradients do."""
+"""Families of ``transformers`` whose rows no rehearsal finds: gradients do, or their routing."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ def _default_dtype() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
+        ("DbrxForCausalLM", "left"),
+        ("JetMoeForCausalLM", "left"),
         ("LEDForConditionalGeneration", "right"),
+        ("Llama4ForCausalLM", "left"),
         ("LongformerForMaskedLM", "right"),
+        ("NllbMoeForConditionalGeneration", "dropout"),
         ("OPTForCausalLM", "right"),
         ("PerceiverForMaskedLM", "right"),
+        ("Qwen2VLForConditionalGeneration", "right"),
+        ("SwitchTransformersForConditionalGeneration", "left"),
         ("TimesformerForVideoClassification", "whole"),
         ("ViltForQuestionAnswering", "right"),
         ("WavLMForCTC", "whole"),

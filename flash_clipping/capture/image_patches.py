@@ -1,0 +1,155 @@
+"""Images without an axis for the samples: the patches of all of them are the rows of one tensor.
+
+Models of ``transformers`` that read images of any size (Qwen2-VL and many others) take them so,
+with a grid that says how many patches each image has. Whose they are follows from the text: of
+every m² patches the model's tower makes one row, and the rows take the places of the image tokens
+of all samples in turn.
+
+N patches, M = N / m² rows that the tower returns, I images or videos, B samples, T positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.declared_rows import DeclaredRows, check_on_device, declared
+from flash_clipping.capture.own_parameters import owned_parameters
+from flash_clipping.rules.registry import Scope
+
+#: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.
+_INPUTS = (
+    ("pixel_values", "image_grid_thw", "image_token_id"),
+    ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+)
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches of one argument, and the sample of each patch, row and image."""
+
+    pixels: Tensor
+    grids: Tensor
+    count: int
+    sample_N: Tensor
+    sample_M: Tensor
+    sample_I: Tensor
+
+
+#: Those of the model that runs.
+_running: ContextVar[tuple[Patches, ...]] = ContextVar("patches", default=())
+
+
+def _takes(module: nn.Module, *names: str) -> bool:
+    return _arguments(getattr(type(module), "forward", None)).issuperset(names)
+
+
+@lru_cache(maxsize=1024)
+def _arguments(forward: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # it is not written in Python
+        return frozenset()
+
+
+def _tower_of(module: nn.Module) -> nn.Module | None:
+    """The module that makes rows of patches, of one that puts them in the places of tokens."""
+    if not _takes(module, "image_grid_thw", "input_ids") or not hasattr(module, "config"):
+        return None
+    towers = [child for child in module.children() if _takes(child, "grid_thw")]
+    fits = len(towers) == 1 and isinstance(getattr(towers[0], "spatial_merge_size", None), int)
+    if not fits or owned_parameters(module) or owned_parameters(towers[0]):
+        return None
+    return towers[0]
+
+
+def scopes_of_patches(root: nn.Module) -> dict[nn.Module, Scope]:
+    """What such modules and their towers run in."""
+    found: dict[nn.Module, Scope] = {}
+    for module in root.modules():
+        if (tower := _tower_of(module)) is not None:
+            found |= {module: partial(_of_model, tower), tower: _of_tower}
+    return found
+
+
+@contextmanager
+def _of_model(tower: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+    before = _running.set(_patches(module, tower, kwargs) if torch.is_grad_enabled() else ())
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+@contextmanager
+def _of_tower(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+    grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
+    rows = None
+    for found in _running.get():
+        if found.grids is grids:
+            merged = DeclaredRows(found.sample_M, found.count)
+            rows = DeclaredRows(found.sample_N, found.count, merged)
+    with nullcontext() if rows is None else declared(rows):
+        yield
+
+
+def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The sample of each row of inputs that have no axis for samples, by the input's id."""
+    parts: dict[int, Tensor] = {}
+    for module in root.modules():
+        if (tower := _tower_of(module)) is not None:
+            for found in _patches(module, tower, kwargs):
+                parts |= {id(found.pixels): found.sample_N, id(found.grids): found.sample_I}
+    return parts
+
+
+def rows_of_samples(x: Tensor, sample_N: Tensor, order: Sequence[int]) -> Tensor:
+    """The rows of these samples, in this order; waits for the device."""
+    chosen = [(sample_N == b).nonzero().flatten() for b in order]
+    return x.detach().index_select(0, torch.cat(chosen))
+
+
+def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches, ...]:
+    """The patches among a call's arguments.
+
+    Raises:
+        FlashClippingError: an image takes the places of tokens of several samples. On a GPU an
+            assertion on the device, without waiting for it.
+    """
+    found = []
+    ids_BT: Any = given.get("input_ids")
+    for pixels_name, grids_name, token_name in _INPUTS:
+        pixels: Any = given.get(pixels_name)
+        grids: Any = given.get(grids_name)
+        token = getattr(module.config, token_name, None)
+        if not all(isinstance(x, Tensor) for x in (ids_BT, pixels, grids)) or token is None:
+            continue
+        merged = tower.spatial_merge_size**2
+        M, rest = divmod(len(pixels), merged)
+        if pixels.dim() != 2 or rest or not M or not len(grids) or not len(ids_BT):
+            continue
+        ends_B = (ids_BT == token).sum(1).cumsum(0)
+        places = torch.arange(M, device=ids_BT.device)
+        # Of rows beyond the last token the model says that they are too many.
+        sample_M = torch.searchsorted(ends_B, places, right=True).clamp(max=len(ids_BT) - 1)
+        sizes_I = grids.prod(1).to(ids_BT.device) // merged
+        ends_I = sizes_I.cumsum(0)
+        sample_I = sample_M[(ends_I - sizes_I).clamp(max=M - 1)]
+        is_whole_I = sample_M[(ends_I - 1).clamp(max=M - 1)] == sample_I
+        check_on_device(
+            is_whole_I.all() | (ends_B[-1] != M),  # else the model says that tokens do not fit
+            f"{pixels_name}: found an image that takes the places of tokens of several samples of "
+            f"input_ids; expected as many {token_name} in each sample as its images in "
+            f"{grids_name} have rows.",
+        )
+        sample_N = sample_M.repeat_interleave(merged)
+        found.append(Patches(pixels, grids, len(ids_BT), sample_N, sample_M, sample_I))
+    return tuple(found)
