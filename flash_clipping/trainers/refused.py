@@ -59,8 +59,11 @@ def refuse_arguments(args: Any) -> None:
     )
 
 
-def refuse_trainer(trainer: Any, trainer_class: type) -> None:
-    """Raise ``ValueError`` for what else a trainer was given."""
+def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None:
+    """Raise ``ValueError`` for what else a trainer was given.
+
+    ``trainer_class`` is that of transformers, ``private_class`` the one that replaces parts of it.
+    """
     cls = type(trainer)
     _refuse_if(
         trainer.model_init is not None,
@@ -69,8 +72,8 @@ def refuse_trainer(trainer: Any, trainer_class: type) -> None:
         "of its own. Give model=",
     )
     _refuse_if(
-        cls.compute_loss is not trainer_class.compute_loss  # type: ignore[attr-defined]
-        and "compute_sample_losses" not in _own_methods(cls, trainer_class),
+        cls.compute_loss is not trainer_class.compute_loss
+        and cls.compute_sample_losses is private_class.compute_sample_losses,
         f"compute_loss of {cls.__name__}",
         "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
         "which returns one loss for each sample, [B]; compute_loss is for evaluation then",
@@ -110,16 +113,6 @@ def refuse_loader(loader: Any) -> None:
         "Poisson sampling would replace it by one that draws all samples alike. Do not override "
         "_get_train_sampler",
     )
-
-
-def _own_methods(cls: type, base: type) -> set[str]:
-    """Names that are defined by classes below this module's own."""
-    own: set[str] = set()
-    for parent in cls.__mro__:
-        if parent.__module__ == "flash_clipping.trainers.transformers" or parent is base:
-            break
-        own |= vars(parent).keys()
-    return own
 
 
 def _refuse_if(found: Any, name: str, advice: str) -> None:
