@@ -60,8 +60,8 @@ def _check_labels(subject: Subject) -> None:
     model, exact = subject.exact()
     for ignored in IGNORED:
         for some, batch in exact.with_fewer_labels(ignored):
-            samples = Samples(batch, True, model)
             try:
+                samples = Samples(batch, True, model)
                 whole = task.value(model, samples.all)
                 own = [task.value(model, samples.take([b])) for b in range(samples.count)]
             except Exception:  # these are no labels, or another number is ignored
