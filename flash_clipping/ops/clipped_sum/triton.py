@@ -112,7 +112,6 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
 def clipped_sums_many(
     pairs: Sequence[Pair], coef_B: Tensor, memo: Memo | None = None
 ) -> list[Tensor]:
-    """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums: dict[int, Tensor] = {}
     memo = {} if memo is None else memo
     kinds: dict[Kind, list[int]] | None = memo.get("kinds")

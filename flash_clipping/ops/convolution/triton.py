@@ -194,7 +194,6 @@ FEWEST_CHANNELS = 16
 
 
 def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.convolution.laid_out`."""
     if x.element_size() > 2 or geometry.is_depthwise(x):
         return x, G  # numbers of 32 bits are fetched one by one as they are
     three = in_three(geometry, x)
@@ -205,7 +204,6 @@ def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 
 def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-    """See :func:`flash_clipping.ops.convolution.reference.convolution_sqnorms`."""
     if geometry.is_depthwise(x):
         grads = depthwise_grads(x, G, geometry)
         return torch.linalg.vector_norm(grads.flatten(1), dim=1).square_().unsqueeze(1), None
@@ -214,7 +212,6 @@ def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tenso
 
 
 def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-    """See :func:`flash_clipping.ops.convolution.reference.convolution_grads`."""
     if geometry.is_depthwise(x):
         return depthwise_grads(x, G, geometry), None
     parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry)
@@ -223,7 +220,6 @@ def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor,
 
 
 def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:
-    """See :func:`flash_clipping.ops.convolution.reference.convolution_sum`."""
     if geometry.is_depthwise(x):
         return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
     _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B)

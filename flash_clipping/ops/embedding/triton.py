@@ -287,7 +287,6 @@ def _tied_kernel(
 def tied_cross_term(
     ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
 ) -> Tensor:
-    """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
     Ghead_BSV = tiles.with_unit_stride(Ghead_BSV)
     Gemb_BTd, Ahead_BSd = in_one_dtype(Gemb_BTd, Ahead_BSd)

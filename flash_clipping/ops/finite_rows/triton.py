@@ -17,7 +17,6 @@ _INFINITY = tl.constexpr(float("inf"))
 
 
 def finite_rows(x: Tensor, lost_N: Tensor, in_place: bool) -> Tensor:
-    """See :func:`flash_clipping.ops.finite_rows.finite_rows`."""
     x = x.contiguous()
     out = x if in_place else torch.empty_like(x)
     N, F = len(x), x.shape[1:].numel()

@@ -96,7 +96,6 @@ def norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """See :func:`flash_clipping.ops.norm_layer.reference.norm_backward`."""
     B, T, d = x_BTd.shape
     if d > MAX_WIDTH:
         return reference.norm_backward(
@@ -165,7 +164,6 @@ def _group_norm_kernel(
 def group_norm_grads(
     x_BCS: Tensor, G_BCS: Tensor, mean_Bg: Tensor, rstd_Bg: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.norm_layer.group_norm_grads`."""
     B, C, S = x_BCS.shape
     channels_last = x_BCS.stride(1) == 1 and S > 1
     channels = min(64, tiles.next_power_of_2(C)) if channels_last else 4

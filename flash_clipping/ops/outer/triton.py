@@ -128,7 +128,6 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
-    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
@@ -203,7 +202,6 @@ def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
 
 
 def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.outer.weighted_sum`."""
     out = torch.empty(grads.shape[1:], dtype=torch.float32, device=grads.device)
     grads, K, C = _in_memory_order(grads)
     N = out.numel()
@@ -236,7 +234,6 @@ def _weighted_sums_kernel(
 
 
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
     first = grads[0]
     B = coef_B.shape[0]
     sizes = [tensor.numel() // B for tensor in grads]

@@ -26,7 +26,6 @@ def _row_scale_kernel(x_ptr, coef_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.row_scale.row_scale`."""
     coef_B, x = coef_B.contiguous(), x.contiguous()
     out = torch.empty_like(x, dtype=torch.float32)
     B = coef_B.shape[0]

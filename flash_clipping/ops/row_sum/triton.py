@@ -123,7 +123,6 @@ class _Sums(Table):
 def row_sums(
     rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: Memo | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.row_sum.row_sums`."""
     first = rows[0]
     B, T, _ = first.shape
     table: _Sums | None = memo.get("table") if memo is not None else None

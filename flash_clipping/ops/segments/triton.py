@@ -123,7 +123,6 @@ def row_sums_kernel(
 
 
 def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
     A, G = operands_of(A, G)
     rows, S = A.size, len(lists)
     if rows > GATHERED_ONCE * S:  # products read a row more often than Gram matrices
@@ -315,7 +314,6 @@ def _squared_rows(X_ptr, at, inside, F, BLOCK: tl.constexpr, BLOCK_F: tl.constex
 
 
 def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.segments.grouped_sums`."""
     A, G = operands_of(A, G)
     rows, S = A.size, len(lists)
     coef_B = coef_B.float().contiguous()
@@ -488,7 +486,6 @@ def blocks_kernel(
 
 
 def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
-    """See :func:`flash_clipping.ops.segments.segment_sums`."""
     blocks = lists.blocks(SUMMED)
     return of_segments(row_sums(X_Nf, blocks.begin_M, blocks.end_M), blocks.firsts)
 
@@ -543,7 +540,6 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
 
 
 def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
-    """See :func:`flash_clipping.ops.segments.sums_of_tokens`."""
     X = Rows(tiles.with_unit_stride(X_Nf))
     (tokens, k), F = rows_Mk.shape, X.features
     weights = rows_Mk if weight_Mk is None else weight_Mk.contiguous()

@@ -297,7 +297,6 @@ def _gates_grad_kernel(
 
 
 def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
-    """See :func:`.reference.hyper_connections`."""
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, len(params[0])
     x = x_BSnD.contiguous()
@@ -336,7 +335,6 @@ def hyper_connections_backward(
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """See :func:`.reference.hyper_connections_backward`."""
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, len(params[0])

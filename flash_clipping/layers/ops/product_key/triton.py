@@ -197,7 +197,6 @@ def _logits_grad_kernel(
 
 
 def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.layers.ops.product_key.product_key_scores`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     N, side = logits_x.shape
     w = min(k, side)
@@ -218,7 +217,6 @@ def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tens
 def product_key_backward(
     grad_scores: Tensor, indices: Tensor, logits_x: Tensor, logits_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.layers.ops.product_key.product_key_backward`."""
     logits_x, logits_y = tiles.with_unit_stride(logits_x), tiles.with_unit_stride(logits_y)
     (N, side), k = logits_x.shape, indices.shape[1]
     dx_Ns, dy_Ns = logits_x.new_empty((N, side)), logits_y.new_empty((N, side))

@@ -83,7 +83,6 @@ def _stream_mix_grad_kernel(
 def stream_mix(
     x_BSnD: Tensor, y_BSD: Tensor, post_BSn: Tensor, comb_BSnn: Tensor, transposed: bool
 ) -> Tensor:
-    """See :func:`flash_clipping.layers.ops.stream_mix.stream_mix`."""
     B, S, n, D = x_BSnD.shape
     x = x_BSnD.contiguous()
     out = torch.empty_like(x)
@@ -107,7 +106,6 @@ def stream_mix_backward(
     grad_BSnD: Tensor,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`flash_clipping.layers.ops.stream_mix.stream_mix_backward`."""
     B, S, n, D = x_BSnD.shape
     x, y = x_BSnD.contiguous(), y_BSD.contiguous()
     dx, dy = torch.empty_like(x), torch.empty_like(y)
