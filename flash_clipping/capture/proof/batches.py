@@ -68,6 +68,8 @@ class Samples:
         elif narrow == 3:
             found = found[:1]
         self._ids = {id(x) for x in found}
+        #: Whether some entries of an extreme sample get the other sign.
+        self.turns_signs = True
 
     def holds(self, x: Tensor) -> bool:
         """Whether this tensor of the arguments has a row for each sample."""
@@ -114,8 +116,11 @@ class Samples:
                 return x
             x, axis = x.detach(), self._axis_of(x) or 0
             found = x.index_select(axis, torch.tensor(order, device=x.device))
-            if extreme is not None and found.numel():
-                found.select(axis, extreme).copy_(_extreme(x, found.select(axis, extreme)))
+            # Places of other inputs are found by values of the text.
+            is_kept = self._parts and not x.is_floating_point()
+            if extreme is not None and found.numel() and not is_kept:
+                row = found.select(axis, extreme)
+                row.copy_(_extreme(x, row, self.turns_signs))
             return found
 
         def of_leaf(leaf: Any) -> Any:
@@ -124,7 +129,7 @@ class Samples:
             rows = unpack_sequence(leaf)
             taken = [rows[b] for b in order]
             if extreme is not None:
-                taken[extreme] = _extreme(leaf.data, taken[extreme])
+                taken[extreme] = _extreme(leaf.data, taken[extreme], self.turns_signs)
             return pack_sequence(taken, enforce_sorted=False)
 
         args, kwargs = map_tensors(of, (self.args, self.kwargs))
@@ -147,13 +152,13 @@ class Samples:
         )
 
 
-def _extreme(x: Tensor, row: Tensor) -> Tensor:
+def _extreme(x: Tensor, row: Tensor, turns_signs: bool) -> Tensor:
     """``row``, a sample of ``x``, as far from the others as the model may take."""
     if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
         return row
     number = torch.arange(row.numel(), device=x.device).view(row.shape)
     if x.is_floating_point():
         # Some with the other sign: what compares entries with a threshold chooses others.
-        turned = -EXTREME if bool((x < 0).any()) else EXTREME
+        turned = -EXTREME if turns_signs and bool((x < 0).any()) else EXTREME
         return row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)
     return torch.where(number % 2 > 0, x.max(), x.min())

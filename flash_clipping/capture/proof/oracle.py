@@ -175,6 +175,11 @@ class _Oracle:
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)
+        # Where modules run sample by sample, each chooses its own way by its values.
+        samples.turns_signs = not any(
+            getattr(vars(module).get("forward"), "loops", False)
+            for module in subject.root.modules()
+        )
         session = subject.session
         #: Whether some layer reads rows that are not the samples.
         self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
