@@ -182,4 +182,4 @@ def test_an_activation_with_parameters_runs_by_the_generic_rule() -> None:
         mean_loss(plain, tuple(x[b : b + 1] for x in batch)).backward()
         grads = [p.grad for p in plain.parameters() if p.grad is not None]
         expected = torch.stack([g.norm() for g in grads]).norm()
-        assert abs(norm - expected) <= 1e-9 * expected
+        assert abs(norm - expected) <= 1e-7 * expected  # RoPE is fp32
