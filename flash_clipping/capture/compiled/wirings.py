@@ -28,7 +28,7 @@ from flash_clipping.rules.normalization import (
     ShiftedRMSNormRule,
     normalization_input,
 )
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import Needs, Rule, autocast_operands
 
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -98,15 +98,10 @@ class Wiring(ABC):
         return factors
 
 
-def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Any, Any]:
-    """Operands as autocast would cast them, so that those that are multiplied are those that are
-    handed out. Parameters are cut off: their gradients are left at the end of the pass."""
-    kind, dtype = x.device.type, x.dtype
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return x, weight, bias
+def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """Operands as they are multiplied. Parameters are cut off: their gradients are left at the end
+    of the pass."""
+    return autocast_operands(x, weight.detach(), None if bias is None else bias.detach())
 
 
 class PerSampleParameters(torch.autograd.Function):
