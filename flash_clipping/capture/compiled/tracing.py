@@ -33,7 +33,7 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameter, Seen, Wires
+from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen, Wires
 
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
@@ -150,8 +150,8 @@ def _on_wires(
     if call.kind == "own":
         if not _parameters_fit(tap, wires):
             return False, None
-        pairs = zip(_own_parameters(tap), wires, strict=True)
-        rows = [PerSampleParameter.apply(param, wire) for (_, _, param), wire in pairs]
+        params = [param for _, _, param in _own_parameters(tap)]
+        rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
     x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
     assert x is not None and wiring is not None
@@ -206,7 +206,7 @@ def _parameters_fit(tap: Any, wires: Wires) -> bool:
 
 
 def _on_own_parameters(
-    tap: Any, rows: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's own forward, with its parameters as what is the same for all samples.
 

@@ -28,7 +28,7 @@ from flash_clipping.rules.normalization import (
     ShiftedRMSNormRule,
     normalization_input,
 )
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import Needs, Rule, autocast_operands
 
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -98,27 +98,28 @@ class Wiring(ABC):
         return factors
 
 
-def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Any, Any]:
-    """Operands as autocast would cast them, so that those that are multiplied are those that are
-    handed out. Parameters are cut off: their gradients are left at the end of the pass."""
-    kind, dtype = x.device.type, x.dtype
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return x, weight, bias
+def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """Operands as they are multiplied. Parameters are cut off: their gradients are left at the end
+    of the pass."""
+    return autocast_operands(x, weight.detach(), None if bias is None else bias.detach())
 
 
-class PerSampleParameter(torch.autograd.Function):
-    """A parameter for each sample, ``[B, *parameter]``, whose wire gets the gradients."""
+class PerSampleParameters(torch.autograd.Function):
+    """Parameters, each for every sample, ``[B, *parameter]``, whose wires get the gradients.
+
+    Called with all parameters, and then with their wires.
+    """
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, wire: Tensor) -> Tensor:
-        return param.detach().to(wire.dtype).expand(wire.shape)
+    def forward(ctx: Any, *params_and_wires: Tensor) -> tuple[Tensor, ...]:
+        count = len(params_and_wires) // 2
+        params, wires = params_and_wires[:count], params_and_wires[count:]
+        pairs = zip(params, wires, strict=True)
+        return tuple([p.detach().to(wire.dtype).expand(wire.shape) for p, wire in pairs])
 
     @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
-        return None, G
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        return *[None] * len(grads), *grads
 
 
 class _Product(torch.autograd.Function):
@@ -290,13 +291,16 @@ class LayerNormWiring(Wiring):
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x = normalization_input(x)
         y = self.normalized(layer, x.to(accumulation_dtype(x.dtype)), x.dtype)
-        for place, (param, wire) in enumerate(zip(self.parameters(layer), wires, strict=True)):
-            if param is None:
-                continue
-            param = param.detach()
-            rows = param.unsqueeze(0) if wire is None else PerSampleParameter.apply(param, wire)
-            rows = self.broadcast(rows, y.dim())
-            y = y + rows if place else y * rows
+        params = [None if param is None else param.detach() for param in self.parameters(layer)]
+        wired = [place for place, wire in enumerate(wires) if wire is not None]
+        of_samples = PerSampleParameters.apply(
+            *[params[place] for place in wired], *[wires[place] for place in wired]
+        )
+        for place, param in enumerate(params):
+            if param is not None:
+                rows = of_samples[wired.index(place)] if place in wired else param.unsqueeze(0)
+                rows = self.broadcast(rows, y.dim())
+                y = y + rows if place else y * rows
         return y.to(x.dtype)
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
