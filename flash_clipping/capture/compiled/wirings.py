@@ -187,7 +187,7 @@ class LinearWiring(Wiring):
         x, G, vector_Bp = grads
         if x is None:
             return {"bias": Dense(vector_Bp)}
-        A_BTd, G_BTp = as_BTd(x), on_16_bytes(G)
+        A_BTd, G_BTp = as_BTd(x), on_16_bytes(as_BTd(G))
         outer = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
         return {"weight": outer, "bias": RowSum(G_BTp)}
 

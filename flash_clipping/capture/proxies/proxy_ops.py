@@ -315,7 +315,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         _refuse_second(ctx.tap)
-        factor = Outer(as_BTd(x), on_16_bytes(G))
+        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
         grad = G @ weight if ctx.needs_input_grad[2] else None
         if ctx.tap.session.enabled:
             ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
