@@ -20,6 +20,7 @@ from flash_clipping.ops.runtime.shapes import (
     SqnormBlock,
     accumulator,
     checked_groups,
+    remembered,
 )
 
 
@@ -65,10 +66,7 @@ def linear_sqnorm_blocks(
     kept for operands of the same layout. A step takes its norms in this way, as it puts them into
     an order of its own anyway.
     """
-    memo = {} if memo is None else memo
-    by_algorithm = memo.get("algorithms")
-    if by_algorithm is None:
-        by_algorithm = memo["algorithms"] = _algorithms(ready)
+    by_algorithm = remembered(memo, "algorithms", lambda: _algorithms(ready))
     blocks: list[SqnormBlock] = []
     for group, layer in by_algorithm["rank_one"]:
         A_B1d, Gs = ready[group]

@@ -21,6 +21,8 @@ from flash_clipping.ops.runtime.shapes import (
     by_kind,
     check_coefficients,
     checked_groups,
+    part_of,
+    remembered,
 )
 
 
@@ -61,16 +63,13 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    memo = {} if memo is None else memo
-    kinds: list[list[int]] | None = memo.get("kinds")
-    if kinds is None:
-        kinds = memo["kinds"] = _busy_kinds(pairs)
+    kinds = remembered(memo, "kinds", lambda: _busy_kinds(pairs))
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
-        sums = backends.run(run, backend, decides, alike, coef_B, memo.setdefault(number, {}))
+        sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
         if alike is pairs:
             return sums
         results.update(zip(members, sums, strict=True))

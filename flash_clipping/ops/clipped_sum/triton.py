@@ -27,7 +27,7 @@ from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Pro
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.launches import has_gluon, launch
-from flash_clipping.ops.runtime.shapes import Memo
+from flash_clipping.ops.runtime.shapes import Memo, part_of, remembered
 from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
 
 
@@ -124,12 +124,8 @@ def clipped_sums_many(
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums: dict[int, Tensor] = {}
-    memo = {} if memo is None else memo
-    kinds: dict[Kind, list[int]] | None = memo.get("kinds")
-    if kinds is None:
-        kinds = memo["kinds"] = kinds_of(pairs)
-    for kind, members in kinds.items():
-        alike, of_kind = [pairs[i] for i in members], memo.setdefault(kind, {})
+    for kind, members in remembered(memo, "kinds", lambda: kinds_of(pairs)).items():
+        alike, of_kind = [pairs[i] for i in members], part_of(memo, kind)
         if kind.T == 1 and kind.small and kind.B > MOST_ROWS:
             with full_precision(coef_B.device):
                 products = reference.clipped_sums_many(alike, coef_B)

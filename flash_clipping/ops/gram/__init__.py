@@ -20,6 +20,8 @@ from flash_clipping.ops.runtime.shapes import (
     as_rows,
     by_kind,
     check_same_rows,
+    part_of,
+    remembered,
 )
 
 
@@ -60,17 +62,14 @@ def gram_blocks(
     cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
     same layout. Groups without layers have no rows.
     """
-    memo = {} if memo is None else memo
-    kinds: list[list[int]] | None = memo.get("kinds")
-    if kinds is None:
-        kinds = memo["kinds"] = _busy_kinds(ready)
+    kinds = remembered(memo, "kinds", lambda: _busy_kinds(ready))
     blocks: list[SqnormBlock] = []
     for number, busy in enumerate(kinds):
         if not busy:
             continue
         groups = [ready[i] for i in busy]
         found = backends.run(
-            reference.gram_blocks, backend, groups[0][0], groups, memo.setdefault(number, {})
+            reference.gram_blocks, backend, groups[0][0], groups, part_of(memo, number)
         )
         if len(busy) < len(ready):
             found = [

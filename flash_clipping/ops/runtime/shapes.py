@@ -5,11 +5,13 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+Kept = TypeVar("Kept")
 
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
@@ -53,6 +55,21 @@ class Normalized(NamedTuple):
     x_BTn: Tensor
     mean: Tensor
     rstd: Tensor
+
+
+def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:
+    """What the memo has under the key; made, and kept if there is a memo, where it has nothing."""
+    if memo is None:
+        return make()
+    if key not in memo:
+        memo[key] = make()
+    found: Kept = memo[key]
+    return found
+
+
+def part_of(memo: Memo | None, key: object) -> Memo | None:
+    """The memo of one of several launches."""
+    return None if memo is None else memo.setdefault(key, {})
 
 
 def by_kind(groups: Sequence[Group]) -> list[list[int]]:
