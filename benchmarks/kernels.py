@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -364,13 +363,7 @@ def judge(
         "outer": took["outer"] + took["clipped_sum"],
         "outer_store": took["outer_store"] + took["weighted_sum"],
     }
-    sizes: dict[str, Any] = {"B": B, "T": T, "d": d, "p": p}
-    chosen = cost.choose(
-        **sizes,
-        itemsize=dtype.itemsize,
-        may_store=True,
-        machine=cost.machine_for(device.type, dtype.itemsize),
-    )
+    chosen = cost.choose_on(device.type, B, T, d, p, dtype.itemsize, may_store=True)
     allowed = dict(totals)
     if not cost.may_hold_gradients(T=T, d=d, p=p):
         del allowed["outer_store"]

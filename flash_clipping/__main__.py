@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from flash_clipping import __version__, diagnostics
+from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.diagnostics import report as reports
 from flash_clipping.ops.runtime.backend import BACKENDS
 
@@ -124,7 +125,8 @@ def _check(args: argparse.Namespace) -> int:
         torch.manual_seed(args.seed)
         model, batch, loss = load_factory(args.factory)
         if args.device is not None:
-            model, batch = model.to(args.device), _to_device(batch, args.device)
+            model = model.to(args.device)
+            batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
         report = diagnostics.check(
             model,
             batch,
@@ -241,14 +243,6 @@ def _where(error: BaseException) -> str:
     own = [f for f in own if f"{os.sep}importlib{os.sep}" not in f.filename] or own
     text = f"{type(error).__name__}: {error}"
     return f"{text} (line {own[-1].lineno} of {own[-1].filename})" if own else text
-
-
-def _to_device(batch: Any, device: str) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    from flash_clipping._compat import pytree
-
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
 
 
 def _print_rich(report: diagnostics.CheckReport) -> bool:

@@ -37,18 +37,10 @@ def apply_of(function: type[torch.autograd.Function]) -> Any:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-def _saved_tensors_hooks() -> Callable[[], Any]:
-    hooks = find(torch, "_C._autograd._top_saved_tensors_default_hooks")
-    try:
-        hooks(True)
-    except (TypeError, AttributeError, RuntimeError):
-        return object
-    return partial(hooks, True)
-
-
-#: The hooks for saved tensors that are in force. Without: never twice the same, as if a checkpoint
-#: had come between.
-saved_tensors_hooks_now: Callable[[], Any] = _saved_tensors_hooks()
+#: The hooks for saved tensors that are in force. Without: an error.
+saved_tensors_hooks_now: Callable[[], Any] = partial(
+    needed("_C._autograd._top_saved_tensors_default_hooks"), True
+)
 
 
 def has_lasting_node(param: Tensor) -> bool:
@@ -66,12 +58,8 @@ def has_lasting_node(param: Tensor) -> bool:
     return has_lasting_node in marks()
 
 
-def _any_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-#: Whether autocast is on, on any device. Without: on a CPU or an NVIDIA GPU.
-is_autocasting: Callable[[], bool] = find(torch, "_C._is_any_autocast_enabled") or _any_autocast
+#: Whether autocast is on, on any device. Without: an error.
+is_autocasting: Callable[[], bool] = needed("_C._is_any_autocast_enabled")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +37,14 @@ def load(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def attribute(holder: Any, name: str, package: str = "PyTorch") -> Any:
+    """A private attribute that has no substitute."""
+    if not hasattr(holder, name):
+        kind = holder if isinstance(holder, type | ModuleType) else type(holder)
+        refuse(f"{kind.__name__}.{name}", package)
+    return getattr(holder, name)
 
 
 def needed(path: str) -> Any:

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping._compat.lookup import find
+from flash_clipping._compat.lookup import attribute, find, needed
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -53,17 +51,16 @@ DROPOUTS: tuple[Any, ...] = (
 )
 
 
+_before_modules = needed("nn.modules.module.register_module_forward_pre_hook")
+_after_modules = needed("nn.modules.module.register_module_forward_hook")
+
+
 @contextmanager
 def around_modules(
     enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
 ) -> Iterator[None]:
     """Tell of every module that is called in this thread when its forward begins and ends. Without
-    hooks of all modules: nothing is told."""
-    before = find(nn, "modules.module.register_module_forward_pre_hook")
-    after = find(nn, "modules.module.register_module_forward_hook")
-    if before is None or after is None:
-        yield
-        return
+    hooks of all modules: an error."""
     thread = threading.get_ident()
 
     def mine(tell: Callable[[nn.Module], None], module: nn.Module) -> None:
@@ -71,8 +68,8 @@ def around_modules(
             tell(module)
 
     handles = [
-        before(lambda module, _: mine(enter, module)),
-        after(lambda module, *_: mine(leave, module)),
+        _before_modules(lambda module, _: mine(enter, module)),
+        _after_modules(lambda module, *_: mine(leave, module)),
     ]
     try:
         yield
@@ -82,55 +79,22 @@ def around_modules(
 
 
 def padding_of(layer: Any) -> list[int]:
-    """A convolution's padding as ``F.pad`` takes it. Without: computed from what is public."""
-    known = getattr(layer, "_reversed_padding_repeated_twice", None)
-    if known is not None:
-        return list(known)
-    found: list[int] = []
-    for axis in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
-            found += [total // 2, total - total // 2]
-        else:
-            found += [0 if layer.padding == "valid" else layer.padding[axis]] * 2
-    return found
+    """A convolution's padding as ``F.pad`` takes it. Without: an error."""
+    return list(attribute(layer, "_reversed_padding_repeated_twice"))
 
 
 def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
-    """Whether an instance normalization was given one sample without its axis. Without: by type.
+    """Whether an instance normalization was given one sample without its axis. Without: an error.
 
     Raises:
         ValueError: or what has neither as many axes as a sample nor as a batch.
     """
-    check, alone = (getattr(layer, n, None) for n in ("_check_input_dim", "_get_no_batch_dim"))
-    if check is not None and alone is not None:
-        check(x)
-        return bool(x.dim() == alone())
-    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-    axes = next(axes for axes, kind in enumerate(kinds, 2) if isinstance(layer, kind))
-    if x.dim() not in (axes, axes + 1):
-        raise ValueError(f"expected {axes}D or {axes + 1}D input (got {x.dim()}D input)")
-    return x.dim() == axes
+    attribute(layer, "_check_input_dim")(x)
+    return bool(x.dim() == attribute(layer, "_get_no_batch_dim")())
 
 
-def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor | None]:
-    return F.rms_norm(x, [*shape], weight, eps), None
-
-
-def _fused_rms_norm() -> Any:
-    operator = find(torch.ops.aten, "_fused_rms_norm.default")
-    schema = getattr(operator, "_schema", None)
-    if schema is None or len(schema.returns) != 2:
-        return _rms_norm
-    names = [argument.name for argument in schema.arguments]
-    return operator if names == ["input", "normalized_shape", "weight", "eps"] else _rms_norm
-
-
-#: Output and reciprocal root mean square of RMSNorm. Without (before PyTorch 2.9): the output, and
-#: ``None``, which the rule then computes.
-rms_norm: Callable[..., tuple[Tensor, Tensor | None]] = _fused_rms_norm()
+#: Output and reciprocal root mean square of RMSNorm. Without: an error.
+rms_norm: Callable[..., tuple[Tensor, Tensor]] = needed("ops.aten._fused_rms_norm.default")
 
 
 def gate_of_experts(layer: Any) -> Any:

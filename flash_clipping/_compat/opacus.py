@@ -9,43 +9,27 @@ from typing import Any
 
 from torch import nn
 
-from flash_clipping._compat.lookup import refuse
-
-
-def _check_unused(summed: Any) -> None:
-    if hasattr(summed, "_processed"):
-        raise ValueError(
-            "A gradient was used in an optimizer's step already. Call optimizer.zero_grad() after "
-            "every step."
-        )
-
-
-def _mark_used(summed: Any) -> None:
-    summed._processed = True
+from flash_clipping._compat.lookup import attribute
 
 
 def functions_of_optimizer() -> tuple[Any, Any]:
-    """Of Opacus: refuses sums that a step has used, and marks them. Without: the same here."""
+    """Of Opacus: refuses sums that a step has used, and marks them. Without: an error."""
     from opacus.optimizers import optimizer
 
-    return (
-        getattr(optimizer, "_check_processed_flag", _check_unused),
-        getattr(optimizer, "_mark_as_processed", _mark_used),
-    )
+    check = attribute(optimizer, "_check_processed_flag", "Opacus")
+    return check, attribute(optimizer, "_mark_as_processed", "Opacus")
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
     for name in ("_step_skip_queue", "_is_last_step_skipped"):
-        if not hasattr(optimizer, name):
-            refuse(f"opacus.optimizers.DPOptimizer.{name}", "Opacus")
+        attribute(optimizer, name, "Opacus")
 
 
 def check_engine(engine: type) -> None:
     """Methods of Opacus' engine that are overridden. Without: an error."""
     for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
-        if not hasattr(engine, f"_prepare{name}"):
-            refuse(f"opacus.PrivacyEngine._prepare{name}", "Opacus")
+        attribute(engine, f"_prepare{name}", "Opacus")
 
 
 def explain_flash_mode() -> None:

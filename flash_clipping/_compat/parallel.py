@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat.lookup import find, load, refuse
+from flash_clipping._compat.lookup import attribute, find, load, refuse
 
 
 def runs_in_ddp() -> bool:
@@ -58,11 +58,5 @@ def applied_to(module: nn.Module) -> Sequence[str]:
 def parts_of_schedule(schedule: object) -> tuple[Any, Any, int]:
     """The one stage of a schedule of torch.distributed.pipelining, its loss function, and how many
     micro-batches it has. Without: an error where a schedule is made private."""
-    path = "torch.distributed.pipelining.schedules.PipelineScheduleSingle"
-    found = []
-    for name in ("_stage", "_loss_fn", "_n_microbatches"):
-        if not hasattr(schedule, name):
-            refuse(f"{path}.{name}")
-        found.append(getattr(schedule, name))
-    stage, loss_fn, count = found
-    return stage, loss_fn, count
+    stage, loss_fn = attribute(schedule, "_stage"), attribute(schedule, "_loss_fn")
+    return stage, loss_fn, attribute(schedule, "_n_microbatches")

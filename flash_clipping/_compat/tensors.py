@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flash_clipping._compat.lookup import find, load, needed, refuse
-
-#: What tells one storage from another. Without: its memory's address.
-memory_id: Callable[[torch.UntypedStorage], int] = (
-    attrgetter("_cdata")
-    if hasattr(torch.UntypedStorage, "_cdata")
-    else torch.UntypedStorage.data_ptr
-)
+from flash_clipping._compat.lookup import attribute, find, load, needed, refuse
 
 
-def _count_of_references() -> Callable[[int], int]:
-    count = find(torch, "_C._storage_Use_Count")
-    if count is None or not hasattr(torch.UntypedStorage, "_cdata"):
-        return lambda _: sys.maxsize
-    return count  # type: ignore[no-any-return]
+def memory_id(storage: torch.UntypedStorage) -> int:
+    """What tells one storage from another. Without: an error."""
+    number: int = attribute(storage, "_cdata")
+    return number
 
 
-#: References to a storage, which is given by its ``memory_id``. Without: many, so that no
-#: graph is replayed.
-references_to: Callable[[int], int] = _count_of_references()
+#: References to a storage, which is given by its ``memory_id``. Without: an error.
+references_to: Callable[[int], int] = needed("_C._storage_Use_Count")
 
-
-def _same_memory(x: Tensor, y: Tensor) -> bool:
-    try:
-        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return True
-
-
-#: Whether two tensors share a storage. Without: whether these begin at one address.
-is_alias_of: Callable[[Tensor, Tensor], bool] = find(torch, "_C._is_alias_of") or _same_memory
-
+#: Whether two tensors share a storage. Without: an error.
+is_alias_of: Callable[[Tensor, Tensor], bool] = needed("_C._is_alias_of")
 
 #: Keeps a storage's id from being used again, not its memory. Without: its memory as well.
 weak_storage: Callable[[torch.UntypedStorage], Any] = find(
@@ -52,15 +32,8 @@ weak_storage: Callable[[torch.UntypedStorage], Any] = find(
 plain_functions: Callable[[], Any] = needed("_C.DisableTorchFunctionSubclass")
 
 
-def _as_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
-    with plain_functions():
-        return data.detach().as_subclass(cls).requires_grad_(requires_grad)
-
-
-#: A tensor of a subclass, of the same memory. Without: by way of ``as_subclass``.
-make_subclass: Callable[[Any, Tensor, bool], Any] = (
-    find(torch, "Tensor._make_subclass") or _as_subclass
-)
+#: A tensor of a subclass, of the same memory. Without: an error.
+make_subclass: Callable[[Any, Tensor, bool], Any] = needed("Tensor._make_subclass")
 
 
 class _NoPytree:
@@ -89,13 +62,8 @@ def arguments_of(operator: Any) -> Sequence[str]:
     return () if schema is None else [argument.name for argument in schema.arguments]
 
 
-def _assert_now(condition: Tensor, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
-#: Without: waits for the device.
-_assert_async: Callable[[Tensor, str], Any] = find(torch, "_assert_async") or _assert_now
+#: Without: an error.
+_assert_async: Callable[[Tensor, str], Any] = needed("_assert_async")
 
 #: Bytes of a message. A kernel of CUDA takes no more.
 MOST_OF_A_MESSAGE = 254
@@ -110,14 +78,8 @@ def assert_async(condition: Tensor, message: str) -> None:
     _assert_async(condition, text.decode())
 
 
-def _not_pinned(data: Any, device: Any = None) -> Any:
-    return data
-
-
-#: What loaders do with a batch. Without: it stays in memory that is not pinned.
-pin_memory: Callable[..., Any] = (
-    find(torch, "utils.data._utils.pin_memory.pin_memory") or _not_pinned
-)
+#: What loaders do with a batch. Without: an error.
+pin_memory: Callable[..., Any] = needed("utils.data._utils.pin_memory.pin_memory")
 
 
 _grouped_mm = find(torch, "nn.functional.grouped_mm") or find(torch, "_grouped_mm")

@@ -1,11 +1,11 @@
-"""Parameters that a module uses which another module owns: found while the model is rehearsed.
+"""Parameters that a module uses which another module owns: found before the first step.
 
 ``self.dt_proj.bias.float()`` in the mixer of a state-space model, ``weight @ x`` with the weight of
 a layer that is never called, a head that takes the table of an embedding by itself. The module that
 uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.proxies`).
 
 Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
-by the guard of the parameter. The first rehearsal tells whether there is any such use
+by the guard of the parameter. The first look tells whether there is any such use
 (:func:`until_borrowed`), so that other models are not run once more for it.
 """
 
@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from flash_clipping._compat import around_modules, pytree
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.max_norm import NoRenormalisation
-from flash_clipping.capture.no_trace import random_state, untouched, without_activations
+from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
 from flash_clipping.capture.own_parameters import owners
+from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.proxies.operation import name_of
-from flash_clipping.capture.rehearsal import MODELS_OWN
 from flash_clipping.capture.session import ClippingSession
 
 #: Properties of a parameter that a gradient comes through.
@@ -57,14 +57,17 @@ def until_borrowed(
     Raises:
         UsesOthers: by what is returned, before anything was computed from that parameter.
     """
-    waiting = [_Uses(root, serves, stops=True)]
+    is_known = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not waiting:
+        nonlocal is_known
+        if is_known:
             return forward(*args, **kwargs)
-        uses = waiting.pop()
+        uses = _Uses(root, serves, stops=True)
         with uses.watched(), uses:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        is_known = True  # a run that was refused in its midst has not shown it
+        return output
 
     return run
 
@@ -91,8 +94,7 @@ def find_borrowed(
     devices = {x.device for x in tensors if x.is_cuda}
     try:
         with (
-            untouched(root),
-            random_state(list(devices), seed=0),
+            repeatable(root, list(devices), seed=0, calm=True),  # layers are skipped by chance
             without_activations(),
             session.bypass(),
             NoRenormalisation(),  # the taps, which refuse it, are passed by

@@ -3,7 +3,7 @@
 A layer that adds its output up over processes (tensor parallelism as Megatron has it) holds a part
 of the gradient, and its norm would be taken for the whole. A statistic over processes makes a
 sample's gradient depend on samples elsewhere. ``DTensor`` and ``fully_shard`` say what they do, and
-are served; of a collective on plain tensors nothing is known. It is looked for in rehearsals.
+are served; of a collective on plain tensors nothing is known. It is looked for before any step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flash_clipping.errors import FlashClippingError
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _HARMLESS = ("wait_tensor", "barrier", "monitored_barrier_")
 
-#: Who may communicate: packages of PyTorch that know how tensors lie, and what rehearses together.
+#: Who may communicate: packages of PyTorch that know how tensors lie, and what looks together.
 _MAY = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -32,7 +32,7 @@ _MAY = (
 
 
 def collectives_refused() -> AbstractContextManager[Any]:
-    """While a model is rehearsed: collectives of its own are an error.
+    """While a model is looked at: collectives of its own are an error.
 
     Raises:
         FlashClippingError: inside, by what runs one.
@@ -58,7 +58,7 @@ def _refuse_by_hand(operator: str) -> None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_MAY):
             return
-        if module == __name__.rpartition(".")[0] + ".rehearsal":
+        if module == __name__.rpartition(".")[0] + ".proof.runs":
             break  # what runs the model
         if caller is None and not module.startswith(("torch.", "flash_clipping.")):
             caller = frame

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, UnitMap, by_units
+from flash_clipping.ops.runtime.checks import check_on_device
 
 
 class DeclaredRows:
@@ -63,13 +63,6 @@ class DeclaredRows:
     def of_samples(self, factor: Factor) -> Factor:
         """What was recorded row by row, for samples."""
         return by_units(factor, self._map)
-
-
-def _check_range(inside: Tensor, message: str) -> None:
-    if inside.device.type != "cpu":
-        assert_async(inside, message)
-    elif not inside:
-        raise FlashClippingError(message)
 
 
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
@@ -128,7 +121,7 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             f"flash_clipping.samples(index, count): found {found} and count={count!r}; expected "
             "one integer for each row, and the number of samples."
         )
-    _check_range(
+    check_on_device(
         (index >= -1).logical_and(index < count).all(),
         f"flash_clipping.samples(index, count={count}): index has values outside of -1 to "
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",

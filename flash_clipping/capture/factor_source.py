@@ -32,15 +32,12 @@ class FactorSource:
             session.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
-        #: In which epoch ``F.linear`` of a parameter of it was called with samples, in which dtype,
-        #: and how many axes these had.
-        self.linear_when: Any = None
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
 
     @property
     def folded(self) -> bool:
-        """Whether its rows are parts of samples: it was declared, or a rehearsal has shown it."""
+        """Whether its rows are parts of samples: it was declared, or a probe has shown it."""
         return self.path in self.session.folded
 
     def record(
@@ -105,7 +102,7 @@ class FactorSource:
         samples: int | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to this backward pass."""
-        if self.folded and not self.session.keeps_rows:
+        if self.folded:
             if readers is not None:
                 samples = readers[0].batch_size
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import graph_task
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.padding import CountedRows
-from flash_clipping.capture.taint import Taint
+from flash_clipping.capture.proof.reads import Read, Reads
 from flash_clipping.capture.units import Units
 
 
@@ -28,55 +27,20 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-#: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
-#: root, and which read in that call.
-Read: TypeAlias = tuple[str, int, int]
-
-
-class Witness(Protocol):
-    """What notes reads in a rehearsal (:mod:`flash_clipping.capture.batch_axis`)."""
-
-    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
-    offsets: Tensor | None
-    taint: Taint
-
-    def reads_samples(
-        self,
-        read: Read,
-        x: Tensor,
-        axis: int,
-        *,
-        sure: bool,
-        beside: bool = False,
-        rows: int | None = None,
-        also: Sequence[Tensor] = (),
-        folded: bool = False,
-        low: bool = False,
-        meets: Sequence[str] = (),
-        free: int = 1,
-        use: str = "",
-    ) -> bool: ...
-
-    def forget(self, path: str) -> None: ...
-
-
 class Evidence:
-    """What rehearsals have shown: which reads of tapped layers are samples.
+    """What was shown: which reads of tapped layers are samples.
 
     Attributes:
         proven: layers all of whose reads are samples.
         constants: layers that read what is the same for all samples, and whose outputs meet samples
             only.
         reads: for the others, read by read, in every call of the layer.
-        mixing: parameters, by name, that meet values in which samples reach each other, and why
-            no gradient may come back from there.
     """
 
     def __init__(self) -> None:
         self.proven: set[str] = set()
         self.constants: set[str] = set()
         self.reads: dict[str, list[list[bool]]] = {}
-        self.mixing: dict[str, str] = {}
 
     def forget(self, paths: Iterable[str]) -> None:
         """What was shown of these layers is void."""
@@ -86,7 +50,7 @@ class Evidence:
             self.reads.pop(path, None)
 
     def known(self, read: Read, any_call: bool) -> bool | None:
-        """Whether this read is samples; ``None`` where no rehearsal has told.
+        """Whether this read is samples; ``None`` where that is not known.
 
         ``any_call``: calls come in another order than in forward, as they are recomputed.
         """
@@ -130,14 +94,14 @@ class ForwardCall:
     recorded: bool = False
     #: In which it was made. Autograd may run its backward in another.
     thread: int = field(default_factory=threading.get_ident)
-    #: In a rehearsal: who notes what layers read.
-    witness: Witness | None = None
+    #: What layers have read, where that is noted.
+    reads: Reads | None = None
     #: How often each layer that is not proven was called, and has read something in its last call.
     turns: dict[str, list[int]] = field(default_factory=dict)
     #: Whether what layers that are not proven read are samples, by the layer and by the shape and
     #: dtype of what is read; ``None``: of some it is.
     answers: dict[tuple[str, torch.Size, torch.dtype], bool | None] = field(default_factory=dict)
-    #: Reads of which no rehearsal has told yet whether they are samples, and what was assumed.
+    #: Reads of which it was not shown whether they are samples, and what was assumed.
     guesses: dict[Read, bool] = field(default_factory=dict)
     #: Those of them in which samples may lie along another axis as well, by its size.
     ambiguous: set[Read] = field(default_factory=set)

@@ -5,8 +5,8 @@ itself delivers their per-sample gradients.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +19,7 @@ from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Dense, Factor
-
-
-class GenericTap(Protocol):
-    """What is asked of the tap that stands in for a module
-    (:class:`~flash_clipping.capture.tap.Tap`)."""
-
-    path: str
-    session: ClippingSession
-    layer: nn.Module
-    loops: bool
-
-    def original(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def record(
-        self,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
-        recomputed: bool,
-        *,
-        samples: int | None,
-    ) -> None: ...
+from flash_clipping.factors import Dense
 
 
 class ReadsNoSamples(Exception):
@@ -51,7 +30,7 @@ class PerSampleView(torch.autograd.Function):
     """A parameter as one view per sample, ``[B, *parameter]``, whose gradients are recorded."""
 
     @staticmethod
-    def forward(ctx: Any, tap: GenericTap, param: nn.Parameter, batch_size: int) -> Tensor:
+    def forward(ctx: Any, tap: Any, param: nn.Parameter, batch_size: int) -> Tensor:
         ctx.tap, ctx.param = tap, param
         ctx.recomputed = in_backward()
         call = tap.session.current_forward
@@ -61,7 +40,7 @@ class PerSampleView(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> Any:
-        tap: GenericTap = ctx.tap
+        tap: Any = ctx.tap
         if not tap.session.enabled:
             return None, grads.sum(0), None
         tap.record([ctx.param], [Dense(grads)], ctx.recomputed, samples=ctx.samples)
@@ -71,7 +50,7 @@ class PerSampleView(torch.autograd.Function):
 class _Original(nn.Module):
     """Calls a tapped module's own forward, without its hooks, which the outer call runs already."""
 
-    def __init__(self, tap: GenericTap):
+    def __init__(self, tap: Any):
         super().__init__()
         self.module = tap.layer
         self._call = tap.original
@@ -80,7 +59,7 @@ class _Original(nn.Module):
         return self._call(*args, **kwargs)
 
 
-def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any module that owns parameters: forward under ``vmap`` with per-sample parameters.
 
     Every tensor argument whose batch axis has the batch's size is mapped over; anything else is
@@ -140,35 +119,32 @@ def generic_forward(tap: GenericTap, args: tuple[Any, ...], kwargs: dict[str, An
             return pytree.tree_map_only(
                 Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
             )
+        outputs, failed = None, ""
         if not tap.loops:
-            in_dims = tuple(axis if is_mapped else None for is_mapped in mapped)
+            in_dims = 0, *(axis if is_mapped else None for is_mapped in mapped)
+            mapped_call = torch.func.vmap(one_sample, in_dims, axis, randomness="different")
             try:
-                outputs = torch.func.vmap(
-                    one_sample, in_dims=(0, *in_dims), out_dims=axis, randomness="different"
-                )(views, *leaves)
-                return _folded_back(outputs, folds)
+                outputs = mapped_call(views, *leaves)
             except FlashClippingError:
                 raise
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 if not _is_of_vmap(error):
                     raise
-                outputs = _sample_by_sample(
-                    tap, one_sample, views, leaves, mapped, axis, batch_size
-                )
-                tap.loops = True  # the loop works where vmap does not: stay with it
-                warnings.warn(
-                    f"{tap.path}: torch.func.vmap cannot run this module "
-                    f"({type(error).__name__}: {str(error).splitlines()[0]}); it runs sample by "
-                    "sample, which is exact but slow. A rule of its own "
-                    "(flash_clipping.register_rule) makes it fast.",
-                    stacklevel=2,
-                )
-                return _folded_back(outputs, folds)
-        outputs = _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
-        return _folded_back(outputs, folds)
+                failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if tap.loops or failed:
+            outputs = _sample_by_sample(tap, one_sample, views, leaves, mapped, axis, batch_size)
+    if failed:
+        tap.loops = True  # the loop works where vmap does not: stay with it
+        warnings.warn(
+            f"{tap.path}: torch.func.vmap cannot run this module ({failed}); it runs sample by "
+            "sample, which is exact but slow. A rule of its own (flash_clipping.register_rule) "
+            "makes it fast.",
+            stacklevel=2,
+        )
+    return _folded_back(outputs, folds)
 
 
-def _folds(tap: GenericTap, alone: Any, together: Any, axis: int, B: int) -> list[bool]:
+def _folds(tap: Any, alone: Any, together: Any, axis: int, B: int) -> list[bool]:
     """Which outputs hold several rows of each sample along the batch axis (heads, windows), one
     sample's behind the other's. The oracle compares afterwards whether they lie so.
 
@@ -202,7 +178,7 @@ def _folds(tap: GenericTap, alone: Any, together: Any, axis: int, B: int) -> lis
 
 def _is_compared(session: ClippingSession, axis: int) -> bool:
     """Whether the oracle will have seen that rows lie as they are taken to."""
-    return not axis and session.seen_kinds is not None and not session.units_of_calls.are_known
+    return not axis and session.has_oracle
 
 
 def _folded_back(outputs: Any, folds: list[bool]) -> Any:
@@ -240,19 +216,18 @@ class _PaddingStays(TorchFunctionMode):
     """Embeddings whose ``padding_idx`` gets no gradient: under ``vmap``, with a weight per sample,
     PyTorch itself would give it one."""
 
-    def __init__(self, tap: GenericTap):
+    def __init__(self, tap: Any):
         super().__init__()
         self.tap = tap
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding:
-            return self._embedding(*args, **kwargs)
-        if func is torch.embedding:
-            return self._aten_embedding(*args, **kwargs)
-        return func(*args, **kwargs)
+        served: dict[Any, Callable[..., Any]] = {
+            F.embedding: self._embedding,
+            torch.embedding: self._aten_embedding,
+        }
+        return served.get(func, func)(*args, **(kwargs or {}))
 
     def _embedding(
         self,
@@ -290,7 +265,7 @@ class _PaddingStays(TorchFunctionMode):
 
 
 def _refuse_hidden(
-    tap: GenericTap, value: Any, verb: str, axis: int, batch_size: int | None = None
+    tap: Any, value: Any, verb: str, axis: int, batch_size: int | None = None
 ) -> None:
     """Refuse an object whose tensors vmap does not see: one sample would get, or give, them all."""
     for x in tensors_in(value):
@@ -305,7 +280,7 @@ def _refuse_hidden(
 
 
 def _sample_by_sample(
-    tap: GenericTap,
+    tap: Any,
     one_sample: Callable[..., Any],
     views: dict[str, Tensor],
     leaves: list[Any],
@@ -335,7 +310,7 @@ def _sample_by_sample(
     )
 
 
-def _mapped(tap: GenericTap, leaves: list[Any], axis: int) -> list[bool]:
+def _mapped(tap: Any, leaves: list[Any], axis: int) -> list[bool]:
     """Which of a module's arguments have a row per sample; the others every sample sees as a whole.
 
     Raises:

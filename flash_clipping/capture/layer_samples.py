@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proxies import ParameterProxy, to_samples
-from flash_clipping.capture.row_values import is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
@@ -63,15 +62,7 @@ def samples_in(
             )
         else:
             sure = x.requires_grad or call.batch_size is None
-            # Indices beside values of 16 bits (a token's experts) may come out otherwise for
-            # another batch size, as these values do.
-            low = not x.is_floating_point() and any(map(is_low, inputs))
-            free = x.dim() if not x.is_floating_point() else x.dim() - 1
-            if not rule.works_by_position(layer) or len(inputs) > 1:
-                free = 1
-            kinds[id(x)] = session.reads_samples(
-                path, x, axis, sure=sure, low=low, free=0 if of_rule else free
-            )
+            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):
@@ -106,10 +97,10 @@ def rows_by_sample(
 
 def _set_batch(call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
     """The model was called with the ids of all bags end to end: its bags are the samples."""
-    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),) != (found,):
+    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),):
         call.batch_sizes = (found,)
-        if call.witness is not None:
-            call.witness.offsets = offsets
+        if call.reads is not None:
+            call.reads.offsets = offsets
 
 
 def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, MutableMapping
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,18 @@ from torch.compiler import is_dynamo_compiling
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation
-from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
 
 #: What a model may raise on samples that are made up, or on none.
-_DID_NOT_RUN = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-)
+_DID_NOT_RUN = (*MODELS_OWN, LookupError, AttributeError, ArithmeticError)
 
 
-def size_of_none(of_two: int, of_three: int) -> int:
-    """The size for no samples of what grows evenly with them."""
-    return max(0, 3 * of_two - 2 * of_three)
-
-
-def shape_of_none(of_two: Tensor, of_three: Tensor) -> list[int]:
-    """The shape for no samples; of tensors with as many dimensions."""
-    return [size_of_none(*sizes) for sizes in zip(of_two.shape, of_three.shape, strict=True)]
+def shape_of_none(of_two: Any, of_three: Any) -> list[int]:
+    """The shape for no samples, from shapes of as many dimensions that grow evenly with them."""
+    return [max(0, 3 * n - 2 * m) for n, m in zip(of_two, of_three, strict=True)]
 
 
 def of_no_samples(
@@ -82,17 +69,17 @@ def of_no_samples(
         elif isinstance(two, float | complex):
             return two if two == three else math.nan  # a mean, say
         elif isinstance(two, list | tuple) and len(two) != len(three):
-            return type(two)(two[: size_of_none(len(two), len(three))])
+            (length,) = shape_of_none([len(two)], [len(three)])
+            return type(two)(two[:length])
         elif type(two).__module__ == "numpy" and hasattr(two, "shape"):
-            return type(two)(tuple(shape_of_none(two, three)), dtype=two.dtype)
+            return type(two)(tuple(shape_of_none(two.shape, three.shape)), dtype=two.dtype)
         elif (opened := _opened(two, depth)) and (other := _opened(three, depth)):
-            if opened.structure == other.structure:
-                pairs = zip(opened.parts, other.parts, strict=True)
-                found = [
-                    of_no_samples(*pair, tensor, lenient=lenient, depth=opened.depth)
-                    for pair in pairs
-                ]
-                return opened.rebuilt(found)
+            names, parts, rebuilt, depth = opened
+            if names == other[0]:
+                pairs = zip(parts, other[1], strict=True)
+                return rebuilt(
+                    [of_no_samples(*pair, tensor, lenient=lenient, depth=depth) for pair in pairs]
+                )
         else:
             with contextlib.suppress(Exception):  # strings, devices, members of enumerations
                 if two == three:
@@ -106,20 +93,14 @@ def of_no_samples(
     )
 
 
-class _Opened(NamedTuple):
-    """A container or an object: what it looks like, its parts, and how others are put in."""
-
-    structure: Any
-    parts: list[Any]
-    rebuilt: Callable[[list[Any]], Any]
-    depth: int
-
-
-def _opened(value: Any, depth: int) -> _Opened | None:
-    """Look into a value; ``None`` if it has no parts, or lies deeper than ``depth`` objects."""
+def _opened(
+    value: Any, depth: int
+) -> tuple[Any, list[Any], Callable[[list[Any]], Any], int] | None:
+    """The structure of a container or an object, its parts, how others are put in, and how many
+    objects may be opened below; ``None`` if it has no parts, or is too deep."""
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(parts) != 1 or parts[0] is not value:
-        return _Opened(spec, parts, lambda found: pytree.tree_unflatten(found, spec), depth)
+        return spec, parts, lambda found: pytree.tree_unflatten(found, spec), depth
     is_mapping = isinstance(value, MutableMapping)
     content = value if is_mapping else getattr(value, "__dict__", None)
     if content is None or not depth:
@@ -130,7 +111,7 @@ def _opened(value: Any, depth: int) -> _Opened | None:
         (changed if is_mapping else vars(changed)).update(zip(content, found, strict=True))
         return changed
 
-    return _Opened([*content], [*content.values()], rebuilt, depth - 1)
+    return [*content], [*content.values()], rebuilt, depth - 1
 
 
 def _described(value: Any) -> str:
@@ -235,7 +216,7 @@ class EmptyBatchForward(RootForward):
                 return self.original(*made_args, **made_kwargs)
 
         def tensor(two: Tensor, three: Tensor) -> Tensor:
-            shape = shape_of_none(two, three)
+            shape = shape_of_none(two.shape, three.shape)
             if two.requires_grad:
                 return _NoSamples.apply(session, params, two.detach(), shape, anchor, *params)
             return two if two.shape == three.shape else two.new_zeros(shape)
@@ -314,7 +295,7 @@ class CollateWithEmpty:
     def _learned(self) -> Any:
         def tensor(two: Tensor, three: Tensor) -> Tensor:
             if two.shape != three.shape:
-                return two.new_zeros(shape_of_none(two, three))
+                return two.new_zeros(shape_of_none(two.shape, three.shape))
             return two if torch.equal(two, three) else 3 * two - 2 * three  # a count of samples
 
         # Fetched anew: a collate function may take its samples apart.

@@ -123,7 +123,8 @@ class Guard(dict[None, None]):
         self.name, self.why, self.session = name, why, session
 
     def __missing__(self, grad: Tensor) -> None:
-        if self.session.enabled:
+        # Gradients of a probe are autograd's own.
+        if self.session.enabled and self.session.probing is None:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"

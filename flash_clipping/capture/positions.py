@@ -5,7 +5,7 @@
 A layer that does the same with every position gets these as rows of its own, ``[N, ...]``, and what
 it records of them becomes what belongs to units. All others are refused. That the documents of one
 row do not reach each other, and that what a layer reads at a position is that position's, is shown
-by :mod:`flash_clipping.capture.position_rehearsal`.
+by :mod:`flash_clipping.capture.proof.positions`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.finite_positions import contained, finite_gradients
-from flash_clipping.capture.position_rehearsal import PositionWitness
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
@@ -92,7 +91,7 @@ class Positions:
         if not rule.works_by_position(layer):
             refuse_layer(self.path, "this layer does not work position by position")
         rows = self.rows(args)
-        note_read(self.path, session, rows[0], args, recomputed)
+        note_read(self.path, session, rows[0], recomputed)
         if rule.folds:
             rows = tuple(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in rows)
         return rows
@@ -103,10 +102,8 @@ class Positions:
         return output if self.folded else output.unflatten(0, (R, T))
 
 
-def note_read(
-    path: str, session: ClippingSession, rows: Tensor, given: tuple[Any, ...], recomputed: bool
-) -> None:
-    """A layer reads these rows: note it in a rehearsal; afterwards it must have been seen there.
+def note_read(path: str, session: ClippingSession, rows: Tensor, recomputed: bool) -> None:
+    """A layer reads these rows: note it before the first step; afterwards it must have been seen.
 
     Raises:
         FlashClippingError: it is reached for the first time.
@@ -114,9 +111,10 @@ def note_read(
     call = session.current_forward
     if recomputed or call is None:
         return
-    if isinstance(call.witness, PositionWitness):
+    if call.reads is not None:
         call.begin_call(path)
-        call.witness.note(call.next_read(path), rows, given)
+        x = rows if rows.dim() > 1 else rows.unsqueeze(1)
+        call.reads.note(call.next_read(path), x, 0, None, True)
     elif path not in session.units_of_calls.proven:
         session.units_of_calls.apart.clear()
         raise FlashClippingError(
@@ -144,7 +142,7 @@ def by_position(
 
     Raises:
         FlashClippingError: it is called with something else than one tensor; or computes something
-            else of positions that come one by one, in a rehearsal.
+            else of positions that come one by one, before the first step.
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         refuse_layer(
@@ -153,7 +151,7 @@ def by_position(
         )
     positions = Positions(path, units)
     (rows,) = positions.rows(args)
-    note_read(path, session, rows, args, recomputed)
+    note_read(path, session, rows, recomputed)
     rows = rows if positions.folded else rows.unsqueeze(1)
     output = run(finite_gradients(rows, session))
     parts = output if isinstance(output, tuple) else (output,)
@@ -167,7 +165,7 @@ def by_position(
         for x in parts
     )
     call = session.current_forward
-    if not recomputed and call is not None and call.witness is not None:
+    if not recomputed and call is not None and call.reads is not None:
         with torch.no_grad(), session.bypass():
             expected = own(*args)
         _compare(path, expected if isinstance(output, tuple) else (expected,), found)

@@ -1,8 +1,8 @@
 """Where samples lie in what a layer reads, if not along its first axis by themselves.
 
 Positions before samples, ``[T, B, d]``; all first windows of a batch before all second ones,
-``[windows * B, ...]``; heads folded behind samples into the second axis. A rehearsal shows which
-(:mod:`flash_clipping.capture.folded_rows`). A layer that works row by row then gets its rows sample
+``[windows * B, ...]``; heads folded behind samples into the second axis. A probe shows which
+(:mod:`flash_clipping.capture.proof.probe`). A layer that works row by row then gets its rows sample
 by sample, and returns them as they were.
 
 Shape suffixes: ``B`` samples.
@@ -61,7 +61,7 @@ Seen = dict[int, Layout]
 
 
 def layout_of(key: str, x: Tensor, B: int, seen: Mapping[int, Layout]) -> Layout:
-    """The layout of ``x`` by what rehearsals have seen of layouts there.
+    """The layout of ``x`` by what was seen of layouts there.
 
     One in which a sample's entries lie together holds for other numbers of entries as well; of
     others, ``outer`` may be what changes.
@@ -85,7 +85,7 @@ def layout_of(key: str, x: Tensor, B: int, seen: Mapping[int, Layout]) -> Layout
 def _refuse(key: str, x: Tensor, B: int) -> NoReturn:
     raise FlashClippingError(
         f"{key}: found a tensor of shape {tuple(x.shape)} in a batch of {B} samples; expected "
-        "samples to lie in it as they did when the model was rehearsed. They may lie otherwise, so "
+        "samples to lie in it as they did before the first step. They may lie otherwise, so "
         "that per-sample gradients would be wrong. Call the model with inputs of the shapes that "
         "it is trained on, or keep the batch the first axis of what this layer reads."
     )
@@ -134,12 +134,6 @@ def check_one_layout(
                 "Keep them along one, in training and evaluation and for batches of all sizes, or "
                 f"freeze the parameters of this layer.{to_freeze(key)}"
             )
-
-
-def laid_out_anew(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[str]:
-    """Where samples were found to lie otherwise than as rows, or parts that lie together."""
-    found = now.keys() - before.keys()
-    return sorted(key for key in found if set(now[key].values()) != {TOGETHER})
 
 
 def layouts_of(shape: Sequence[int], B: int, axes: int) -> list[Layout]:

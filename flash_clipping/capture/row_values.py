@@ -12,9 +12,6 @@ from torch import Tensor
 #: have a few digits only (TF32, bf16, fp16, autocast).
 DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
 
-#: The same for batches of half the samples: what depends on how many there are changes more.
-DIFFERENT_HALF = 0.3
-
 #: Features of a row that its digest is made of; of longer rows, as many at equal distances.
 FEATURES = 1 << 16
 
@@ -63,7 +60,7 @@ _SIGN_OF_BIT = [bytes(1 if byte >> bit & 1 else 255 for byte in range(256)) for 
 def _signs(n: int) -> Tensor:
     """``[n, 3]`` random signs, the same at every call: rows of one sum and size, as a normalization
     leaves them, differ by these. Not drawn by PyTorch, whose random numbers are one number while a
-    model is rehearsed."""
+    model is looked at."""
     return torch.frombuffer(bytearray(_drawn_signs(n)), dtype=torch.int8).view(n, 3)
 
 

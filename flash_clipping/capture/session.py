@@ -28,18 +28,18 @@ from flash_clipping._compat import (
     is_fake,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
-from flash_clipping.capture.forward_call import Evidence, ForwardCall, Read, Witness, in_backward
+from flash_clipping.capture.forward_call import Evidence, ForwardCall, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
+from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.refused_runs import (
     refuse_compiled_autograd,
     refuse_graph_capture,
     refuse_threads,
 )
 from flash_clipping.capture.row_layouts import Seen
-from flash_clipping.capture.seen_kinds import SeenKinds
-from flash_clipping.capture.seen_shapes import SeenShapes
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -122,35 +122,34 @@ class ClippingSession:
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()
-        #: Layers whose rows are parts of samples, declared or found.
+        #: Layers whose rows are parts of samples: declared, found, or by their rules.
         self.folded: set[str] = set()
-        #: Those of them that rehearsals have found, and those whose rules see to it themselves.
         self.found: set[str] = set()
         self.folded_by_rule: set[str] = set()
         #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
         #: not along the first axis (:mod:`flash_clipping.capture.row_layouts`).
         self.layouts: dict[str, Seen] = {}
+        #: The same, of what comes of such a use.
+        self.layouts_after: dict[str, Seen] = {}
+        #: Layers whose rows were seen to be samples.
+        self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
         self.laid_out: set[str] = set()
-        #: Where samples were seen to lie along the first axis.
-        self.plain: set[str] = set()
-        #: The same as ``layouts``, of what comes of such a use.
-        self.layouts_after: dict[str, Seen] = {}
-        #: While it is looked at which rows a sample's gradient reaches: parts stay rows.
-        self.keeps_rows = False
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
         self.comparing = False
-        #: Which reads of layers are samples (:mod:`flash_clipping.capture.batch_axis`).
+        #: While it is looked at where samples lie: told of operations between bare parameters and
+        #: samples, which run as they are.
+        self.probing: Any = None
+        #: Which reads of layers are samples (:mod:`flash_clipping.capture.proof.observe`).
         self.evidence = Evidence()
-        #: How many parameters were watched at the last rehearsal; new ones ask for another.
-        self.rehearsed = 0
-        #: On which batches it was shown which rows are parts of samples, in training and in
-        #: evaluation.
-        self.rehearsed_on: dict[bool, SeenShapes] = {}
-        #: The same, of what else may decide where samples lie; ``None``: that is not looked at.
-        self.seen_kinds: SeenKinds | None = SeenKinds(self.batch_axis)
-        #: Shapes of inputs on which other batch sizes told nothing, by what is in doubt.
-        self.undecided: dict[frozenset[str], set[tuple[torch.Size, ...]]] = {}
+        #: How many parameters were watched at the last proof; new ones ask for another.
+        self.proven_with = 0
+        #: How often layers, by their paths, were looked for that only some forwards reach.
+        self.looked_for: dict[frozenset[str], int] = {}
+        #: Calls for which it was shown which rows are samples.
+        self.coverage = Coverage(self.batch_axis)
+        #: Whether the oracle can be asked about calls (:mod:`flash_clipping.capture.proof.oracle`).
+        self.has_oracle = True
         #: How many samples the loader drew for the next forward, where that is known.
         self.drawn: int | None = None
         #: Parameters that have a stand-in now: (module, name, parameter).
@@ -292,10 +291,11 @@ class ClippingSession:
     def begin_forward(
         self,
         tensors: list[Tensor],
-        witness: Witness | None = None,
+        reads: Reads | None = None,
         units: Units | None = None,
     ) -> ForwardCall:
-        """Start a call of the root module with these tensor inputs."""
+        """Start a call of the root module with these tensor inputs; ``reads`` gets what layers
+        read."""
         if graph_task() == -1 and (
             self._backward_pass is not None
             or self.bypassed
@@ -303,7 +303,7 @@ class ClippingSession:
             or self.comparing
             or self.stood_in
         ):
-            self.recover()  # also from a rehearsal that was broken off
+            self.recover()  # also from a proof that was broken off
         axis = self.batch_axis
         sizes: dict[int, None] = {}  # in order
         storages: set[int] = set()
@@ -315,7 +315,7 @@ class ClippingSession:
             recorded=torch.is_grad_enabled(),
             batch_sizes=tuple(sizes),
             input_storages=frozenset(storages),
-            witness=witness,
+            reads=reads,
             units=units,
         )
         self.positions = units if units is not None and units.by_position else None
@@ -323,8 +323,20 @@ class ClippingSession:
         self._current_forward, self.proven_call = weakref.ref(forward), None
         return forward
 
-    def may_rehearse(self) -> bool:
-        """Whether a forward that starts now is one of training, which may be rehearsed."""
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Calls of the root in here have nothing to do with the user's before."""
+        before, current = self._forwards, self.current_forward
+        self._forwards = weakref.WeakSet()
+        try:
+            yield
+        finally:
+            self._forwards = before
+            if current is not None:
+                self.resume_forward(current)
+
+    def may_prove(self) -> bool:
+        """Whether a forward that starts now is one of training, which may be looked at first."""
         return (
             torch.is_grad_enabled()
             and not self.bypassed
@@ -364,15 +376,6 @@ class ClippingSession:
         """Go on with a call of the root that another one came between."""
         self._current_forward, self.proven_call = weakref.ref(forward), None
 
-    def saw_no_two_samples(self) -> bool:
-        """Whether rehearsals have not seen samples that differ: they might reach each other."""
-        seen = self.rehearsed_on.values()
-        return bool(seen) and all(shapes.most_unlike <= 1 for shapes in seen)
-
-    def saw_equal_samples(self) -> bool:
-        """The same, though there were several samples in a batch."""
-        return self.saw_no_two_samples() and any(s.most > 1 for s in self.rehearsed_on.values())
-
     def reads_samples(
         self,
         path: str,
@@ -383,26 +386,18 @@ class ClippingSession:
         beside: bool = False,
         rows: int | None = None,
         also: Sequence[Tensor] = (),
-        low: bool = False,
-        meets: Sequence[str] = (),
-        free: int = 1,
-        use: str = "",
     ) -> bool:
         """Whether the rows of something that a tapped layer reads are samples.
 
-        A rehearsal has shown it. Where none has, what was computed by tapped layers is taken for
-        samples, and so is what has as many rows as the batch; the forward is then rehearsed
-        afterwards, to see whether that was right.
+        That was shown before the first step. Of layers that were not reached there, what was
+        computed by tapped layers is taken for samples, and so is what has as many rows as the
+        batch; it is looked at afterwards whether that was right.
 
         Args:
             sure: the tensor was computed by tapped layers from samples.
             beside: it stands beside such a tensor in one operation.
             rows: how many rows it has, if not the size of its axis.
             also: other tensors that it stands for.
-            low: what it holds was chosen by values of a few digits.
-            meets: names of the bare parameters that meet it in one operation.
-            free: how many of its axes, from the first on, samples may lie along.
-            use: what the layout of what these parameters meet goes by, if not by the path.
         """
         call = self.current_forward
         if call is None or call.batch_size is None:  # layers can only agree with each other
@@ -415,82 +410,54 @@ class ClippingSession:
                 f"{to_freeze(path)}"
             )
         read = call.next_read(path)
-        if self.positions is not None and call.witness is None:
+        if self.positions is not None:
             # Such a layer has got every position as a row.
-            return (x.shape[axis] if rows is None else rows) == len(self.positions.map)
-        folded = path in self.folded
-        if call.witness is not None:
-            return call.witness.reads_samples(
-                read,
-                x,
-                axis,
-                sure=sure,
-                beside=beside,
-                rows=rows,
-                also=also,
-                folded=folded,
-                low=low,
-                meets=meets,
-                free=free,
-                use=use,
-            )
-        if recomputed := in_backward():
-            known = call.answer_again(path, x)
-            if known is None:
-                known = self.evidence.known(read, any_call=True)
-        else:
-            known = self.evidence.known(read, any_call=False)
-        if known is not None or sure:
-            if known is None and not recomputed:
-                self._guess(call, read, True, x, axis, rows, free)
-            return call.note_answer(path, x, known is not False)
-        if recomputed:
+            answer = (x.shape[axis] if rows is None else rows) == len(self.positions.map)
+            if answer and call.reads is not None:
+                call.reads.note(read, x, axis, rows, answer, sure=True)
+            return answer
+        recomputed = in_backward()
+        known = call.answer_again(path, x) if recomputed else None
+        if known is None:
+            known = self.evidence.known(read, any_call=recomputed)
+        if known is None and recomputed and not sure:
             raise FlashClippingError(
                 f"{path}: under activation checkpointing it reads a tensor of shape "
                 f"{tuple(x.shape)} that may or may not be samples. Call this layer outside the "
                 "checkpoint, or always with samples; or freeze its parameters."
                 f"{to_freeze(path)}"
             )
-        rows = x.shape[axis] if rows is None else rows
-        batch_size = call.batch_size
-        storages = {t.untyped_storage().data_ptr() for t in (x, *also)}
-        answer = bool(storages & call.input_storages) and not beside
-        if rows == batch_size or (folded and batch_size and rows % batch_size == 0):
-            answer = answer or not storages & self.model_storages()
-        self._guess(call, read, answer, x, axis, rows, free)
+        answer = bool(known)
+        if known is None:
+            answer = sure or self._may_be_samples(call, path, x, axis, beside, rows, also)
+            if not recomputed:
+                call.guesses[read] = answer
+                found, size = x.shape[axis] if rows is None else rows, call.batch_size
+                others = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
+                if answer and size > 1 and (found != size or (not axis and size in others)):
+                    call.ambiguous.add(read)
+        if call.reads is not None:
+            of_parts = path in self.folded
+            call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)
         return call.note_answer(path, x, answer)
 
-    def knows_reads(self, call: ForwardCall, path: str, answers: list[bool]) -> bool:
-        """Whether a rehearsal has given these answers to the next reads of this layer, which count
-        as read then. Their shapes are those of reads before them in this call."""
-        turn = call.turns.get(path)
-        if turn is None or self.positions is not None:
-            return False
-        if path in self.evidence.proven:
-            return all(answers)
-        of_call, place = turn
-        known = self.evidence.reads.get(path, ())
-        if of_call >= len(known) or known[of_call][place : place + len(answers)] != answers:
-            return False
-        turn[1] += len(answers)
-        return True
-
-    @staticmethod
-    def _guess(
+    def _may_be_samples(
+        self,
         call: ForwardCall,
-        read: Read,
-        answer: bool,
+        path: str,
         x: Tensor,
         axis: int,
+        beside: bool,
         rows: int | None,
-        free: int,
-    ) -> None:
-        """Take note of what no rehearsal has told, and of what sizes do not tell either."""
-        call.guesses[read] = answer
-        size, others = call.batch_size or 0, x.shape[1:free] if axis == 0 else ()
-        found = x.shape[axis] if rows is None else rows
-        if answer and size > 1 and (found != size or size in others):
-            call.ambiguous.add(read)
+        also: Sequence[Tensor],
+    ) -> bool:
+        """Whether something is taken for samples where nothing was shown, by its size."""
+        found, size = x.shape[axis] if rows is None else rows, call.batch_size or 0
+        storages = {t.untyped_storage().data_ptr() for t in (x, *also)}
+        if storages & call.input_storages and not beside:
+            return True
+        fits = found == size or (path in self.folded and size > 0 and found % size == 0)
+        return fits and not storages & self.model_storages()
 
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
@@ -501,8 +468,8 @@ class ClippingSession:
             call.turns.pop(path, None)
             for read in [read for read in call.guesses if read[0] == path]:
                 del call.guesses[read]
-            if call.witness is not None:
-                call.witness.forget(path)
+            if call.reads is not None:
+                call.reads.forget(path)
 
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping._compat import transforms_are_active
+from flash_clipping._compat import pytree, transforms_are_active
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     by_itself,
     noted_call,
     traced_call,
-    wiring_of,
 )
+from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import DECLARATIONS, DeclaredRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
@@ -286,6 +286,9 @@ class Tap(FactorSource):
         if ACTIVE and not session.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule, parameters = self.rule, self.parameters
+        if session.probing is not None and (rule is not None or self.generic):
+            plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
+            return self.original(*plain[0], **plain[1])
         trainable = parameters.trainable()
         params = trainable[1]
         if rule is None or parameters.computed or not params:
@@ -415,17 +418,19 @@ class Tap(FactorSource):
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.proxies`)."""
-        call = self._begin_call()
+        call, session = self._begin_call(), self.session
         try:
             with bare_parameters(self, self.owners):
                 output = self.original(*args, **kwargs)
-            rehearsing = call is not None and call.witness is not None
-            if not (self._bypass_looked_for or rehearsing or in_backward()):
+            looks = call is not None and call.reads is not None
+            if not (self._bypass_looked_for or looks or session.probing or in_backward()):
                 refuse_bypassed(self, (args, kwargs), output)
                 # From now on backward alone will notice. Comparisons run without checkpoints.
                 self._bypass_looked_for = not self.session.comparing
             return output
         except UnsupportedUse as unsupported:
+            if session.probing is not None:
+                return self.original(*args, **kwargs)
             place = unsupported.tap
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:
@@ -543,10 +548,7 @@ class Tap(FactorSource):
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
         given = self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
-        if self._rule_folds and call is not None and call.witness is not None:
-            output = call.witness.taint.row_by_row(args, apply_tapped_layer, *given)
-        else:
-            output = apply_tapped_layer(*given)
+        output = apply_tapped_layer(*given)
         self._ordinary_in = -1
         if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
             self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype

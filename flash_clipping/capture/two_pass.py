@@ -67,17 +67,9 @@ class _Call:
         #: The outer backward that reached this call.
         self.task = -1
 
-    @staticmethod
-    def task_now() -> int:
-        return graph_task()
-
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
-        needs = [leaf.requires_grad for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.inner_inputs = [
-            tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(tensors, needs, strict=True)
-        ]
+        self.inner_inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         inner = iter(self.inner_inputs)
         leaves = [next(inner) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self.leaves = []
@@ -223,16 +215,16 @@ class _TwoPass(torch.autograd.Function):
                 )
             walks = _TwoPasses(session)
             walks.calls.append(call)
-            session.two_pass_in = call.task_now()
+            session.two_pass_in = graph_task()
             walks.run()
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
         # After the outer backward: all calls are known, and neither the loss nor its caller hold
         # memory any more. The engine's callback is the only owner.
         owner = session.two_passes() if session.two_passes is not None else None
-        if owner is None or not owner.calls or owner.calls[0].task != call.task_now():
+        if owner is None or not owner.calls or owner.calls[0].task != graph_task():
             owner = _TwoPasses(session)
             session.two_passes = weakref.ref(owner)
             at_end_of_backward(owner.run)
-        call.task = call.task_now()
+        call.task = graph_task()
         owner.calls.append(call)
         return None, None, *[None] * len(call.inner_inputs)

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import assert_async
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, UnitMap, by_units
+from flash_clipping.ops.runtime.checks import check_on_device
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class UnitsOfCalls:
             )
         count = max(count, 0)
         told = f", as expect_samples or the loader said {drawn} units" if drawn is not None else ""
-        self._check(
+        check_on_device(
             (index >= -1).logical_and(index < count).all(),
             f"{where}: found units outside of -1 to {count - 1}{told}. Number the units of a "
             "batch from 0, and give rows of none -1.",
@@ -276,7 +276,7 @@ class UnitsOfCalls:
         bins = index.flatten().masked_fill(index.flatten() < 0, drawn)
         present = torch.zeros(drawn + 1, dtype=torch.bool, device=index.device)
         present.index_fill_(0, bins, True)
-        self._check(
+        check_on_device(
             present[:drawn].all(),
             f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "
             "items were joined, or left out. Removing a unit would then change more than one "
@@ -284,13 +284,6 @@ class UnitsOfCalls:
             "itself; or give make_private units=..., the unit of every row of the dataset, which "
             "are then drawn together.",
         )
-
-    @staticmethod
-    def _check(holds: Tensor, message: str) -> None:
-        if holds.device.type != "cpu":
-            assert_async(holds, message)
-        elif not holds:
-            raise FlashClippingError(message)
 
     @staticmethod
     def _is_flat(tensors: list[Tensor]) -> bool:
@@ -321,7 +314,7 @@ class UnitsOfCalls:
                 f"{where}: found {count} documents, but the loader drew {told} items one by one. "
                 "Make every item of the dataset one document."
             )
-        self._check(
+        check_on_device(
             (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= positions),
             f"{where}: found offsets that do not begin at 0, fall, or go beyond the "
             f"{positions} positions of the batch.",

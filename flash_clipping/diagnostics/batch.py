@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import DROPOUTS, pytree
+from flash_clipping._compat import DROPOUTS
+from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.no_trace import random_state
+from flash_clipping.capture.proof import batches
 
 #: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
 Loss = Callable[[Any, Any], Tensor]
@@ -20,79 +23,63 @@ class BadBatchError(ValueError):
     """A batch or a loss that no check can be made with; the message says what to change."""
 
 
-class Samples:
-    """A batch, and parts of it."""
+class Samples(batches.Samples):
+    """A batch, and batches of its samples."""
 
     def __init__(self, batch: Any, batch_first: bool):
-        self._leaves, self._spec = pytree.tree_flatten(_plain_mapping(batch))
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         axis = 0 if batch_first else 1
-        sizes = [leaf.shape[axis] for leaf in tensors if leaf.dim() > axis]
-        if not sizes:
+        super().__init__((batch,), {}, axis)
+        if not any(x.dim() > axis for x in self.tensors):
             raise BadBatchError(
                 f"The batch ({type(batch).__name__}) holds no tensor with a batch axis "
                 f"(axis {axis}). Return tensors, or tuples, lists or dicts of tensors."
             )
-        self.size = sizes[0]
-        if self.size == 0:
+        if self.count == 0:
             raise BadBatchError("The batch is empty: there is no sample to check.")
-        self._axes = [self._axis(leaf, axis) for leaf in self._leaves]
+        self.all = batch
         self.notes = [
-            f"A tensor of shape {tuple(leaf.shape)} in the batch has no axis of {self.size} "
+            f"A tensor of shape {tuple(x.shape)} in the batch has no axis of {self.count} "
             "samples: every sample sees all of it."
-            for leaf, found in zip(self._leaves, self._axes, strict=True)
-            if isinstance(leaf, Tensor) and leaf.dim() and found is None
+            for x in self._leaves()
+            if x.dim() and self._axis_of(x) is None
         ]
-
-    def _axis(self, leaf: Any, axis: int) -> int | None:
-        if not isinstance(leaf, Tensor):
-            return None
-        # With batch_first=False, labels are still one per sample.
-        for candidate in (axis, 0) if leaf.dim() == 1 else (axis,):
-            if leaf.dim() > candidate and leaf.shape[candidate] == self.size:
-                return candidate
-        return None
-
-    @property
-    def all(self) -> Any:
-        return pytree.tree_unflatten(list(self._leaves), self._spec)
 
     def take(self, samples: Sequence[int]) -> Any:
-        leaves = [
-            leaf
-            if axis is None
-            else leaf.index_select(axis, torch.tensor(samples, device=leaf.device))
-            for leaf, axis in zip(self._leaves, self._axes, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
+        """A batch of these samples."""
+        (batch,), _ = self.batch(samples)
+        return batch
+
+    def without(self, sample: int) -> Any:
+        return self.take([b for b in range(self.count) if b != sample])
 
     def other_sizes(self) -> list[int]:
         """Sizes of at least 2 that other axes of the tensors with samples have, none twice."""
-        found: dict[int, None] = {}
-        for leaf, axis in zip(self._leaves, self._axes, strict=True):
-            if axis is not None:
-                for other, size in enumerate(leaf.shape):
-                    if other != axis and size > 1:
-                        found[size] = None
-        return [*found]
+        return [
+            *dict.fromkeys(
+                size
+                for x in self._leaves()
+                if (axis := self._axis_of(x)) is not None
+                for other, size in enumerate(x.shape)
+                if other != axis and size > 1
+            )
+        ]
 
     def with_fewer_labels(self, ignored: int) -> Iterator[tuple[bool, Any]]:
         """Batches in which the last half of the first sample is ``ignored``, in one tensor of
         integers that may be labels; and whether some were ignored before. Where none were, not on
         a GPU, which an index that is out of range would take down."""
-        for number, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
-            if axis != 0 or leaf.dim() != 2 or leaf.shape[1] < 2 or leaf.dtype != torch.int64:
+        for x in self._leaves():
+            if self._axis_of(x) != 0 or x.dim() != 2 or x.shape[1] < 2 or x.dtype != torch.int64:
                 continue
-            some = bool((leaf == ignored).any())
-            if leaf.device.type != "cpu" and not some:
-                continue
-            shorter = leaf.clone()
-            shorter[0, leaf.shape[1] // 2 :] = ignored
-            leaves = [*self._leaves[:number], shorter, *self._leaves[number + 1 :]]
-            yield some, pytree.tree_unflatten(leaves, self._spec)
+            some = bool((x == ignored).any())
+            if some or x.device.type == "cpu":
+                shorter = x.clone()
+                shorter[0, x.shape[1] // 2 :] = ignored
+                yield some, _replaced(self.all, x, shorter)
 
-    def without(self, sample: int) -> Any:
-        return self.take([b for b in range(self.size) if b != sample])
+
+def _replaced(batch: Any, old: Tensor, new: Tensor) -> Any:
+    return map_tensors(lambda x: new if x is old else x, batch)
 
 
 @dataclass
@@ -101,16 +88,15 @@ class Task:
 
     loss: Loss
     reduction: str
-    batch_size: int
     seed: int
     #: How many losses there were the last time, if they were not reduced.
     counted: int | None = None
 
     def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
         """The loss of the batch as a scalar; the generators are left as they were."""
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.seed + seed)
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cuda", n) for n in range(count)]
+        with random_state(devices, (self.seed + seed) % 2**32):  # as NumPy takes it
             losses = self.loss(model, batch)
         if not isinstance(losses, Tensor) or losses.dim() > 1:
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -119,13 +105,15 @@ class Task:
                 f"found {found[:200]}."
             )
         self.counted = len(losses) if losses.dim() == 1 else None
-        if losses.dim() == 1:
-            return losses.mean() if self.reduction == "mean" else losses.sum()
-        return losses
+        return losses.mean() if self.reduction == "mean" else losses.sum()
 
     def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
         with torch.no_grad():
             return float(self(model, batch, seed))
+
+    def reduced(self, losses: Sequence[float]) -> float:
+        """The loss of a batch, from those of its samples alone."""
+        return math.fsum(losses) / (len(losses) if self.reduction == "mean" else 1)
 
 
 def squared_outputs(batch_first: bool) -> Loss:
@@ -139,9 +127,9 @@ def squared_outputs(batch_first: bool) -> Loss:
         else:
             output = model(batch)
         parts = []
-        for leaf in _output_tensors(output):
-            if leaf.is_floating_point() and leaf.dim() > 1:
-                values = (leaf if batch_first else leaf.transpose(0, 1)).flatten(1)
+        for x in tensors_in(output):
+            if x.is_floating_point() and x.dim() > 1:
+                values = (x if batch_first else x.transpose(0, 1)).flatten(1)
                 weight = torch.linspace(0.5, 1.5, values.shape[1], device=values.device)
                 parts.append((values.square() * weight.to(values.dtype)).mean(1))
         if not parts:
@@ -154,22 +142,8 @@ def squared_outputs(batch_first: bool) -> Loss:
     return loss
 
 
-def _output_tensors(output: Any) -> list[Tensor]:
-    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
-        output = [getattr(output, f.name) for f in dataclasses.fields(output)]
-    leaves = pytree.tree_leaves(_plain_mapping(output))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _plain_mapping(tree: Any) -> Any:
-    # A user's own mapping (Hugging Face's BatchEncoding) is a leaf to pytree.
-    return dict(tree) if isinstance(tree, Mapping) else tree
-
-
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, _plain_mapping(tree)
-    )
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree, packed=True)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.diagnostics.batch import Samples, Task, cast
-from flash_clipping.diagnostics.sections import section_axis
+from flash_clipping.diagnostics.batch import Samples, Task
+from flash_clipping.diagnostics.sections import Sections
 from flash_clipping.finish.clipping import NORM_EPSILON
 
 #: Relative error allowed, by the narrowest dtype that takes part. The oracle computes everything in
@@ -30,69 +29,69 @@ _TINY = 1e-300
 
 
 class Oracle:
-    """Per-sample gradients by plain autograd, one sample at a time, in float64.
+    """Per-sample gradients by plain autograd, one sample at a time; norms and sums in float64.
 
-    With ``dtype=None`` the model keeps its own dtype; norms and sums are float64 all the same.
+    Attributes:
+        norms: of every sample, over all trainable parameters.
+        param_norms: the same of each parameter, by name.
+        section_norms: the same of each section of a parameter.
+        sums: clipped sums.
+        reached: whether the loss depends on a parameter.
+        loss: of the batch, from the losses of its samples.
+        largest_sum: the largest element of all sums.
     """
 
     def __init__(
         self,
-        plain: nn.Module,
+        model: nn.Module,
         task: Task,
         samples: Samples,
         max_grad_norm: float,
-        sections: Mapping[str, Sequence[str]],
-        dtype: torch.dtype | None = torch.float64,
+        sections: Mapping[str, Sections],
     ):
-        model = copy.deepcopy(plain)
-        if dtype is not None:
-            model = model.to(dtype)
-        params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        norms: list[float] = []
-        param_norms: dict[str, list[float]] = {name: [] for name in params}
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.norms: list[float] = []
+        self.param_norms: dict[str, list[float]] = {name: [] for name in params}
+        self.section_norms: dict[str, list[list[float]]] = {
+            name: [[] for _ in of.names] for name, of in sections.items()
+        }
         self.sums = {
-            n: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
-            for n, p in params.items()
+            name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+            for name, p in params.items()
         }
         self.reached = dict.fromkeys(params, False)
-        section_norms: dict[str, list[list[float]]] = {
-            n: [[] for _ in s] for n, s in sections.items()
-        }
         losses = []
-        for b in range(samples.size):
+        for b in range(samples.count):
             model.zero_grad(set_to_none=True)
-            sample = samples.take([b])
-            loss = task(model, sample if dtype is None else cast(sample, dtype))
+            loss = task(model, samples.take([b]))
             losses.append(float(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
-            grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+            grads = {}
             for name, param in params.items():
-                grad = grads.get(name)
-                self.reached[name] |= grad is not None
-                grad = torch.zeros_like(param) if grad is None else grad
-                grad = grad.to_dense() if grad.layout != torch.strided else grad
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                grad = grad.detach() if grad.layout == torch.strided else grad.to_dense()
                 grads[name] = grad.double()
-                param_norms[name].append(float(torch.linalg.vector_norm(grads[name])))
-            norms.append(math.hypot(*(param_norms[name][b] for name in params)))
-            for name in sections.keys() & params.keys():
-                axis = section_axis(model, name)
-                chunks = grads[name].chunk(len(sections[name]), axis)
-                for collected, chunk in zip(section_norms[name], chunks, strict=True):
-                    collected.append(float(torch.linalg.vector_norm(chunk)))
-            if math.isfinite(norms[b]):
-                coef = min(1.0, max_grad_norm / (norms[b] + NORM_EPSILON))
+                self.reached[name] |= param.grad is not None
+                self.param_norms[name].append(_norm(grads[name]))
+                if name in sections:
+                    parts = sections[name].of(grads[name])
+                    for norms, part in zip(self.section_norms[name], parts, strict=True):
+                        norms.append(_norm(part))
+            norm = math.hypot(*(norms[b] for norms in self.param_norms.values()))
+            self.norms.append(norm)
+            if math.isfinite(norm):
+                coef = min(1.0, max_grad_norm / (norm + NORM_EPSILON))
                 for name, grad in grads.items():
                     self.sums[name] += coef * grad
-        self.norms = tuple(norms)
-        self.param_norms = {name: tuple(values) for name, values in param_norms.items()}
-        self.section_norms = {
-            name: [tuple(values) for values in parts] for name, parts in section_norms.items()
-        }
-        self.loss = math.fsum(losses) / (samples.size if task.reduction == "mean" else 1)
+        self.loss = task.reduced(losses)
         self.largest_sum = max(
             (float(total.abs().max()) for total in self.sums.values() if total.numel()), default=0.0
         )
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))
 
 
 def largest_norm_error(

@@ -6,11 +6,10 @@ Between steps that is a shard, a ``DTensor``: there the sum goes, and the optimi
 the module runs it is the whole, unsharded parameter: that is what layers compute with and record.
 
 * ``parameter_slots.py``: the slots of a model, and which tensors were in them;
-* ``supported.py``: what is refused, by name;
 * ``process_groups.py``: which processes have other samples, and which share them; the key of noise
   that they agree on, and the number of a shard;
-* ``backward_pass.py``: one backward pass; norms need no other process, sums go to the shards;
-* ``reducer.py``: clipped sums in an order that all processes share, into the shards;
+* ``backward_pass.py``: one backward pass, whose norms need no other process unless these share
+  their samples; ``reducer.py``: its clipped sums, in an order that all share, into the shards;
 * ``synchronized_probe.py``: rehearsals that all processes run at the same time;
 * ``model.py``: puts these in the place of what an ordinary model has; a process whose local batch
   is empty takes part in all that the others do;

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed as dist, nn
 
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.distributed.parameter_slots import ParameterSlots
+from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import LocalSums, OrderedSums, Reducer
+from flash_clipping.distributed.tensor.layouts import Share
+from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, accumulation_dtype
+from flash_clipping.factors import Dense, Factor, accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.session import Readers
 
 
 class ShardedBackwardPass(BackwardPass):
     """Factors belong to unsharded parameters; sums go to the shards that take their places."""
 
-    def __init__(self, session: ClippingSession, slots: ParameterSlots):
+    def __init__(self, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups):
         super().__init__(session)
-        self.slots = slots
+        self.slots, self.processes = slots, processes
         self._session = session
         #: ``mode="two_pass"``: clipped sums of this process, until the walk has ended.
         self._sums: dict[int, Tensor] = {}
@@ -79,7 +85,7 @@ class ShardedBackwardPass(BackwardPass):
         assert self.coef is not None and self.plan is not None
         self.slots.check()
         ordered = OrderedSums(self.groups, self.plan, self.coef)
-        reducer = self._reducer()
+        reducer = Reducer() if self.processes.data else LocalSums()
         for param in reversed(self.slots.recorded()):
             key = id(param)
             destination = self.slots.to(key)
@@ -91,10 +97,69 @@ class ShardedBackwardPass(BackwardPass):
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
 
-    def _reducer(self) -> Reducer | LocalSums:
-        """What adds sums up over processes that have other samples."""
-        return Reducer()
-
     def forget(self) -> None:
         super().forget()
         self._sums.clear()
+
+
+class TensorParallelBackwardPass(ShardedBackwardPass):
+    """Factors are of this process's shares of the gradients; norms are of whole gradients."""
+
+    def __init__(
+        self,
+        session: ClippingSession,
+        slots: ParameterSlots,
+        processes: ProcessGroups,
+        messages: NormAllReduce,
+        marks: deque[Tensor],
+    ):
+        super().__init__(session, slots, processes)
+        self.messages, self._marks = messages, marks
+
+    @cached_property
+    def _keys(self) -> list[int]:
+        """Of all trainable parameters, in an order that all processes share."""
+        return [id(param) for param in self.slots.recorded()]
+
+    def _is_term(self, key: int) -> bool:
+        return self.messages.shares[key] is Share.TERM
+
+    def _use_now(
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+    ) -> None:
+        """``mode="two_pass"``: terms are kept until all of a gradient's are there."""
+        for param, factor in zip(params, factors, strict=True):
+            if self.coef is not None or not self._is_term(id(param)):
+                super()._use_now(path, [param], [factor])
+                continue
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
+            self.calls.append(path)
+            self.used.append([param])
+            self.factors.append(Dense(factor.dense()))
+
+    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+        """Terms of gradients become whole gradients: squares of sums, not sums of squares."""
+        factors = super().merged(keys)
+        terms = [key for key in self._keys if key in factors and self._is_term(key)]
+        if terms:
+            grads = self.messages.whole_gradients([factors[key].dense() for key in terms])
+            factors.update(zip(terms, map(Dense, grads), strict=True))
+        return factors
+
+    def _of_whole_gradients(
+        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
+    ) -> tuple[Tensor, Doubts]:
+        marks = [marks_B for marks_B in self._marks if len(marks_B) == norms_PB.shape[1]]
+        self._marks.clear()
+        marks_B = torch.stack(marks).sum(0) % (1 << 20) if marks else None
+        return self.messages.whole_norms([id(param) for param in params], norms_PB, doubts, marks_B)
+
+    def add_clipped_sums(self) -> None:
+        """As for any sharded model; ``mode="two_pass"`` has summed its own terms only."""
+        if terms := [key for key in self._keys if key in self._sums and self._is_term(key)]:
+            sums = [self._sums[key].contiguous() for key in terms]
+            for key, total in zip(terms, sums, strict=True):
+                dist.all_reduce(total, group=self.messages.mesh.get_group())
+                self._sums[key] = total
+        super().add_clipped_sums()

@@ -31,11 +31,8 @@ _COUNT = 2
 
 
 class EmptyBatches:
-    """Hooks of a sharded model's root, around all others.
-
-    Attributes:
-        running: whether the call of the model that runs is one without samples.
-    """
+    """Hooks of a sharded model's root, around all others: a process without samples runs the model
+    as the others do, on samples that are made up."""
 
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
@@ -43,7 +40,7 @@ class EmptyBatches:
         self._has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before all other hooks: the arguments with samples, where there are none."""
+        """The arguments with samples, where there are none."""
         session = self.session
         self.running = False
         if not session.recording:
@@ -57,7 +54,7 @@ class EmptyBatches:
         return made_up(args, kwargs, axis, _COUNT, fill=1)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After all other hooks: what the model returned, without rows."""
+        """What the model returned, without rows."""
         if not self.running:
             return None
         self.running = False
@@ -78,13 +75,7 @@ class EmptyBatches:
 
 
 class ShardedModel:
-    """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session.
-
-    Attributes:
-        processes: those that run the model, and which of them have other samples.
-        slots: its parameters.
-        together: rehearsals with the other processes.
-    """
+    """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session."""
 
     def __init__(self, root: Any, session: ClippingSession):
         self.root = root
@@ -103,8 +94,9 @@ class ShardedModel:
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
-        session.backward_pass_class = partial(ShardedBackwardPass, slots=self.slots)
-        #: Of layers that are cut over processes with the same samples.
+        session.backward_pass_class = partial(
+            ShardedBackwardPass, slots=self.slots, processes=self.processes
+        )
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:
             self.layers = TensorParallelLayers(session, self.slots, self.processes)
@@ -118,12 +110,9 @@ class ShardedModel:
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before all others of the wrapped model."""
-        before = self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True)
-        handles.append(before)
-        if self.layers is not None:
-            handles.append(
-                self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
-            )
+        for hook in (self._empty.before, self.layers and self.layers.before):
+            if hook is not None:
+                handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True))
 
     def add_last_hooks(self, handles: list[Any], taps: Iterable[Tap]) -> None:
         """Hooks that come after all others."""
@@ -137,11 +126,7 @@ class ShardedModel:
             handles.append(module.register_forward_pre_hook(self._look))
 
     def refuse(self, found: str) -> NoReturn:
-        """Refuse what is not built for shards.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse what is not built for shards."""
         raise NotImplementedError(
             f"{found}: found a sharded model (fully_shard, parallelize_module), for which it is "
             "not built. "
@@ -150,7 +135,7 @@ class ShardedModel:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the call that runs is one without samples."""
+        """Whether the call of the model that runs is one without samples."""
         return self._empty.running
 
     def rehearse(

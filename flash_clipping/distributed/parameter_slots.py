@@ -31,13 +31,10 @@ class Slot:
 
 
 class ParameterSlots:
-    """All slots of a model, as it is when it is wrapped.
-
-    Attributes:
-        destinations: the parameters in the model's order; shards, or frozen and left alone.
-    """
+    """All slots of a model, as it is when it is wrapped."""
 
     def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter, nn.Parameter], None]):
+        #: The parameters in the model's order; shards, or frozen and left alone.
         self.destinations: list[nn.Parameter] = []
         self._names: list[str] = []
         self._watch = watch
@@ -49,26 +46,21 @@ class ParameterSlots:
         self.sums: dict[int, Tensor] = {}
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}
-        self._fill(root, "", root, set())
-
-    def _fill(self, module: nn.Module, path: str, gathers: nn.Module, met: set[nn.Module]) -> None:
-        if module in met:
-            return
-        met.add(module)
-        if isinstance(module, FSDPModule):
-            gathers = module
-        of_module = self._of_module.setdefault(gathers, [])
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            number = self._number.setdefault(id(param), len(self.destinations))
-            if number == len(self.destinations):
-                self.destinations.append(param)
-                self._unsharded.append(None)
-                self._names.append(f"{path}{name}")
-            of_module.append(Slot(module, name, number))
-        for name, child in module.named_children():
-            self._fill(child, f"{path}{name}.", gathers, met)
+        gathering: dict[str, nn.Module] = {}
+        for path, module in root.named_modules():
+            is_own = isinstance(module, FSDPModule) or module is root
+            gathers = module if is_own else gathering[path.rpartition(".")[0]]
+            gathering[path] = gathers
+            of_module = self._of_module.setdefault(gathers, [])
+            for name, param in module._parameters.items():
+                if param is None:
+                    continue
+                number = self._number.setdefault(id(param), len(self.destinations))
+                if number == len(self.destinations):
+                    self.destinations.append(param)
+                    self._unsharded.append(None)
+                    self._names.append(f"{path}.{name}".lstrip("."))
+                of_module.append(Slot(module, name, number))
 
     @property
     def gathering(self) -> list[nn.Module]:
@@ -134,11 +126,7 @@ class ParameterSlots:
         return _bits_of(param.grad) == left
 
     def check(self) -> None:
-        """Refuse shards that were exchanged since the model was wrapped.
-
-        Raises:
-            FlashClippingError: another parameter has taken the place of one.
-        """
+        """Refuse shards that were exchanged since the model was wrapped."""
         for slots in self._of_module.values():
             for slot in slots:
                 found, number = slot.tensor, slot.number

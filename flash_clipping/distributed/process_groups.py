@@ -7,6 +7,7 @@ hold the same shard draw the same; those of different shards draw from different
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +20,22 @@ from flash_clipping.randomness.chacha20 import words
 from flash_clipping.randomness.stream import KEY_BYTES
 
 
-def shared_stream(groups: Sequence[Any], device: torch.device, own: SecretStream) -> SecretStream:
-    """A stream whose key all processes have in common and none of them chooses alone.
+def shared_stream(groups: Sequence[Any], own: SecretStream) -> SecretStream:
+    """A stream whose key all processes have in common and none of them chooses alone. All call it.
 
     Every process contributes 32 bytes. Those of a group are hashed together in the order of its
     ranks, one group after the other.
 
     Args:
         groups: this process's, which together reach all processes (those of a mesh, one for each
-            dimension). Every process has to call this.
-        device: of this process, for what it sends.
+            dimension).
         own: where this process's bytes come from. If it is seeded, so is the result, and all
             processes need the same seed to draw the same in another run.
     """
     part = words(own.draw(Purpose.KEY), 1).view(torch.uint8).flatten()[:KEY_BYTES]
     for group in groups:
-        mine = part.to(device)
+        on_gpus = "nccl" in dist.get_backend(group)
+        mine = part.to("cuda" if on_gpus else "cpu")
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
         text = b"flash_clipping key of processes" + torch.cat(parts).cpu().numpy().tobytes()
@@ -91,7 +92,7 @@ class ProcessGroups:
         widest = [p for p in params if isinstance(p, DTensor) and p.device_mesh == self.mesh]
         if not fully_sharded:
             self.data, self.tensor = (), self.mesh
-        elif any(is_tensor_parallel(param.placements) for param in widest):
+        elif any(is_over_data_and_tensor(param.placements) for param in widest):
             names: Any = self.mesh.mesh_dim_names
             self.data, self.tensor = (0,), self.mesh[names[1]]
 
@@ -106,19 +107,15 @@ class ProcessGroups:
     @property
     def data_size(self) -> int:
         """How many parts a batch has."""
-        size = 1
-        for dim in self.data:
-            size *= self.mesh.size(dim)
-        return size
+        return math.prod(self.mesh.size(dim) for dim in self.data)
 
     def cut(self, param: Any) -> bool:
         """Whether a parameter, as it lies between steps, is laid out over the tensor mesh."""
         return self.tensor is not None and getattr(param, "device_mesh", None) == self.mesh
 
     def shared_stream(self, own: SecretStream) -> SecretStream:
-        """A stream whose key all processes have in common (:func:`shared_stream`)."""
-        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
-        return shared_stream(groups, device_of(self.mesh), own)
+        """A stream whose key all processes have in common."""
+        return shared_stream([self.mesh.get_group(dim) for dim in range(self.mesh.ndim)], own)
 
     def reduce(self, x: Tensor, op: Any = None, samples: bool = False) -> Tensor:
         """``x`` of all processes together, in place; ``samples``: only of those with other samples,
@@ -128,9 +125,7 @@ class ProcessGroups:
         return x
 
 
-def is_tensor_parallel(placements: Any) -> bool:
-    """Whether these, of a parameter that ``fully_shard`` manages, are over (data, tensor).
-
-    ``fully_shard`` cuts along the first dimension then; in its hybrid form that one replicates.
-    """
+def is_over_data_and_tensor(placements: Any) -> bool:
+    """Whether these, of a parameter that ``fully_shard`` manages, are over (data, tensor): it cuts
+    along the first dimension then; in its hybrid form that one replicates."""
     return len(placements) == 2 and not placements[0].is_replicate()

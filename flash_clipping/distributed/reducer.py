@@ -25,10 +25,8 @@ from flash_clipping.ops.outer import weighted_sums_many
 
 
 class OrderedSums:
-    """The sums that :meth:`GroupedFactors.add_clipped_sums` gives in the order that suits launches.
-
-    Parameters that share an input come together, and small ones all at once; the sum of any other
-    is computed when it is asked for. Parameters go by their ``id``.
+    """The sums that :meth:`GroupedFactors.add_clipped_sums` gives in the order that suits launches,
+    when they are asked for: those of parameters that share an input together, small ones at once.
     """
 
     def __init__(self, groups: GroupedFactors, plan: Plan, coef: Coefficients):
@@ -87,13 +85,12 @@ IN_FLIGHT = 2
 
 @dataclass
 class _Flight:
-    """A bucket on its way: what is sent, what arrives, and whose it is."""
+    """A bucket on its way, and the shapes of the shards that it has, with padding."""
 
     work: Any
     sent: Tensor
     arrives: Tensor
     destinations: list[nn.Parameter]
-    #: Elements of each one's shard, with padding, and its shape.
     shapes: list[torch.Size]
 
 
@@ -169,18 +166,14 @@ class Reducer:
             _add_shard(destination, piece.view(shape).movedim(0, dim))
 
 
-class LocalSums:
+class LocalSums(Reducer):
     """The same where all processes have the same samples: nothing is to be added up over them."""
 
     def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        """Take the clipped sum of what this process has of a parameter."""
         own = local_of(destination)
         if total is None:
             total = torch.zeros_like(own, dtype=dtype)
         _add_to_grad(destination, total.to(dtype).reshape(own.shape))
-
-    def finish(self) -> None:
-        """Nothing is on its way."""
 
 
 def _scattered(placements: Any) -> int:

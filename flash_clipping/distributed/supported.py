@@ -1,7 +1,8 @@
-"""Which forms of sharding are served; the others are refused by name."""
+"""Which forms of sharding and of tensor parallelism are served; the others are refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist, nn
@@ -17,6 +18,11 @@ _WORKS = (
     "What works: torch.distributed.fsdp.fully_shard on blocks and on the model itself, over a mesh "
     "of one dimension, or of two (replicate, shard), before the model is wrapped and before its "
     "optimizer is made."
+)
+_TENSOR_WORKS = (
+    "What works: parallelize_module over a mesh of one dimension; or that over mesh['tp'] of a "
+    "mesh with the dimensions (data, tensor), and then fully_shard over mesh['dp'] on blocks and "
+    "on the model itself; before the model is wrapped and before its optimizer is made."
 )
 
 
@@ -38,14 +44,23 @@ def has_shards(module: Any) -> bool:
 
 
 def is_tensor_parallel(module: Any) -> bool:
-    """Whether layers are cut over processes, as ``parallelize_module`` does."""
+    """Whether layers are cut over processes, as ``parallelize_module`` does: a parameter is cut
+    over a mesh that ``fully_shard`` has not made it."""
     if not dist.is_available() or not isinstance(module, nn.Module):
         return False
-    if not any(hasattr(param, "placements") for param in module.parameters()):
+    shards: list[Any] = [param for param in module.parameters() if hasattr(param, "placements")]
+    if not shards:
         return False
-    from flash_clipping.distributed.tensor.supported import is_tensor_parallelized
+    from torch.distributed.fsdp import FSDPModule
 
-    return is_tensor_parallelized(module)
+    from flash_clipping.distributed.process_groups import is_over_data_and_tensor
+
+    if not isinstance(module, FSDPModule):
+        # Below ``fully_shard`` on parts of a model, which is refused as what it is, none is told.
+        return not any(isinstance(part, FSDPModule) for part in module.modules())
+    return any(
+        param.device_mesh.ndim > 2 or is_over_data_and_tensor(param.placements) for param in shards
+    )
 
 
 def processes_of(module: Any) -> ProcessGroups | None:
@@ -71,42 +86,85 @@ def sharded_model(root: nn.Module, session: ClippingSession) -> ShardedModel | N
 
 
 def refuse_sharding(root: nn.Module) -> None:
-    """Refuse a model with shards that cannot be served.
+    """Refuse a model with shards, or with layers over a tensor mesh, that cannot be served.
 
     Raises:
         NotImplementedError: ``fully_shard`` was applied to parts only, or left trainable
-            parameters out; or they lie over several meshes, or one of other dimensions.
+            parameters out; or they lie over several meshes, or one of other dimensions; or a shard
+            is empty, or a parameter a sum over processes.
     """
     if not dist.is_available():
         return
-    from torch.distributed.tensor import DTensor
-
     parts = [path for path, module in root.named_modules() if is_sharded(module)]
     if parts and parts[0]:
         raise NotImplementedError(
             f"{parts[0]}: found fully_shard on parts of the model, and not on the model "
             f"({type(root).__name__}) itself. Call fully_shard(model) last. {_WORKS}"
         )
-    tensor_parallel = is_tensor_parallel(root)
-    if tensor_parallel:
-        from flash_clipping.distributed.tensor.supported import refuse_tensor_parallel
-
-        refuse_tensor_parallel(root)
-    meshes = []
+    shards: dict[str, Any] = {
+        name: param for name, param in root.named_parameters() if hasattr(param, "placements")
+    }
+    if is_tensor_parallel(root):
+        _refuse_tensor_parallel(shards, fully_sharded=bool(parts))
     for name, param in root.named_parameters():
-        if not isinstance(param, DTensor):
-            if parts and param.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: found a trainable parameter that fully_shard does not manage "
-                    "(ignored_params, or a parameter that came later): nothing would reduce its "
-                    f"clipped sums. Freeze it, or let fully_shard manage it. {_WORKS}"
-                )
-            continue
-        if not tensor_parallel:
-            meshes.append(param.device_mesh)
-    for mesh in meshes:
-        if mesh != meshes[0]:
+        if parts and name not in shards and param.requires_grad:
             raise NotImplementedError(
-                f"the model: found parameters on several device meshes ({meshes[0]} and {mesh}). "
-                f"Shard all of it over one. {_WORKS}"
+                f"{name}: found a trainable parameter that fully_shard does not manage "
+                "(ignored_params, or a parameter that came later): nothing would reduce its "
+                f"clipped sums. Freeze it, or let fully_shard manage it. {_WORKS}"
             )
+    if not is_tensor_parallel(root):
+        meshes: list[Any] = [param.device_mesh for param in shards.values()]
+        for mesh in meshes:
+            if mesh != meshes[0]:
+                raise NotImplementedError(
+                    f"the model: found parameters on several device meshes ({meshes[0]} and "
+                    f"{mesh}). Shard all of it over one. {_WORKS}"
+                )
+
+
+def _refuse_tensor_parallel(shards: Mapping[str, Any], fully_sharded: bool) -> None:
+    dims = 2 if fully_sharded else 1
+    for name, param in shards.items():
+        mesh, placements = param.device_mesh, tuple(param.placements)
+        if mesh.ndim > dims:
+            raise NotImplementedError(
+                f"{name}: found a DTensor over a mesh of {mesh.ndim} dimensions "
+                f"({mesh.mesh_dim_names}), with placements {placements}. Replicas beside "
+                f"(data, tensor), and other forms of several dimensions, are not built. "
+                f"{_TENSOR_WORKS}"
+            )
+        if any(placement.is_partial() for placement in placements):
+            raise NotImplementedError(
+                f"{name}: found a DTensor that is a sum over processes ({placements}). "
+                f"{_TENSOR_WORKS}"
+            )
+        if mesh.ndim == dims:
+            _refuse_empty(name, param)
+    first = next(name for name, param in shards.items() if param.device_mesh.ndim == dims)
+    whole = shards[first].device_mesh
+    for name, param in shards.items():
+        mesh = param.device_mesh
+        if mesh.ndim == dims and mesh != whole:
+            raise NotImplementedError(
+                f"{name}: found a DTensor over {mesh}, and {first} over {whole}. Lay the model "
+                f"out over one mesh. {_TENSOR_WORKS}"
+            )
+        if mesh.ndim < dims and mesh != whole[whole.mesh_dim_names[0]]:
+            raise NotImplementedError(
+                f"{name}: found a DTensor over {mesh}; expected {whole}, or its first "
+                f"dimension. {_TENSOR_WORKS}"
+            )
+
+
+def _refuse_empty(name: str, param: Any) -> None:
+    placement, ranks = param.placements[-1], param.device_mesh.size(-1)
+    if not placement.is_shard():
+        return
+    size = param.shape[placement.dim]
+    each = -(-size // ranks)
+    if each * (ranks - 1) >= size:
+        raise NotImplementedError(
+            f"{name}: found {size} rows or columns cut into {ranks} parts, some of them empty. "
+            "Use fewer processes, or leave this layer whole."
+        )

@@ -130,10 +130,7 @@ class SynchronizedProbe:
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
         evidence = self.session.evidence
-        unsure = bool(self.session.undecided) or self.session.saw_no_two_samples()
-        return unsure or any(
-            tap.path not in evidence.reads for tap in self.taps if tap.trainable()[1]
-        )
+        return any(tap.path not in evidence.reads for tap in self.taps if tap.trainable()[1])
 
     def _most_urgent(self, says: int) -> int:
         found = self._tell(says)

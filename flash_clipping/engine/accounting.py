@@ -1,4 +1,4 @@
-"""What steps cost, where that is more than Opacus' accountants know: by Google's dp-accounting.
+"""The cost of steps that Opacus' accountants do not know, by Google's dp-accounting.
 
 A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
 event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
@@ -21,13 +21,13 @@ from flash_clipping.randomness.mechanisms import (
     BandedNoise,
     IndependentNoise,
     NoiseMechanism,
-    OneStepNoise,
+    OneStepNoise as OneStepNoise,
 )
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
 SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
 
-#: Which datasets ε compares, in words.
+#: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
 ZERO_OUT = "zero out one sample"
 
@@ -73,39 +73,24 @@ class Process:
             raise ValueError(
                 f"sampling={self.sampling!r} is unknown; expected one of {', '.join(SAMPLINGS)}."
             )
-        name, independent = type(self.noise).__name__, isinstance(self.noise, IndependentNoise)
-        if self.max_batch_size is not None and (self.sampling != "poisson" or not independent):
-            _refuse(
-                f"max_batch_size with sampling={self.sampling!r} and {name}",
-                "Only ordinary Poisson batches with independent noise have an accountant for what "
-                "is cut off. Leave one of them out",
-            )
-        if self.sampling == "poisson" and not independent:
-            needed = "'fixed_order'"
-            if isinstance(self.noise, BandedNoise):
-                needed = "'cyclic_poisson' or 'fixed_order'"
-            _refuse(
-                f"{name} with sampling='poisson'",
-                "A sample may be drawn in two steps whose noise partly cancels, and nothing "
-                f"bounds how often. Use sampling={needed}",
-            )
-        if self.sampling == "cyclic_poisson" and isinstance(self.noise, OneStepNoise):
-            _refuse(
-                f"{name} with sampling='cyclic_poisson'",
-                "Its noise is correlated over all steps, and amplification by sampling is only "
-                "known for noise that is correlated over fewer steps than a cycle has. Use "
-                "sampling='fixed_order', or BandedNoise",
-            )
-        if self.sampling == "cyclic_poisson" and independent:
-            _refuse(
-                "IndependentNoise with sampling='cyclic_poisson'",
-                "Groups are for noise that reaches over steps. Use sampling='poisson'",
+        served = {"poisson": IndependentNoise, "cyclic_poisson": BandedNoise}
+        fits = isinstance(self.noise, served.get(self.sampling, NoiseMechanism))
+        found = f"{type(self.noise).__name__} with sampling={self.sampling!r}"
+        if self.max_batch_size is not None:
+            fits, found = fits and self.sampling == "poisson", f"max_batch_size with {found}"
+        if not fits:
+            raise ValueError(
+                f"make_private: found {found}. A sample may take part in two steps whose noise "
+                "partly cancels, and epsilon must know how often. It does for IndependentNoise "
+                "with sampling='poisson' (max_batch_size: with no other), for BandedNoise with "
+                "'cyclic_poisson' or 'fixed_order' (it reaches over fewer steps than a cycle has), "
+                "and for OneStepNoise with 'fixed_order'."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
-            _refuse(
-                f"BandedNoise({self.noise.count}) with {self.cycle} batches in an epoch",
-                "Steps in which one sample takes part must be further apart than noise reaches. "
-                "Use fewer diagonals, or smaller batches",
+            raise ValueError(
+                f"make_private: found BandedNoise({self.noise.count}) with {self.cycle} batches in "
+                "an epoch. Steps in which one sample takes part must be further apart than noise "
+                "reaches. Use fewer diagonals, or smaller batches."
             )
 
     @property
@@ -120,16 +105,14 @@ class Process:
 
     @property
     def relation(self) -> str:
-        """Which datasets ε compares."""
+        """The neighbouring relation of ε, in words."""
         return ADD_OR_REMOVE if self.sampling == "poisson" else ZERO_OUT
 
     def events(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
         """Events of dp-accounting's for so many steps in a row; ε is the largest of them.
 
-        Args:
-            noise_multiplier: standard deviation of the independent noise ``Z``, in clipping bounds.
-            sample_rate: of one step, over the whole dataset.
-            steps: that were taken one after the other.
+        ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
+        ``sample_rate``: of one step, over the whole dataset.
         """
         dp = dp_accounting()
         if self.max_batch_size is not None:
@@ -173,8 +156,8 @@ class FeasiblePrvAccountant(PRVAccountant):
     """Opacus' default, which has an answer where there is next to no noise.
 
     The distribution of the privacy loss is as wide as ε. Where it would not fit in memory, or its
-    exponential not in float64 (Opacus' ε of 5300 is 705 then), ε is that of Opacus' RDP accountant,
-    an upper bound too; without noise it is infinite.
+    exponential not in float64, ε is that of Opacus' RDP accountant, an upper bound too; without
+    noise it is infinite.
     """
 
     def get_epsilon(
@@ -188,8 +171,7 @@ class FeasiblePrvAccountant(PRVAccountant):
         """As in Opacus."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Optimal order")
+        with without_hints():
             rdp = RDPAccountant()
             rdp.history = [*self.history]
             upper = float(rdp.get_epsilon(delta))
@@ -223,17 +205,13 @@ class PldAccountant(IAccountant):
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
         #: Whether ``make_private`` has made a model private for this process.
-        self._is_used = False
+        self.is_used = False
         #: Called where that is so after a checkpoint was loaded.
         self.before_run: Callable[[], None] | None = None
 
     def follow(self, process: Process) -> None:
-        """Account for this process from now on.
-
-        Raises:
-            ValueError: steps of another one have been accounted for.
-        """
-        if self._is_used and not (process.is_plain and self.process.is_plain):
+        """Account for this process from now on; ``ValueError`` after steps of another one."""
+        if self.is_used and not (process.is_plain and self.process.is_plain):
             raise ValueError(
                 "accountant: make_private was called on this engine before. Steps of two models, "
                 "or of two runs, cannot be told apart where batches have a fixed size or noise is "
@@ -246,22 +224,18 @@ class PldAccountant(IAccountant):
             )
         self.process, self._begins, self.before_run = process, True, None
 
-    def use(self) -> None:
-        """A model was made private for the process that is followed."""
-        self._is_used = True
-
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        last = self.history[-1] if self.history else None
-        same = last is not None and last[:2] == (noise_multiplier, sample_rate)
-        if last is not None and same and not (self._begins and self.process.is_in_order):
-            self.history[-1] = (*last[:2], last[2] + 1)
+        *kind, steps = self.history[-1] if self.history else (None, None, 0)
+        is_new_run = self._begins and self.process.is_in_order
+        if kind == [noise_multiplier, sample_rate] and not is_new_run:
+            self.history.pop()
         else:
-            self.history.append((noise_multiplier, sample_rate, 1))
+            steps = 0
+        self.history.append((noise_multiplier, sample_rate, steps + 1))
         self._begins = False
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """ε for this δ, for datasets of which one differs from the other by
-        :attr:`Process.relation`."""
+        """ε for this δ, for datasets that are neighbours by :attr:`Process.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
         dp = dp_accounting()
@@ -270,10 +244,8 @@ class PldAccountant(IAccountant):
             parts = [self.process.events(*entry)[0].noise_multiplier for entry in self.history]
             total = sum(multiplier**-2 for multiplier in parts) ** -0.5
             return float(dp.get_epsilon_gaussian(total, delta))
-        relations = dp.NeighboringRelation
-        relation = relations.REPLACE_SPECIAL
-        if self.process.relation == ADD_OR_REMOVE:
-            relation = relations.ADD_OR_REMOVE_ONE
+        is_removed = self.process.relation == ADD_OR_REMOVE
+        relation = dp.NeighboringRelation["ADD_OR_REMOVE_ONE" if is_removed else "REPLACE_SPECIAL"]
         runs = [self.process.events(*entry) for entry in self.history]
         found = []
         for number in range(max((len(run) for run in runs), default=0)):
@@ -292,11 +264,8 @@ class PldAccountant(IAccountant):
         steps: int,
         epsilon_tolerance: float = 0.01,
     ) -> float:
-        """The least noise, to within the tolerance, whose ε after these steps is below the target.
-
-        Raises:
-            ValueError: none is enough.
-        """
+        """The least noise, to within the tolerance, whose ε after these steps is below the target;
+        ``ValueError`` if none is enough."""
 
         def epsilon(multiplier: float) -> float:
             planned = PldAccountant()
@@ -321,11 +290,7 @@ class PldAccountant(IAccountant):
         return high
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches.
-
-        Raises:
-            FlashClippingError: in a step of several batches.
-        """
+        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches."""
         account = super().get_optimizer_hook_fn(sample_rate)
 
         def hook(optimizer: Any) -> None:
@@ -345,11 +310,8 @@ class PldAccountant(IAccountant):
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As Opacus'; noise of the steps before is not known any more, and accounted for by itself.
-
-        Raises:
-            ValueError: another process was accounted for.
-        """
+        """As Opacus'; noise of the steps before is not known any more, and accounted for by
+        itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
         if then is not None and then != now:
             raise ValueError(
@@ -370,31 +332,24 @@ class PldAccountant(IAccountant):
 
 
 def dp_accounting() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The package, or ``ImportError`` with how to install it."""
     try:
-        import dp_accounting as package
-        import dp_accounting.pld as pld
+        import dp_accounting
+        import dp_accounting.pld
     except ImportError as error:
         raise missing_extra("accounting", 'accountant="pld"', error) from error
-    assert pld is not None
-    return package
+    return dp_accounting
 
 
 def relation_of(accountant: Any) -> str:
-    """Which datasets the ε of an accountant compares; Opacus' own compare those that differ in one
-    sample, added or removed."""
+    """The neighbouring relation of an accountant's ε, in words."""
     process = getattr(accountant, "process", None)
     return ADD_OR_REMOVE if process is None else str(process.relation)
 
 
 @contextmanager
 def without_hints() -> Iterator[None]:
-    """Without Opacus' hint that other orders of RDP may be tighter: nobody here can give any, and
-    ``"prv"`` takes RDP for the size of its grid only."""
+    """Without Opacus' hint that other orders of RDP may be tighter: nobody here can give any."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
         yield
@@ -403,26 +358,5 @@ def without_hints() -> Iterator[None]:
 class LargeDeltaWarning(UserWarning):
     """δ is not below one over the number of samples: publishing some samples as they are has it."""
 
-
-def check_delta(delta: float, samples: int, *, stacklevel: int) -> bool:
-    """Whether δ is below ``1 / samples``; otherwise there is a ``LargeDeltaWarning``."""
-    if delta * samples < 1:
-        return True
-    warnings.warn(
-        f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
-        f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at random, "
-        f"is (0, 1/{samples})-private. Take delta well below it, such as "
-        f"delta={0.1 / samples:.1g}.",
-        LargeDeltaWarning,
-        stacklevel=stacklevel + 1,
-    )
-    return False
-
-
-def _refuse(found: str, advice: str) -> None:
-    raise ValueError(f"make_private: found {found}. {advice}.")
-
-
-__all__ = ["LargeDeltaWarning", "OneStepNoise", "PldAccountant", "Process", "relation_of"]
 
 register_accountant(PldAccountant.mechanism(), PldAccountant, force=True)

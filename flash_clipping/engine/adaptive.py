@@ -54,15 +54,9 @@ class AdaptiveBound:
             )
 
     def noise_multiplier(self, accounted: float, batch_size: float) -> float:
-        """The multiplier for the sum that pays for the count as well.
-
-        Args:
-            accounted: the multiplier that the accountant is told.
-            batch_size: the expected size of the logical batch, over all processes.
-
-        Raises:
-            FlashClippingError: the batch is too small for such noise.
-        """
+        """The multiplier for the sum that pays for the count as well, of the one that the
+        accountant is told and the expected size of the logical batch, over all processes.
+        ``FlashClippingError`` for a batch that is too small."""
         if accounted <= 0:
             return accounted
         of_count = 2 * COUNT_NOISE * batch_size

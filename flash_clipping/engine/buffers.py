@@ -4,7 +4,7 @@ A buffer is refused because forward changes it, not because it is there:
 
 * Writing in place is refused whatever is written. Every forward compares PyTorch's counters of
   changes, which waits for no device. Writing through ``x.data`` is not counted: for that, the first
-  run of a rehearsal compares values.
+  look at the model compares values.
 * A buffer that is assigned anew may be a constant that is made when it is needed: a mask, a table
   of angles that grows with the sequence. It passes if it has the same bits as before; or if the
   model, run again from the state in which the forward began, makes the same bits of other samples,
@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import SPECTRAL_NORM
-from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.capture.no_trace import put_back, random_state, untouched
-from flash_clipping.capture.position_rehearsal import other_tokens
-from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, untouched
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.structure import Structure
 from flash_clipping.errors import module_at
@@ -36,6 +35,8 @@ _Place = tuple[nn.Module, str]
 
 _NONE: dict[str, Tensor | None] = {}
 
+_IN_PLACE = "writes into it in place"
+
 
 @dataclass
 class _Before:
@@ -44,17 +45,11 @@ class _Before:
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
-    versions: list[int] | None  # None: what is written is of weights alone
+    versions: dict[str, int] | None  # None: what is written is of weights alone
 
 
 class BufferWatch:
-    """Looks at the buffers of a wrapped model before and after its forward.
-
-    Args:
-        root: the model.
-        structure: knows its modules.
-        session: what its taps share.
-    """
+    """Looks at the buffers of a wrapped model, ``root``, before and after its forward."""
 
     def __init__(self, root: nn.Module, structure: Structure, session: ClippingSession):
         self.root = root
@@ -62,7 +57,7 @@ class BufferWatch:
         self.session = session
         #: While a forward runs: every module that has buffers.
         self._before: list[_Before] | None = None
-        #: Found in a rehearsal: a buffer that forward writes in place.
+        #: Found before the first step: a buffer that forward writes in place.
         self._written: _Place | None = None
 
     def before_forward(self) -> None:
@@ -71,7 +66,7 @@ class BufferWatch:
         self._before = []
         for module in self.structure.modules:
             if buffers := module._buffers:
-                versions = _versions_in(module, buffers)
+                versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
                 self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,37 +91,29 @@ class BufferWatch:
         return run
 
     def refuse_rehearsed(self) -> None:
-        """Raise what a rehearsal has shown.
-
-        Raises:
-            NotImplementedError: forward writes a buffer in place.
-        """
+        """Refuse a buffer that was seen to be written in place before the first step."""
         if self._written is not None:
-            self._refuse_written(*self._written)
+            self._refuse(*self._written, _IN_PLACE)
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse buffers that this forward, of these arguments, has changed.
-
-        Raises:
-            NotImplementedError: it has, and they are no constants.
-        """
+        """Raise ``NotImplementedError`` for buffers that this forward, of these arguments, has
+        changed and that are no constants."""
         found, self._before = self._before, None
         if found is None:
             return
         olds: dict[nn.Module, dict[str, Tensor | None]] = {}
         for before in found:
             olds[before.module] = before.buffers
-            if before.versions is not None and _versions(before.buffers) != before.versions:
-                now = [_versions({name: x}) for name, x in before.buffers.items()]
-                changed = [n != [v] for n, v in zip(now, before.versions, strict=True)]
-                names = [*before.buffers]
-                self._refuse_written(before.module, names[changed.index(True)])
+            if (
+                before.versions is not None
+                and (now := _versions(before.buffers)) != before.versions
+            ):
+                changed = [name for name in now if now[name] != before.versions[name]]
+                self._refuse(before.module, changed[0], _IN_PLACE)
         doubtful: list[_Place] = []
         for module in self.structure.modules:
             new, old = module._buffers, olds.get(module, _NONE) if olds else _NONE
-            if not (new or old):
-                continue
-            for name in new.keys() | old.keys():
+            for name in new.keys() | old.keys() if new or old else ():
                 if new.get(name) is old.get(name):
                     continue
                 if self.session.captured is not None:
@@ -146,17 +133,14 @@ class BufferWatch:
         kwargs: dict[str, Any],
     ) -> None:
         """Run the model again on other samples: it must make the same buffers."""
-        runs = Rehearsals(self.root, self.root.forward, self.session, args, kwargs)
-        size = runs.first_size()
-        if not size:
+        samples = Samples(args, kwargs, self.session.batch_axis)
+        if not samples.count:
             return  # no samples in it
         made = [module._buffers.get(name) for module, name in places]
         told = False
-        for change in _changes(runs, size):
-            changes: list[bool] = []
-            of_run = partial(_changed, runs.sources(size), change, changes)
-            inputs = map_tensors(of_run, (args, kwargs))
-            if not any(changes):
+        for inputs in _others(samples):
+            before, after = batched_inputs(args, kwargs), batched_inputs(*inputs)
+            if all(_same_bits(x, y) for x, y in zip(before, after, strict=True)):
                 continue
             told = True
             try:
@@ -179,7 +163,8 @@ class BufferWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Tensor | None]:
-        """What comes to these places where the forward begins as it did, with other inputs."""
+        """The buffers that the forward makes in these places where it begins as it did, with other
+        inputs."""
         devices = {x.device for x in self.session.state() if x.is_cuda}
         with (
             torch.no_grad(),
@@ -198,11 +183,6 @@ class BufferWatch:
             self.root.forward(*args, **kwargs)
             return [module._buffers.get(name) for module, name in places]
 
-    # -- words ----------------------------------------------------------------------------------
-
-    def _refuse_written(self, module: nn.Module, name: str) -> NoReturn:
-        self._refuse(module, name, "writes into it in place")
-
     def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
         raise NotImplementedError(
@@ -216,13 +196,9 @@ class BufferWatch:
         )
 
 
-def _versions_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> list[int] | None:
-    return None if type(module) is SPECTRAL_NORM else _versions(buffers)
-
-
-def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
+def _versions(buffers: dict[str, Tensor | None]) -> dict[str, int]:
     """How often each was changed in place, as far as PyTorch counts."""
-    return [0 if x is None or x.is_inference() else x._version for x in buffers.values()]
+    return {name: 0 if x is None or x.is_inference() else x._version for name, x in buffers.items()}
 
 
 def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
@@ -231,19 +207,23 @@ def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
     if (x.shape, x.dtype, x.device, x.layout) != (y.shape, y.dtype, y.device, y.layout):
         return False
-    return x.layout == torch.strided and torch.equal(_bytes(x), _bytes(y))
+    if x.layout != torch.strided:
+        return False
+    plain = [each.detach().resolve_conj().resolve_neg().contiguous() for each in (x, y)]
+    first, second = [each.reshape(-1).view(torch.uint8) for each in plain]
+    return torch.equal(first, second)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+def _others(samples: Samples) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments with other samples: nothing but the first, nothing but the last, and samples that
+    are not in the batch."""
+    for b in dict.fromkeys((0, samples.count - 1)):
+        yield samples.batch([b] * samples.count)
 
+    def other(x: Tensor) -> Tensor:
+        return _other_values(x) if samples.holds(x) else x
 
-def _changes(runs: Rehearsals, size: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Other samples in the place of ``size``: nothing but the first, nothing but the last, and
-    samples that are not in the batch."""
-    for b in dict.fromkeys((0, size - 1)):
-        yield partial(runs.reordered, size, [b] * size)
-    yield _other_values
+    yield map_tensors(other, (samples.args, samples.kwargs))
 
 
 def _other_values(x: Tensor) -> Tensor:
@@ -253,14 +233,3 @@ def _other_values(x: Tensor) -> Tensor:
     if not x.is_floating_point() and (x.dim() < 2 or len(x.unique()) < 3):
         return x
     return other_tokens(torch.zeros(len(x), dtype=torch.bool), x)
-
-
-def _changed(
-    sources: list[Tensor], change: Callable[[Tensor], Tensor], changes: list[bool], x: Tensor
-) -> Tensor:
-    """A tensor of the arguments, changed if it holds samples; whether it was is noted."""
-    if all(x is not source for source in sources):
-        return x
-    new = change(x)
-    changes.append(not _same_bits(new, x))
-    return new

@@ -21,11 +21,7 @@ from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, On
 
 
 class CorrelatedNoise:
-    """Rows of ``inv(C) Z``, one after the other.
-
-    Raises:
-        FlashClippingError: in :meth:`next`, sums of other shapes than in the steps before.
-    """
+    """Rows of ``inv(C) Z``, one after the other; the sums have the same shapes in all steps."""
 
     def __init__(self, mechanism: NoiseMechanism, stream: SecretStream):
         self.mechanism, self._stream = mechanism, stream
@@ -90,10 +86,8 @@ class CorrelatedNoise:
 def _normals(
     draw: Draw, sums: Sequence[Tensor], numbers: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """The normals of a draw, of unit scale: the same again whenever they are asked for.
-
-    ``numbers``: places of these sums among all; ``None``: these are all.
-    """
+    """The normals of a draw, of unit scale: the same whenever they are asked for. ``numbers``:
+    places of these sums among all; ``None``: these are all."""
     nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
     return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=numbers)
 
@@ -101,17 +95,14 @@ def _normals(
 class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` with noise that steps partly take back.
 
-    Noise multiplier, bound and trainable parameters stay as they are in the first step: what is
-    taken back must be what was added.
+    Noise multiplier, bound and trainable parameters stay as they are in the first step, or a step
+    is refused: what is taken back must be what was added.
 
     Args:
         mechanism: how noise is correlated.
         before_noise: called before a step's noise is drawn, with the step's batch; raises if the
             step may not be taken.
         **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
-
-    Raises:
-        FlashClippingError: in ``step``, where one of these has changed.
     """
 
     def __init__(

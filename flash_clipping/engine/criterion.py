@@ -25,10 +25,8 @@ from flash_clipping.engine.token_losses import logits_of
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A criterion's arguments, by position, with logits in the place of a model's output.
-
-    Logits ``[B, T, V]`` in an output, with targets ``[B, T]``, are flattened; ``shape`` says so.
-    """
+    """A criterion's arguments, by position, with logits in the place of a model's output; logits
+    ``[B, T, V]`` with targets ``[B, T]`` are flattened, and ``shape`` says so."""
     for name in ("input", "target"):  # where targets are looked for, and no others
         if name in kwargs and len(args) == (name == "target"):
             args = *args, kwargs.pop(name)
@@ -77,15 +75,14 @@ def _keeps_type(name: str) -> Any:
     # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
     def operate(self: FlashTensor, *args: Any) -> FlashTensor:
         mine = [*self.loss_per_sample.shape]
-        for other in args:
-            if isinstance(other, DPTensorFastGradientClipping):
-                theirs = [*other.loss_per_sample.shape]
-                if mine != theirs:
-                    raise ValueError(
-                        f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
-                        "count once for every sample. Make both with criteria that give a loss for "
-                        "each sample (a torch.nn loss, or a function with reduction=)."
-                    )
+        others = [x for x in args if isinstance(x, DPTensorFastGradientClipping)]
+        for theirs in [[*other.loss_per_sample.shape] for other in others]:
+            if mine != theirs:
+                raise ValueError(
+                    f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
+                    "count once for every sample. Make both with criteria that give a loss for "
+                    "each sample (a torch.nn loss, or a function with reduction=)."
+                )
         found = FlashTensor.of(getattr(super(FlashTensor, self), name)(*args))
         if [*found.loss_per_sample.shape] != mine:
             raise ValueError(
@@ -103,89 +100,6 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
     setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
 
 
-class _Criterion:
-    """A user's criterion, asked for the loss of each sample.
-
-    Args:
-        criterion: a module with an attribute ``reduction``, or a function with an argument of that
-            name, which give losses that are not reduced; or anything else, called as it is.
-
-    Attributes:
-        reduction: its own; ``None`` if it is not known.
-    """
-
-    def __init__(self, criterion: Any):
-        self.criterion = criterion
-        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
-        self._arguments: Mapping[str, inspect.Parameter] = {}
-        if not isinstance(criterion, nn.Module):
-            with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
-                self._arguments = inspect.signature(criterion).parameters
-        self.reduction: str | None = None
-        if self._is_attribute:
-            self.reduction = criterion.reduction
-        elif "reduction" in self._arguments:
-            default = self._arguments["reduction"].default
-            self.reduction = default if default in ("mean", "sum") else None
-        #: Whether its own mean, or sum, is known to be that of its losses.
-        self._is_known = _is_of_pytorch(criterion)
-
-    def losses(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Not reduced, where it can be asked for that; else whatever it returns."""
-        if not self._is_attribute:
-            if "reduction" in self._arguments:
-                kwargs["reduction"] = "none"
-            found = self.criterion(*args, **kwargs)
-        else:
-            before = self.criterion.reduction
-            self.criterion.reduction = "none"
-            try:
-                found = self.criterion(*args, **kwargs)
-            finally:
-                self.criterion.reduction = before
-        if not isinstance(found, Tensor):
-            raise TypeError(
-                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
-                "tensor: a loss for each sample, or a scalar."
-            )
-        return found
-
-    def ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
-        """Where targets say that a loss does not count; ``None`` if nothing does."""
-        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
-        if index is None and "ignore_index" in self._arguments:
-            index = self._arguments["ignore_index"].default
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if not isinstance(index, int) or not isinstance(target, Tensor):
-            return None
-        if target.is_floating_point() or target.shape != losses.shape:
-            return None
-        return target == index
-
-    def must_compare(self) -> bool:
-        """Whether its own mean, or sum, is yet to be compared with that of its losses."""
-        if self._is_known or self.reduction is None:
-            return False
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-    def compare(self, own: Tensor, reduced: Tensor) -> None:
-        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
-        if not bool(own.isfinite() & reduced.isfinite()):
-            return
-        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
-        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
-            self._is_known = True
-            return
-        raise ValueError(
-            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
-            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
-            "something else than their number. Where that depends on other samples, no clipping "
-            "bounds what one of them changes: divide each sample's loss by what belongs to that "
-            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
-            "    make_private(criterion=lambda *args: criterion(*args), ...)"
-        )
-
-
 def _is_of_pytorch(criterion: Any) -> bool:
     """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
     while isinstance(criterion, partial):
@@ -197,30 +111,54 @@ def _is_of_pytorch(criterion: Any) -> bool:
 
 
 def _name_of(criterion: Any) -> str:
-    name = getattr(criterion, "__name__", type(criterion).__name__)
-    return str(name)
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-class _OfSamples:
-    """How both criteria are called: the losses of samples, counted."""
+class FlashLoss(DPLossFastGradientClipping):
+    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
-    module: Any
-    optimizer: Any
-    loss_reduction: str
-    _own: _Criterion
+    Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
+    of ``loss.backward()`` on the criterion's own scalar:
 
-    def _take(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str) -> Any:
-        """Keep the criterion; return what Opacus' class may take for it, and write into.
+    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
+      for each sample. Where that has further axes, a sample's loss is the mean over them (their
+      sum, if losses are summed); targets that are ``ignore_index`` do not count.
+    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
 
-        Raises:
-            ValueError: the reductions do not agree.
-        """
-        self._own = _Criterion(criterion)
+    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
+    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
+    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
+    those of other samples.
+
+    Raises:
+        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
+            call, a criterion that divides by something else than the number of its losses.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **options: Any,  # of Opacus' class that comes next
+    ):
+        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
+        self._takes: Mapping[str, inspect.Parameter] = {}
+        if not isinstance(criterion, nn.Module):
+            with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
+                self._takes = inspect.signature(criterion).parameters
+        own = criterion.reduction if self._is_attribute else None
+        if not self._is_attribute and "reduction" in self._takes:
+            default = self._takes["reduction"].default
+            own = default if default in ("mean", "sum") else None
+        #: Whether its own mean, or sum, is known to be that of its losses.
+        self._is_known = own is None or _is_of_pytorch(criterion)
         found = {
             "loss_reduction": loss_reduction,
             "module.loss_reduction": module.loss_reduction,
             "optimizer.loss_reduction": optimizer.loss_reduction,
-            "criterion.reduction": self._own.reduction or module.loss_reduction,
+            "criterion.reduction": own or module.loss_reduction,
         }
         if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
@@ -230,7 +168,10 @@ class _OfSamples:
                 "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
-        return SimpleNamespace(reduction=loss_reduction)
+        # Opacus' class writes into the criterion that it is given.
+        stand_in: Any = SimpleNamespace(reduction=loss_reduction)
+        super().__init__(module, optimizer, stand_in, loss_reduction, **options)
+        self.criterion = criterion
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
         """The user's loss of these arguments, sample by sample where it can be had.
@@ -252,21 +193,21 @@ class _OfSamples:
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
         own = None
-        if shape is None and self._own.must_compare():
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if shape is None and not (self._is_known or captures):
             with torch.no_grad(), torch.random.fork_rng():
-                own = self._own.criterion(*args, **kwargs)
-        losses = self._own.losses(*args, **kwargs)
-        ignored = self._own.ignored(args, kwargs, losses)
+                own = self.criterion(*args, **kwargs)
+        losses = self._losses(*args, **kwargs)
+        ignored = self._ignored(args, kwargs, losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
             ignored = None if ignored is None else ignored.unflatten(0, shape[:2])
         losses = self._of_samples(losses, ignored)
         if isinstance(own, Tensor) and not own.dim() and losses.numel():
             mine = losses.detach()
-            self._own.compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
-        check = getattr(self.module, "check_losses", None)
-        if check is not None:
-            check(losses)
+            self._compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
+        if hasattr(self.module, "check_losses"):
+            self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
     def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
@@ -274,10 +215,8 @@ class _OfSamples:
         if losses.dim() < 2:
             return losses
         session = getattr(self.module, "_session", None)
-        call = None if session is None else session.current_forward
-        samples = None
-        if session is not None and call is not None and not session.batch_first:
-            samples = call.batch_size
+        call = None if session is None or session.batch_first else session.current_forward
+        samples = None if call is None else call.batch_size
         if samples is not None and samples != len(losses):
             losses = losses.movedim(1, 0)
             ignored = None if ignored is None else ignored.movedim(1, 0)
@@ -288,35 +227,57 @@ class _OfSamples:
             return total_B / max(1, losses.shape[1:].numel())
         return total_B / (~ignored).flatten(1).sum(1).clamp(min=1)
 
+    def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The criterion's losses, not reduced where it can be asked for that."""
+        if not self._is_attribute:
+            if "reduction" in self._takes:
+                kwargs["reduction"] = "none"
+            found = self.criterion(*args, **kwargs)
+        else:
+            before = self.criterion.reduction
+            self.criterion.reduction = "none"
+            try:
+                found = self.criterion(*args, **kwargs)
+            finally:
+                self.criterion.reduction = before
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
+                "tensor: a loss for each sample, or a scalar."
+            )
+        return found
 
-class FlashLoss(_OfSamples, DPLossFastGradientClipping):
-    """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
+    def _ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
+        """Where targets say that a loss does not count; ``None`` if nothing does."""
+        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
+        if index is None and "ignore_index" in self._takes:
+            index = self._takes["ignore_index"].default
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(index, int) or not isinstance(target, Tensor):
+            return None
+        if target.is_floating_point() or target.shape != losses.shape:
+            return None
+        return target == index
 
-    Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
-    of ``loss.backward()`` on the criterion's own scalar:
-
-    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
-      for each sample. Where that has further axes, a sample's loss is the mean over them (their
-      sum, if losses are summed); targets that are ``ignore_index`` do not count.
-    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
-
-    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
-    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
-    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
-    those of other samples.
-
-    Raises:
-        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
-            call, a criterion that divides by something else than the number of its losses.
-    """
-
-    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
-        stand_in = self._take(module, optimizer, criterion, loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction)
-        self.criterion = criterion
+    def _compare(self, own: Tensor, reduced: Tensor) -> None:
+        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
+        if not bool(own.isfinite() & reduced.isfinite()):
+            return
+        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
+        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
+            self._is_known = True
+            return
+        raise ValueError(
+            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
+            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
+            "something else than their number. Where that depends on other samples, no clipping "
+            "bounds what one of them changes: divide each sample's loss by what belongs to that "
+            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
+            "    make_private(criterion=lambda *args: criterion(*args), ...)"
+        )
 
 
-class FlashAdaptiveLoss(_OfSamples, DPLossFastGradientAdaptiveClipping):
+class FlashAdaptiveLoss(FlashLoss, DPLossFastGradientAdaptiveClipping):
     """The user's criterion with adaptive clipping: called as before, one backward pass.
 
     The bound moves at the end of every logical step, in ``optimizer.step()``
@@ -328,11 +289,7 @@ class FlashAdaptiveLoss(_OfSamples, DPLossFastGradientAdaptiveClipping):
             ``clipbound_learning_rate``, as in Opacus.
     """
 
-    def __init__(
-        self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **kwargs: Any
-    ):
-        stand_in = self._take(module, optimizer, criterion, loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction, **kwargs)
-        self.criterion = criterion
+    def __init__(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any):
+        super().__init__(module, optimizer, *args, **kwargs)
         optimizer.adaptive = AdaptiveBound(**kwargs)
         module.running_step.counts_unclipped = True

@@ -19,7 +19,6 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 
-from flash_clipping.capture.batch_axis import is_rehearsed, may_tell_more
 from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
@@ -155,8 +154,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
-        if self._sharded is not None:
-            self._session.seen_kinds = None  # its processes rehearse at the beginning only
+        self._session.has_oracle = self._sharded is None
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -280,12 +278,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if units_of_calls.from_loader or units_of_calls.sample_of is not None:
             units = session.units_of(given, tensors, draw)
         if units is not None and units.by_position:
-            if session.may_rehearse():
-                self._watch.rehearse(module, args, kwargs, positions=units)
+            if session.may_prove():
+                self._watch.prove(module, args, kwargs, positions=units)
         else:
             kind = self._watch.kind_of(module, tensors, args, kwargs)
             if kind != self._watch.covered:
-                self._rehearse_if_needed(kind, module, args, kwargs)
+                self._prove_if_needed(kind, module, args, kwargs)
             else:
                 gate = self._watch.gate
                 gate.calls += 1
@@ -309,22 +307,17 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             stand_in.calls = 0
         return args, kwargs
 
-    def _rehearse_if_needed(
+    def _prove_if_needed(
         self, kind: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """See which rows are samples, unless that is known of a call of this kind."""
-        session = self._session
-        if not session.may_rehearse():
+        session, watch = self._session, self._watch
+        if not session.may_prove():
             return
-        wanted = (
-            session.rehearsed != self._guards.count
-            or may_tell_more(session, args, kwargs)
-            or not is_rehearsed(session, module.training, args, kwargs)
-        )
-        if self._watch.rehearse_if(wanted, module, args, kwargs):
-            session.rehearsed = self._guards.count
+        if watch.prove_if(not watch.is_proven(module, args, kwargs), module, args, kwargs):
+            session.proven_with = self._guards.count
         else:
-            self._watch.note_covered(kind)
+            watch.note_covered(kind)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -333,14 +326,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, session.returning = session.returning, None
         if call is None:
             return
+        recorded = torch.is_grad_enabled()
+        if recorded and self._losses.of_library:  # first: it knows what its losses are
+            self._losses.after_forward(kwargs, output)
         self._watch.after_forward(module, args, kwargs, output)
-        if not torch.is_grad_enabled():
+        if not recorded:
             return
         call.ended = True
         if call.guesses or self._sharded is not None:
-            self._watch.rehearse_if(bool(call.guesses), module, args, kwargs, call)
-        if self._losses.of_library:
-            self._losses.after_forward(kwargs, output)
+            self._watch.prove_if(bool(call.guesses), module, args, kwargs, call)
         if self.mode == "two_pass":
             return
 

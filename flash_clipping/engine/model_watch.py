@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.batch_axis import RefusedRows, rehearse
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
-from flash_clipping.capture.position_rehearsal import rehearse_positions
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.capture.proof.prove import settled_by_probe
+from flash_clipping.capture.proof.positions import prove_positions
+from flash_clipping.capture.proof.prove import prove
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ModelWatch:
-    """Looks at a wrapped model when its forward begins, when it is rehearsed, when it has ended.
+    """Looks at a wrapped model when its forward begins, when it is proven, when it has ended.
 
     Args:
         wrapper: the wrapped model; the model itself where it is used as it is.
@@ -66,11 +66,11 @@ class ModelWatch:
         self._buffers = BufferWatch(root, self._structure, session) if strict else None
         self._embeddings = embeddings_of(root)
         self._batch_norms = batch_norms_of(root)
-        #: Of a model with shards, whose processes rehearse together.
+        #: Of a model with shards, whose processes look together.
         self.sharded: ShardedModel | None = None
         #: Whether it was looked at all that may have been done to the parameters.
         self._looked_around = False
-        #: The kind of the last call, if nothing else decides whether one like it is rehearsed.
+        #: The kind of the last call, if nothing else decides whether one like it is looked at.
         self.covered: list[Any] | None = None
         self.gate = Gate()
         #: Whether a pipeline's norms are those of all its stages.
@@ -114,7 +114,7 @@ class ModelWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Any]:
-        """What decides whether a call must be rehearsed: its arguments but for their values, and
+        """What decides whether a call must be looked at: its arguments but for their values, and
         what may have changed since the last one. ``tensors`` are those in its arguments."""
         kind: list[Any] = [self.session.epoch, self.guards.count]
         kind += (module.training, torch.is_grad_enabled())
@@ -129,15 +129,28 @@ class ModelWatch:
         return kind
 
     def note_covered(self, kind: list[Any]) -> None:
-        """Nothing has to be rehearsed for a call of this kind, nor for the next one."""
-        session = self.session
-        # Processes of shards must ask each other; and what is known may depend on the mode of every
-        # module, or on values.
-        depends_on_more = session.layouts or not session.folded <= session.folded_by_rule
-        steady = self.sharded is None and not depends_on_more and not session.saw_no_two_samples()
-        self.covered = kind if steady else None
+        """Nothing has to be looked at for a call of this kind, nor for the next one."""
+        # Processes of shards must ask each other; and what is known may depend on other sizes.
+        self.covered = kind if self.sharded is None and not self._depends_on_sizes() else None
 
-    def rehearse_if(
+    def _depends_on_sizes(self) -> bool:
+        """Whether some layer reads rows that are not the samples."""
+        session = self.session
+        return bool(session.layouts) or not session.folded <= session.folded_by_rule
+
+    def is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it was shown which rows are samples in calls such as this one."""
+        session = self.session
+        if session.proven_with != self.guards.count:
+            return False
+        if self.sharded is not None:  # its processes look at the beginning only
+            return True
+        seen = session.layouts.values()
+        apart = any(layout.outer > 1 for known in seen for layout in known.values())
+        by_sizes = self._depends_on_sizes()
+        return session.coverage.covers(module, args, kwargs, by_sizes, exactly=apart)
+
+    def prove_if(
         self,
         wanted: bool,
         module: nn.Module,
@@ -145,26 +158,27 @@ class ModelWatch:
         kwargs: dict[str, Any],
         call: ForwardCall | None = None,
     ) -> bool:
-        """:meth:`rehearse` where that is wanted, or where another process wants to; whether it was
+        """:meth:`prove` where that is wanted, or where another process wants to; whether it was
         done."""
         if self.sharded is not None:
-            run = partial(self.rehearse, module, args, kwargs, call)
+            run = partial(self.prove, module, args, kwargs, call)
             forward = partial(module.forward, *args, **kwargs)
             return self.sharded.rehearse(wanted, self.guards.count, run, forward)
         if wanted:
-            self.rehearse(module, args, kwargs, call)
+            self.prove(module, args, kwargs, call)
         elif call is None and (audit := self.gate.due()):
-            self._compare(module, _own(module.forward), args, kwargs, audit)
+            self._audit(Subject(module, _own(module.forward), self.session, args, kwargs), audit)
         return wanted
 
     def audit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare samples' gradients once more, if this call can be compared."""
-        if self.session.may_rehearse():
-            self._compare(module, _own(module.forward), args, kwargs, self.gate.take_audit())
+        if self.session.may_prove():
+            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
+            self._audit(subject, self.gate.take_audit())
         else:
             self.gate.next_audit += 1
 
-    def rehearse(
+    def prove(
         self,
         module: nn.Module,
         args: tuple[Any, ...],
@@ -178,69 +192,47 @@ class ModelWatch:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
             NotImplementedError: the forward writes into a buffer.
         """
-        self.session.epoch += 1
-        forward = _own(module.forward)
+        session, forward = self.session, _own(module.forward)
+        session.epoch += 1
+        session.has_oracle = self.sharded is None and positions is None
+        subject = Subject(module, forward, session, args, kwargs)
         if call is None and positions is None and not self.taps.regions.any_compiled:
             serves = self.taps.serves
             try:
-                self._rehearse(module, until_borrowed(module, forward, serves), args, kwargs)
+                own = until_borrowed(module, forward, serves)
+                subject = self._prove(replace(subject, forward=own))
             except UsesOthers:
-                borrowed = find_borrowed(module, forward, self.session, args, kwargs, serves)
+                borrowed = find_borrowed(module, forward, session, args, kwargs, serves)
                 self.taps.lend(module, borrowed)
-            else:
-                self._compare(module, forward, args, kwargs)
-                return
-        self._rehearse(module, forward, args, kwargs, call, positions)
-        if call is None and positions is None:
-            self._compare(module, forward, args, kwargs)
+                subject = self._prove(subject)
+        else:
+            subject = self._prove(subject, call, positions)
+        if positions is None:
+            self._audit(replace(subject, forward=forward))
 
-    def _compare(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        audit: int = 0,
-    ) -> None:
+    def _audit(self, subject: Subject, audit: int = 0) -> None:
         """See whether samples' gradients are what autograd gives."""
         if self.sharded is None:  # others would have to run the model as often
             with self.taps.regions.as_compiled():
-                subject = Subject(module, forward, self.session, args, kwargs)
                 self.gate.examine(subject, self.guards.count, audit)
 
-    def _rehearse(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall | None = None,
-        positions: Units | None = None,
-    ) -> None:
-        """The same with this forward of ``module``."""
+    def _prove(
+        self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None
+    ) -> Subject:
+        forward = subject.forward
         if self._buffers is not None:
             forward = self._buffers.rehearsed(forward)
         if self.sharded is not None:
             forward = self.sharded.together.one_run(forward)
-        given = module, forward, self.session, args, kwargs
+        subject = replace(subject, forward=forward)
         with self.taps.regions.as_compiled():
             if positions is None:
-                try:
-                    rehearse(*given, call)
-                except RefusedRows as error:
-                    subject = Subject(*given)
-                    if call is not None or not self._may_probe():
-                        raise
-                    if not settled_by_probe(subject, error.paths):
-                        raise
+                subject = prove(subject, call)
             else:
-                rehearse_positions(*given, positions, self.guards.count)
+                prove_positions(subject, positions, self.guards.count)
         if self._buffers is not None:
             self._buffers.refuse_rehearsed()
-
-    def _may_probe(self) -> bool:
-        """Whether the oracle can be asked afterwards: rows are samples of one process."""
-        return self.sharded is None and not self.session.units_of_calls.are_known
+        return subject
 
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

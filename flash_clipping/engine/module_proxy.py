@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: What state dicts of a wrapped model put before every name, as Opacus' do.
+#: State dicts of a wrapped model put this before every name, as Opacus' do.
 PREFIX = "_module."
 
 #: Set on the model and on the wrapper, each its own.
@@ -19,9 +19,8 @@ class ModuleProxy(nn.Module):
     """Hands on to ``self._module`` what a wrapper has not itself.
 
     Reading: the wrapper's own attributes, then modules by their path (as in Opacus), then those of
-    the model: ``config``, ``device``, ``generate``, ``save_pretrained``. Setting an attribute that
-    only the model has sets the model's. What Python looks up on the class is the wrapper's:
-    ``isinstance``, ``len``, indexing.
+    the model: ``config``, ``device``, ``generate``. Setting an attribute that only the model has
+    sets the model's. What Python looks up on the class (``len``, indexing) is the wrapper's.
     """
 
     _module: nn.Module
@@ -84,11 +83,8 @@ class ModuleProxy(nn.Module):
         return run
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module, for state dicts of wrapped models and of plain ones.
-
-        Names of a wrapped model begin with ``_module.``. Where none does but the model's own
-        names are there, the model loads them; missing and unexpected keys are then named as in it.
-        """
+        """As of any module, for state dicts of wrapped models, whose names begin with ``_module.``,
+        and of plain ones; missing and unexpected keys are then named as in the model."""
         plain = self._module.state_dict(keep_vars=True)
         if any(key in plain for key in state_dict) and not any(
             key.startswith(PREFIX) and key.removeprefix(PREFIX) in plain for key in state_dict

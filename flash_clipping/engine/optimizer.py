@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
-from flash_clipping.engine.noise_stream import stream_of
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
@@ -31,6 +30,7 @@ from flash_clipping.engine.step_record import (
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.stream import stream_of
 
 _check_unused, _mark_used = functions_of_optimizer()
 
@@ -73,7 +73,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     _module: Any = None
     _replaced = False
     _iterations = 1
-    #: Of the sums in ``p.summed_grad``, whose step has not ended.
+    #: The record of the sums in ``p.summed_grad``, whose step has not ended.
     _record: StepRecord | None = None
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
     _loop: FrameType | None = None
@@ -97,7 +97,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotImplementedError(
                 f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
-                "make_private, or integration.sharded_optimizer.ShardedFlashDPOptimizer."
+                "make_private, or engine.sharded_optimizer.ShardedFlashDPOptimizer."
             )
 
     def __getstate__(self) -> Any:
@@ -146,7 +146,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def step_record(self) -> StepRecord | None:
-        """What the sums were clipped by that the running step has taken so far."""
+        """The record of the sums that the running step has taken so far."""
         return self._record
 
     @property
@@ -182,17 +182,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         Raises:
             ValueError: a parameter is none of them: its gradients would not be clipped.
         """
-        if self._module is not None:
-            params = param_group["params"]
-            known = {id(param) for param in self._module._module.parameters()}
-            for param in [params] if isinstance(params, Tensor) else params:
-                tensor = param[1] if isinstance(param, tuple) else param
-                if id(tensor) not in known:
-                    raise ValueError(
-                        f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
-                        "the wrapped model has not; its gradients would not be clipped. Wrap the "
-                        "model when it is complete, and give the optimizer its parameters."
-                    )
+        params = param_group["params"]
+        for param in [params] if isinstance(params, Tensor) else params:
+            tensor = param[1] if isinstance(param, tuple) else param
+            if self._module is not None and self._module.running_step.name_of(tensor) is None:
+                raise ValueError(
+                    f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
+                    "the wrapped model has not; its gradients would not be clipped. Wrap the "
+                    "model when it is complete, and give the optimizer its parameters."
+                )
         self.original_optimizer.add_param_group(param_group)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -205,13 +203,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler.step`` asks first of the optimizer that it is given.
-
-        Raises:
-            ValueError: always. The scale is in the norms, so that samples are clipped at
-                ``max_grad_norm / scale``; and a step that is skipped because of some sample's
-                overflow is a release without noise.
-        """
+        """``torch.amp.GradScaler.step`` asks for this first, and is refused always. The scale is in
+        the norms, so that samples are clipped at ``max_grad_norm / scale``; and a step that is
+        skipped because of some sample's overflow is a release without noise."""
         raise ValueError(
             "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
             "were clipped as they came, multiplied by the scale, and are divided by it before "
@@ -283,10 +277,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         params = self.params
         record = self._checked(params)
         for p in params:
-            if getattr(p, "summed_grad", None) is None:
-                p.summed_grad = p.grad
-            else:
-                p.summed_grad = p.summed_grad.add_(p.grad)
+            before = getattr(p, "summed_grad", None)
+            p.summed_grad = p.grad if before is None else before.add_(p.grad)
             p.grad = None
         if record is not None:
             self._module.running_step.forget()
@@ -325,7 +317,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """The noise multiplier of the sum."""
         if self.adaptive is not None:
             return self.adaptive.noise_multiplier(self.noise_multiplier, self._expected_samples())
-        # What Opacus' own adaptive criterion leaves here.
+        # Opacus' own adaptive criterion leaves it here.
         multiplier = getattr(self, "_adjusted_noise_multiplier", None)
         return self.noise_multiplier if multiplier is None else multiplier
 
@@ -372,7 +364,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             _mark_used(p.summed_grad)
 
     def _own(self, tensor: Any) -> Tensor:
-        """What this process has of a parameter or its sum."""
+        """The part of a parameter or its sum that this process has."""
         found: Tensor = tensor
         return found
 
@@ -381,22 +373,19 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return own.view_as(param)
 
     def _shards(self) -> list[int] | None:
-        """Which part of the noise of each parameter's number is this process's; ``None``: all."""
+        """This process's part of each parameter's noise, by number; ``None``: all of it."""
         return None
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
-        """Of noisy gradients: the parameter's, as optimizers want them."""
+        """The dtype of noisy gradients: the parameter's, as optimizers want them."""
         return p.dtype
 
     def scale_grad(self) -> None:
         """Nothing: :meth:`add_noise` divides in the same pass."""
 
     def pre_step(self, closure: Any = None) -> Any:
-        """As in Opacus; a whole step ends the record, and moves an adaptive bound.
-
-        Raises:
-            ValueError: Accelerate divides losses before their backward.
-        """
+        """As in Opacus; a whole step ends the record, and moves an adaptive bound. ``ValueError``
+        if Accelerate divides losses before their backward."""
         _refuse_divided_losses()
         whole = super().pre_step(closure)
         if whole:
@@ -457,7 +446,7 @@ def _refuse_divided_losses() -> None:
 
 
 def _refuse_many_closures(optimizer: Any) -> None:
-    """Refuse optimizers that need a closure: they call it as often as they like in one step."""
+    """Refuse optimizers that call a closure as often as they like in one step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""What a wrapped model and ``make_private`` can be told: for type checkers, and checked."""
+"""Arguments of wrapped models and of ``make_private``: for type checkers, and checked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
-from flash_clipping.engine.accounting import PldAccountant, Process
+from flash_clipping.distributed import has_shards
+from flash_clipping.engine.accounting import PldAccountant, Process, without_hints
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.finish.clipping import check_clipping
 from flash_clipping.ops.runtime.backend import BACKENDS
@@ -23,7 +25,7 @@ from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, 
 Mode = Literal["one_pass", "two_pass"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-#: What clipped sums are left in: fp32, or the parameter's own dtype.
+#: The dtype of clipped sums: fp32, or the parameter's own.
 SumDtype = Literal["float32", "parameter"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
@@ -31,7 +33,7 @@ Sampling = Literal["poisson", "fixed_order", "cyclic_poisson"]
 
 
 class ModelOptions(TypedDict, total=False):
-    """What a wrapped model and ``make_private`` both take."""
+    """Arguments that a wrapped model and ``make_private`` both take."""
 
     batch_first: bool
     loss_reduction: Reduction
@@ -44,7 +46,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class WrapperOptions(ModelOptions, total=False):
-    """Of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
+    """Arguments of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
 
     force_functorch: bool
     max_grad_norm: float | Sequence[float]
@@ -53,7 +55,7 @@ class WrapperOptions(ModelOptions, total=False):
 
 
 class PrivateOptions(ModelOptions, total=False):
-    """Of ``make_private`` and ``make_private_with_epsilon``, in mode ``"flash"``."""
+    """Arguments of ``make_private`` and ``make_private_with_epsilon``, in mode ``"flash"``."""
 
     module: Required[nn.Module]
     optimizer: Required[torch.optim.Optimizer]
@@ -73,7 +75,7 @@ class PrivateOptions(ModelOptions, total=False):
     noise_grid: bool
     cuda_graphs: CudaGraphs
     pipeline: Any
-    # Of clipping="adaptive".
+    # With clipping="adaptive".
     target_unclipped_quantile: float
     min_clipbound: float
     max_clipbound: float
@@ -81,7 +83,7 @@ class PrivateOptions(ModelOptions, total=False):
 
 
 class EpsilonOptions(PrivateOptions, total=False):
-    """Of ``make_private_with_epsilon``: the target, and what the accountants read besides."""
+    """Arguments of ``make_private_with_epsilon``: the target, and those of the accountants."""
 
     target_epsilon: Required[float]
     target_delta: Required[float]
@@ -110,13 +112,13 @@ def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
 
 
-#: What only ``clipping="adaptive"`` takes.
+#: Arguments of ``clipping="adaptive"`` alone.
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 
-def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -> None:
+def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
-    known = {*inspect.signature(PrivacyEngine.make_private).parameters, *of_epsilon}
+    known = {*inspect.signature(PrivacyEngine.make_private).parameters}
     known |= {*PrivateOptions.__annotations__} - {*ADAPTIVE}
     if clipping == "adaptive":
         known |= {*ADAPTIVE}
@@ -130,22 +132,13 @@ def check_keywords(given: dict[str, Any], clipping: str, of_epsilon: set[str]) -
         )
 
 
-def requested_process(
-    accountant: Any,
-    *,
-    sampling: str,
-    noise: NoiseMechanism | None,
-    max_batch_size: int | None,
-    flash: bool,
-    with_units: bool,
-    arguments: dict[str, Any],
-) -> Process:
-    """The process that was asked for, for which the accountant is told to account.
+def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
+    """The process that arguments of ``make_private`` ask for, which the accountant is told.
 
-    Raises:
-        ValueError: they do not go together, or the accountant does not know the process.
+    ``ValueError`` if they do not go together, or the accountant does not know the process.
     """
-    noise = IndependentNoise() if noise is None else noise
+    noise = IndependentNoise() if given.get("noise") is None else given["noise"]
+    sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "
@@ -156,38 +149,38 @@ def requested_process(
         if isinstance(accountant, PldAccountant):
             accountant.follow(process)
         return process
-    loader = arguments.get("data_loader")
-    batches = len(loader) if loader is not None else 0
-    cycle = noise.count if isinstance(noise, BandedNoise) else batches
+    loader = given["data_loader"]
+    in_groups = sampling == "cyclic_poisson"
     process = Process(
         sampling=sampling,
         noise=noise,
-        samples=len(loader.dataset) if loader is not None else 0,
+        samples=len(loader.dataset),
         max_batch_size=max_batch_size,
-        cycle=cycle if sampling == "cyclic_poisson" else batches,
+        cycle=noise.count if in_groups and isinstance(noise, BandedNoise) else len(loader),
     )
     asked = f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}"
-    module = arguments.get("module")
+    is_flash = given.get("grad_sample_mode", "flash") == "flash"
+    with_units = given.get("units") is not None or given.get("sample_of") is not None
     refused = [
-        (not flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
+        (not is_flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
         (with_units, "units or sample_of", "It is accounted for samples of the dataset only"),
         (
-            arguments.get("clipping") == "adaptive",
+            given.get("clipping") == "adaptive",
             "clipping='adaptive'",
             "The bound, and with it the noise, would move",
         ),
         (
-            arguments.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
+            given.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
             "noise_grid=True",
             "What is rounded off would not be taken back",
         ),
         (
-            not arguments.get("poisson_sampling", True),
+            not given.get("poisson_sampling", True),
             "poisson_sampling=False",
             "The engine must draw the batches. Leave it at its default",
         ),
         (
-            any(hasattr(p, "placements") for p in module.parameters()) if module else False,
+            has_shards(given.get("module")),
             "a model that fully_shard was applied to",
             "Train in one process",
         ),
@@ -205,30 +198,32 @@ def requested_process(
     return process
 
 
-def planned_noise(accountant: PldAccountant, arguments: dict[str, Any]) -> float:
-    """The noise multiplier for the target that ``make_private_with_epsilon`` was given.
-
-    Warns:
-        UserWarning: some of the budget is spent already.
-    """
-    target = {name: arguments.pop(name) for name in ("target_epsilon", "target_delta")}
-    epochs, tolerance = arguments.pop("epochs"), arguments.pop("epsilon_tolerance", 0.01)
-    requested_process(
-        accountant,
-        sampling=arguments.get("sampling", "poisson"),
-        noise=arguments.get("noise"),
-        max_batch_size=arguments.get("max_batch_size"),
-        flash=True,
-        with_units=False,  # make_private looks
-        arguments=arguments,
-    )
+def planned_noise(
+    accountant: Any,
+    given: dict[str, Any],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    epochs: float,
+) -> float:
+    """The noise multiplier for this target; takes what accountants read out of ``given``."""
     if len(accountant):
         warnings.warn(
             f"make_private_with_epsilon: {len(accountant)} steps are accounted for already; the "
             "noise is for the target without them.",
-            stacklevel=4,
+            stacklevel=3,
         )
-    batches = len(arguments["data_loader"])
-    return accountant.noise_multiplier(
-        **target, sample_rate=1 / batches, steps=int(epochs * batches), epsilon_tolerance=tolerance
-    )
+    functions = get_noise_multiplier, accountant.get_epsilon
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    known -= {"delta", "steps", "sample_rate", "accountant"}
+    options = {name: given.pop(name) for name in known & given.keys()}
+    options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    batches = len(given["data_loader"])
+    if isinstance(accountant, PldAccountant):
+        requested_process(accountant, given)
+        steps = int(epochs * batches)
+        return accountant.noise_multiplier(sample_rate=1 / batches, steps=steps, **options)
+    with without_hints():
+        return get_noise_multiplier(
+            sample_rate=1 / batches, epochs=epochs, accountant=accountant.mechanism(), **options
+        )

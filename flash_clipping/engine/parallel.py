@@ -38,9 +38,14 @@ _INSTEAD = (
     "nobody else (with Accelerate: do not pass model or optimizer to prepare())."
 )
 
+_UNREDUCED = (
+    "A private model's gradients are clipped sums, which autograd does not see: they would not be "
+    f"reduced. {_INSTEAD}"
+)
+
 
 def _form_of(module: nn.Module) -> str | None:
-    """What of PyTorch's data parallelism this module is, or is managed by."""
+    """The form of PyTorch's data parallelism that this module is, or is managed by."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return f"torch.nn.parallel.{type(module).__name__}"
     if not dist.is_available():
@@ -58,11 +63,7 @@ def _form_of(module: nn.Module) -> str | None:
 
 
 def refuse_inside(path: str, module: nn.Module) -> None:
-    """Refuse a module of a model that is about to be wrapped.
-
-    Raises:
-        NotImplementedError: it reduces or shards gradients.
-    """
+    """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients."""
     if (form := _form_of(module)) is not None and not is_sharded(module):
         raise NotImplementedError(
             f"{path or 'the model'}: found {form}, which reduces gradients before they are "
@@ -71,13 +72,9 @@ def refuse_inside(path: str, module: nn.Module) -> None:
 
 
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
-    """Refuse a forward of a private model that runs inside another's.
-
-    Raises:
-        FlashClippingError: it is a replica, or runs inside DistributedDataParallel, or with the
-            positions of a sample in several processes.
-    """
-    # What context_parallel puts in the place of a builtin function, in all of its forms.
+    """Refuse a forward of a private model that is a replica, or runs inside
+    DistributedDataParallel, or with the positions of a sample in several processes."""
+    # All forms of context_parallel put a function of theirs in the place of this builtin.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
             f"the model ({type(module).__name__}): found torch.distributed's context_parallel "
@@ -86,25 +83,18 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
             "sum by R times max_grad_norm. Give every sample to one process: fully_shard, with "
             "activation checkpointing or mode='two_pass' for long sequences."
         )
-    if runs_in_ddp():
-        found = "DistributedDataParallel"
-    elif may_be_replica and is_replica(module):
-        found = "DataParallel"
-    else:
-        return
-    raise FlashClippingError(
-        f"the model ({type(module).__name__}): found torch.nn.parallel.{found} around a private "
-        "model. It reduces what autograd accumulates, and a private model's gradients are clipped "
-        f"sums, which autograd does not see: they would be 0 or not reduced. {_INSTEAD}"
-    )
+    in_ddp = runs_in_ddp()
+    if in_ddp or (may_be_replica and is_replica(module)):
+        form = DistributedDataParallel if in_ddp else DataParallel
+        raise FlashClippingError(
+            f"the model ({type(module).__name__}): found torch.nn.parallel.{form.__name__} around "
+            f"a private model. {_UNREDUCED}"
+        )
 
 
 def refuse_in_pipeline(module: nn.Module) -> None:
-    """Refuse a forward of a private model that a stage of a pipeline runs by itself.
-
-    Raises:
-        FlashClippingError: every stage would clip by its own norms.
-    """
+    """Refuse a forward of a private model that a stage of a pipeline runs by itself: every stage
+    would clip by its own norms."""
     if is_dynamo_compiling():
         return
     frame: FrameType | None = sys._getframe(1)
@@ -121,12 +111,9 @@ def refuse_in_pipeline(module: nn.Module) -> None:
 
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
-    """Refuse what was done to a private model after it was wrapped, ``sharded`` modules before.
-
-    Raises:
-        FlashClippingError: it was sharded or replicated, or something waits for gradients that
-            autograd will not accumulate.
-    """
+    """Refuse a private model that was sharded or replicated after it was wrapped (``sharded``:
+    modules that were before), or in which something waits for gradients that autograd will not
+    accumulate."""
     for path, part in module.named_modules():
         form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
@@ -143,42 +130,33 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
                     "what the hook does after loss.backward(), or around optimizer.step()."
                 )
         if form is not None:
-            raise FlashClippingError(
-                f"{path or 'the model'}: found {form} on a private model. Its gradients are "
-                f"clipped sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
-            )
+            where = path or "the model"
+            raise FlashClippingError(f"{where}: found {form} on a private model. {_UNREDUCED}")
 
 
 def refuse_new_class(module: nn.Module, new: Any) -> None:
-    """Refuse to become a module of another class, as fully_shard and replicate do with modules.
-
-    Raises:
-        FlashClippingError: always.
-    """
+    """Refuse to become a module of another class, as fully_shard and replicate do with modules."""
     raise FlashClippingError(
         f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
-        "torch.distributed's fully_shard and replicate do. A private model's gradients are clipped "
-        f"sums, which autograd does not see: they would not be reduced. {_INSTEAD}"
+        f"torch.distributed's fully_shard and replicate do. {_UNREDUCED}"
     )
 
 
 def refuse_alone(module: Any, distributed: bool | None) -> None:
-    """Refuse to make a model private that several processes would train apart.
-
-    Raises:
-        ValueError: ``torch.distributed`` runs several processes, and nothing would reduce the
-            gradients of ``module``; unless ``distributed=False`` says that this is meant.
-    """
+    """Raise ``ValueError`` for a model that several processes of ``torch.distributed`` would train
+    apart, with nothing to reduce its gradients; unless ``distributed=False`` says that this is
+    meant."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
     if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
         return
     running = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if running else 1
     if (processes := processes_of(module)) is not None:
-        if distributed is None and processes.mesh.size() < dist.get_world_size():
+        if distributed is None and processes.mesh.size() < world:
             raise ValueError(
                 f"module ({type(module).__name__}): its layers are cut over "
-                f"{processes.mesh.size()} of {dist.get_world_size()} processes, and nothing would "
+                f"{processes.mesh.size()} of {world} processes, and nothing would "
                 "reduce the gradients of the others' samples. Call fully_shard over the data "
                 "dimension of the mesh as well, on blocks and on the model. Or pass "
                 "distributed=False to make_private, if every group of processes is to train a "
@@ -187,15 +165,11 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
         return
     if distributed:
         raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
-    if distributed is None and running and dist.get_world_size() > 1:
-        _refuse_forms(module)
+    if distributed is None and world > 1:
+        for path, part in module.named_modules():
+            refuse_inside(path, part)
         raise ValueError(
-            f"module ({type(module).__name__}): torch.distributed runs {dist.get_world_size()} "
-            f"processes, and nothing would reduce the model's gradients. {_INSTEAD} Or pass "
+            f"module ({type(module).__name__}): torch.distributed runs {world} processes, and "
+            f"nothing would reduce the model's gradients. {_INSTEAD} Or pass "
             "distributed=False to make_private, if every process is to train a model of its own."
         )
-
-
-def _refuse_forms(module: nn.Module) -> None:
-    for path, part in module.named_modules():
-        refuse_inside(path, part)

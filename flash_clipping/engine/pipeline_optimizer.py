@@ -10,6 +10,19 @@ from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 
+#: Values of ``make_private``'s arguments that are built for pipelines.
+_SERVED: dict[str, tuple[Any, ...]] = {
+    "mode": ("one_pass",),
+    "clipping": ("flat", "automatic", "adaptive"),
+    "poisson_sampling": (True,),
+    "distributed": (None,),
+    "units": (None,),
+    "sample_of": (None,),
+    "sampling": ("poisson",),
+    "noise": (None,),
+    "max_batch_size": (None,),
+}
+
 
 class PipelineFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` for one stage's parameters.
@@ -43,11 +56,7 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
 
 def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
     """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
-
-    Raises:
-        ValueError: ``torch.distributed`` does not run.
-        NotImplementedError: what is not built for pipelines.
-    """
+    ``NotImplementedError`` for what is not built for pipelines."""
     if pipeline is None or pipeline is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):
@@ -55,29 +64,23 @@ def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
             "pipeline: torch.distributed is not initialised. Start the stages' processes with "
             "torchrun, and call torch.distributed.init_process_group first."
         )
-    served: dict[str, tuple[Any, ...]] = {
-        "mode": ("one_pass",),
-        "clipping": ("flat", "automatic", "adaptive"),
-        "poisson_sampling": (True,),
-        "distributed": (None,),
-        "units": (None,),
-        "sample_of": (None,),
-        "sampling": ("poisson",),
-        "noise": (None,),
-        "max_batch_size": (None,),
-    }
-    if has_shards(settings.get("module")):
+    refuse_unserved("pipeline", settings["module"], settings)
+    return dist.group.WORLD if pipeline is True else pipeline
+
+
+def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
+    """Raise ``NotImplementedError`` for what is not built for pipelines."""
+    if has_shards(module) or getattr(module, "_sharded", None) is not None:
         raise NotImplementedError(
-            "pipeline: found a stage that fully_shard was applied to, for which it is not built. "
+            f"{who}: found a stage that fully_shard was applied to, for which it is not built. "
             "Leave fully_shard out, or shard the whole model without a pipeline."
         )
-    for name, works in served.items():
+    for name, works in _SERVED.items():
         value = settings.get(name, works[0])
         if not any(value is one or (isinstance(one, str) and value == one) for one in works):
             shown = value if isinstance(value, str | bool) else "..."
             raise NotImplementedError(
-                f"pipeline: found {name}={shown!r}, for which it is not built; expected "
+                f"{who}: found {name}={shown!r}, for which it is not built; expected "
                 f"{' or '.join(map(repr, works))}. Stages draw one Poisson batch together, and "
                 "clip it by one norm over all of them."
             )
-    return dist.group.WORLD if pipeline is True else pipeline

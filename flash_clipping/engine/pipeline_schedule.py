@@ -18,7 +18,7 @@ from flash_clipping.distributed.pipeline.microbatches import Round, map_samples,
 from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
 from flash_clipping.engine import norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer
+from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
 from flash_clipping.errors import FlashClippingError
 
 
@@ -75,7 +75,7 @@ class PrivateSchedule:
         self._stage = StageOfPipeline(self._session, stage.group, count, microbatch_size)
         self._running = False
         module._watch.in_private_schedule = True
-        # What a schedule runs to learn shapes, on memory without values, is none of a step.
+        # A schedule's run to learn shapes, on memory without values, is no part of a step.
         module.disable_hooks()
         stage.forward_one_chunk = self._recorded(stage.forward_one_chunk, backward=False)
         stage.backward_one_chunk = self._recorded(stage.backward_one_chunk, backward=True)
@@ -118,28 +118,26 @@ class PrivateSchedule:
         samples = self._count(args, kwargs, target)
         if losses is not None:
             losses.clear()
-        outputs = []
+        of_rounds = [*rounds(samples, self.capacity)]
+        outputs, found = [], []
         with self._step():
-            totals, found = [], []
-            for of_round in rounds(samples, self.capacity):
-                of_losses: list[Any] | None = None if losses is None else []
-                given = map_samples(of_round, (args, kwargs), axis, fill=1)
+            for one in of_rounds:
+                of_losses: list[Any] = []
+                given, named = map_samples(one, (args, kwargs), axis, fill=1)
+                labels = map_samples(one, target, 0, fill=0)
                 output = self.schedule.step(
-                    *(given[0] if self._torch_stage.is_first else ()),
-                    target=map_samples(of_round, target, 0, fill=0)
-                    if self._torch_stage.is_last
-                    else None,
-                    losses=of_losses,
+                    *(given if self._torch_stage.is_first else ()),
+                    target=labels if self._torch_stage.is_last else None,
+                    losses=None if losses is None else of_losses,
                     return_outputs=return_outputs,
-                    **given[1],
+                    **named,
                 )
-                outputs.append(self._without_made_up(output, of_round))
+                outputs.append(output)
                 if losses is not None:
-                    losses += of_losses or []
-                found.append(self._clip(of_round))
-                totals.append(found[-1].total_n)
+                    losses += of_losses
+                found.append(self._clip(one))
             self._publish(found)
-        return _joined(outputs, axis)
+        return _joined(outputs, of_rounds, axis)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The schedule's own: nothing is recorded."""
@@ -149,7 +147,7 @@ class PrivateSchedule:
     def _step(self) -> Iterator[None]:
         session, schedule = self._session, self.schedule
         before = session.drawn, schedule.scale_grads
-        # Of the batch; the module is called with micro-batches. Sums are no means.
+        # These are the batch's; the module is called with micro-batches. Sums are no means.
         session.drawn, schedule.scale_grads = None, False
         session.draws.paused = True
         self._running = True
@@ -242,31 +240,23 @@ class PrivateSchedule:
             raise ValueError(
                 f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
                 "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
-                "integration.pipeline_optimizer.PipelineFlashDPOptimizer."
+                "engine.pipeline_optimizer.PipelineFlashDPOptimizer."
             )
 
-    def _without_made_up(self, output: Any, of_round: Round) -> Any:
-        axis = self._session.batch_axis
 
-        def cut(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dim() <= axis or x.shape[axis] != self.capacity:
-                return x
-            return x.narrow(axis, 0, of_round.count)
+def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
+    """The outputs of all rounds as one, without samples that are made up."""
 
-        return pytree.tree_map(cut, output)
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor) or parts[0].dim() <= axis:
+            return parts[0]
+        kept = [
+            x.narrow(axis, 0, one.count) if x.shape[axis] == one.capacity else x
+            for x, one in zip(parts, of_rounds, strict=True)
+        ]
+        return torch.cat(kept, axis) if len(kept) > 1 else kept[0]
 
-
-def _joined(outputs: list[Any], axis: int) -> Any:
-    """The outputs of all rounds as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    leaves = [pytree.tree_leaves(output) for output in outputs]
-    _, spec = pytree.tree_flatten(outputs[0])
-    joined = [
-        torch.cat(parts, axis) if isinstance(parts[0], Tensor) and parts[0].dim() > axis else parts
-        for parts in map(list, zip(*leaves, strict=True))
-    ]
-    return pytree.tree_unflatten([x if isinstance(x, Tensor) else x[0] for x in joined], spec)
+    return pytree.tree_map(join, *outputs)
 
 
 def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
@@ -292,22 +282,12 @@ def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
 
 def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: Any) -> None:
     """Refuse what is not built for pipelines."""
-    found = None
-    if module._sharded is not None:
-        found = "a stage that fully_shard was applied to"
-    elif module.mode != "one_pass":
-        found = f"mode={module.mode!r}"
-    elif module.clipping == "per_layer":
-        found = "clipping='per_layer', whose noise is for the bounds of all stages"
-    elif module.sample_of is not None:
-        found = "sample_of"
-    elif module._taps.regions.any_compiled:
-        found = "a compiled stage"
-    if found is not None:
+    settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
+    refuse_unserved("PrivateSchedule", module, settings)
+    if module._taps.regions.any_compiled:
         raise NotImplementedError(
-            f"PrivateSchedule: found {found}, for which it is not built. What works: "
-            "mode='one_pass' with clipping='flat', 'automatic' or 'adaptive', on one stage in each "
-            "process."
+            "PrivateSchedule: found a compiled stage, for which it is not built. Leave compile() "
+            "out."
         )
     if dist.get_world_size(stage.group) != dist.get_world_size():
         raise NotImplementedError(

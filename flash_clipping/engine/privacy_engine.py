@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
 
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
+from opacus.accountants import PRVAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
@@ -18,9 +18,10 @@ from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, processes_of
 from flash_clipping.distributed.pipeline.stage import shared_by_stages
 from flash_clipping.engine.accounting import (
+    FeasiblePrvAccountant,
+    LargeDeltaWarning,
     PldAccountant,
     Process,
-    check_delta,
     relation_of,
     without_hints,
 )
@@ -31,7 +32,6 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_model import replay_calls
-from flash_clipping.engine.noise_stream import SecretNoiseEngine
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
     ADAPTIVE,
@@ -52,21 +52,27 @@ from flash_clipping.engine.parallel import refuse_alone
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
-    UnitLoader,
     UnitsOfRows,
-    plain_dataset,
     refuse_loader,
     refuse_units,
     watch_sampling,
 )
 from flash_clipping.engine.unsupported import validate
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
+from flash_clipping.randomness.stream import SecretStream, seed_notice
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
+
+#: Arguments that Opacus' make_private gets in any mode.
+_OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm wrap_model batch_first
+loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
+
+#: The noise's stream in a checkpoint.
+_IN_CHECKPOINTS = "noise_stream_state_dict"
 
 explain_flash_mode()
 
@@ -79,7 +85,36 @@ PrivateHooks: TypeAlias = tuple[
 ]
 
 
-class FlashPrivacyEngine(SecretNoiseEngine):
+@dataclass
+class _Asked:
+    """The arguments of one call of make_private in mode ``"flash"``.
+
+    Attributes:
+        given: all arguments.
+        process: how batches are drawn and noise is made.
+        units: of the rows of the dataset.
+        pipeline: the processes of the pipeline that the module is a stage of.
+        processes: of a model whose parameters are shards, or whose layers are cut.
+        sampler: what draws batches, once there is one.
+    """
+
+    given: dict[str, Any]
+    process: Process
+    units: UnitsOfRows | None
+    pipeline: Any
+    processes: ProcessGroups | None
+    sampler: Any = None
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Arguments of the wrapped model that Opacus' engine does not hand on."""
+        names = ("backend", "mode", "folded_modules", "sum_dtype", "strict", "sample_of")
+        options = {name: self.given[name] for name in names}
+        clipping = self.given["clipping"]
+        return options | {"clipping": "flat" if clipping == "adaptive" else clipping}
+
+
+class FlashPrivacyEngine(PrivacyEngine):
     """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
     Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
@@ -112,29 +147,32 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             optimizer.step()
     """
 
-    #: What make_private_with_epsilon takes besides, while it runs.
-    _of_epsilon: set[str] = set()
-    #: What make_private was told of the rows of the dataset.
-    _units: UnitsOfRows | None = None
+    accountant: Any
     dataset: Any
-    #: Whether it was said that a mode of Opacus' returns three things.
-    _explained_mode = False
-    #: Whether it was said that batches are not drawn by Poisson sampling.
-    _warned_not_poisson = False
-    #: How batches are drawn and noise is made.
-    _process = Process()
-    #: Whether the model's parameters are shards.
-    _is_sharded = False
-    #: Of a model whose parameters are shards.
-    _processes: ProcessGroups | None = None
-    #: What make_private was told of rounding noisy sums.
-    _noise_grid = False
-    #: How many the dataset of the last make_private has.
+    #: The running call of make_private; ``None`` outside of it, and in modes of Opacus'.
+    _asked: _Asked | None = None
+    #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
-    #: The δ that there was a warning about.
+    #: The δ that there was a warning about, and what else was said once.
     _large_deltas: frozenset[float] = frozenset()
-    #: The processes of the pipeline that the module is a stage of.
-    _pipeline: Any = None
+    _explained_mode = _warned_not_poisson = _has_opacus_randomness = False
+
+    def __init__(
+        self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
+    ):
+        if secure_mode and seed is not None:
+            raise ValueError(
+                f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
+                "seed can subtract the noise. Leave one of them out."
+            )
+        with warnings.catch_warnings():
+            # That noise is not secure: it is. Modes of Opacus warn where they are used.
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        if type(self.accountant) is PRVAccountant:
+            self.accountant = FeasiblePrvAccountant()
+        self.secure_mode = secure_mode
+        self.stream = SecretStream(seed=seed)
 
     @overload
     def make_private(
@@ -276,89 +314,50 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
-        refuse_units(
-            units,
-            max_rows_per_unit,
-            sample_of=sample_of,
-            flash=grad_sample_mode == "flash",
-            poisson=poisson_sampling,
-        )
-        if criterion is None and grad_sample_mode == "flash":
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
-        if criterion is not None:
-            kwargs["criterion"] = criterion
-        kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
-        kwargs.update(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
-        kwargs.update(wrap_model=wrap_model, batch_first=batch_first, loss_reduction=loss_reduction)
-        kwargs.update(poisson_sampling=poisson_sampling, noise_generator=noise_generator)
-        kwargs.update(rand_on_empty=rand_on_empty)
-        process = requested_process(
-            self.accountant,
-            sampling=sampling,
-            noise=noise,
-            max_batch_size=max_batch_size,
-            flash=grad_sample_mode == "flash",
-            with_units=units is not None or sample_of is not None,
-            arguments={"clipping": clipping, "noise_grid": noise_grid} | kwargs,
-        )
-        if grad_sample_mode != "flash":
-            for name, given in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
-                if given:
+        given = {**locals(), **kwargs}
+        flash = grad_sample_mode == "flash"
+        refuse_units(given)
+        process = requested_process(self.accountant, given)
+        of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
+        if criterion is not None or flash:
+            default = nn.CrossEntropyLoss(reduction=loss_reduction)
+            of_opacus["criterion"] = default if criterion is None else criterion
+        if not flash:
+            for name, found in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
+                if found:
                     raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
-            self._use_opacus_randomness()
-            self._explain(grad_sample_mode)
-            return super().make_private(
-                grad_sample_mode=grad_sample_mode, clipping=clipping, **kwargs
-            )
+            self._prepare_opacus_mode(grad_sample_mode)
+            return super().make_private(grad_sample_mode=grad_sample_mode, **of_opacus)
         check_engine(PrivacyEngine)
-        self._process = process
-        check_keywords(kwargs, clipping, self._of_epsilon)
+        check_keywords(of_opacus, clipping)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
-        self._is_sharded = has_shards(module)
-        asked: dict[str, Any] = {"mode": mode, "clipping": clipping, "distributed": distributed}
-        asked |= {"units": units, "sample_of": sample_of, "sampling": sampling, "noise": noise}
-        self._pipeline = pipeline_group(
-            pipeline, asked | {"max_batch_size": max_batch_size} | kwargs
-        )
-        if self._pipeline is None:
+        group = pipeline_group(pipeline, given)
+        if group is None:
             refuse_alone(module, distributed)
-        self._processes = processes_of(module)
-        if self._is_sharded and units is not None:
+        if units is not None and has_shards(module):
             raise NotImplementedError(
                 "units: found a model whose parameters are shards. Processes would have to "
                 "draw the rows of one unit together, which is not built. Draw rows, or use one "
                 "process."
             )
-        self._adaptive, self._noise_grid = clipping == "adaptive", noise_grid
         check_one_of("cuda_graphs", cuda_graphs, get_args(CudaGraphs))
-        self._cuda_graphs = cuda_graphs
-        self._module_options: dict[str, Any] = {
-            "backend": backend,
-            "mode": mode,
-            "folded_modules": folded_modules,
-            "sum_dtype": sum_dtype,
-            "clipping": "flat" if clipping == "adaptive" else clipping,
-            "strict": strict,
-            "sample_of": sample_of,
-        }
-        self._units = None
+        dataset: Any = data_loader.dataset
+        of_rows = None
         if units is not None:
-            rows = len(plain_dataset(data_loader))
-            sample_rate = 1 / len(data_loader)
-            self._units = UnitsOfRows(units, rows, sample_rate, max_rows_per_unit)
+            of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
+        self._asked = _Asked(given, process, of_rows, group, processes_of(module))
         try:
             wrapper, private, loss, loader = super().make_private(
-                grad_sample_mode=_FLASH, clipping=clipping, **kwargs
+                grad_sample_mode=_FLASH, **of_opacus
             )
         finally:
-            del self._module_options
-        dataset: Any = data_loader.dataset
-        self._samples = len(dataset) if self._units is None else self._units.count
+            self._asked = None
+        self._samples = len(dataset) if of_rows is None else of_rows.count
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
-            self.accountant.use()
+            self.accountant.is_used = True
         return wrapper, private, loss, loader
 
     @overload
@@ -383,6 +382,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
+        data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
@@ -393,6 +393,7 @@ class FlashPrivacyEngine(SecretNoiseEngine):
     def make_private_with_epsilon(
         self,
         *,
+        data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
@@ -412,33 +413,25 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         Warns:
             LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
         """
-        options.update(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
+        options["data_loader"] = data_loader
+        target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
         if grad_sample_mode == "flash":
-            options.setdefault("criterion", None)  # Opacus' default is a mean
-            if isinstance(self.accountant, PldAccountant):
-                made = self.make_private(
-                    noise_multiplier=planned_noise(self.accountant, options), **options
-                )
-                self.check_delta(target_delta)
-                return made
-            # Opacus hands what these read on to make_private.
-            self._of_epsilon = {
-                *inspect.signature(PrivacyEngine.make_private_with_epsilon).parameters,
-                *inspect.signature(get_noise_multiplier).parameters,
-                *inspect.signature(self.accountant.get_epsilon).parameters,
-            } - {"delta", "steps"}
-        try:
+            noise = planned_noise(self.accountant, options, **target)
+            made = self.make_private(noise_multiplier=noise, **options)
+        else:
             with without_hints():
                 made = super().make_private_with_epsilon(
-                    grad_sample_mode=grad_sample_mode, **options
+                    grad_sample_mode=grad_sample_mode, **target, **options
                 )
-        finally:
-            self._of_epsilon = set()
         self.check_delta(target_delta)
         return made
 
-    def _explain(self, grad_sample_mode: str) -> None:
-        """Say how many things a mode of Opacus' returns, where that is fewer; once."""
+    def _prepare_opacus_mode(self, grad_sample_mode: str) -> None:
+        """Do and say what Opacus' engine does and says of secure mode when it is made; say how many
+        things a mode of Opacus' returns, where that is fewer. Once each."""
+        if not self._has_opacus_randomness:
+            self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
+            self._has_opacus_randomness = True
         if "ghost" in grad_sample_mode or self._explained_mode:
             return
         self._explained_mode = True
@@ -451,19 +444,20 @@ class FlashPrivacyEngine(SecretNoiseEngine):
         )
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
-        if kwargs.get("grad_sample_mode") != _FLASH:
+        if (asked := self._asked) is None:
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
         validate(module)
+        options = asked.model_options
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
             defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
             defaults |= {"folded_modules": (), "sample_of": None}
             for key, default in defaults.items():  # asked for by name
-                if (asked := self._module_options[key]) != default:
-                    expected[key] = tuple(asked) if key == "folded_modules" else asked
-            if self._units is not None:
+                if (value := options[key]) != default:
+                    expected[key] = tuple(value) if key == "folded_modules" else value
+            if asked.units is not None:
                 expected["sample_of"] = None
             found = {key: getattr(module, key) for key in expected}
             if found != expected:
@@ -473,49 +467,91 @@ class FlashPrivacyEngine(SecretNoiseEngine):
                 )
             # The noise will be for the engine's bound, so clipping must be by the same.
             module.max_grad_norm = kwargs["max_grad_norm"]
-            module.clipping = self._module_options["clipping"]
+            module.clipping = options["clipping"]
             module.running_step.counts_unclipped = False  # until an adaptive criterion is made
             return module
         cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
-        model = cls(module, **kwargs, **self._module_options)
-        if self._cuda_graphs == "auto":
+        model = cls(module, **kwargs, **options)
+        if asked.given["cuda_graphs"] == "auto":
             replay_calls(model)
         return model
 
     def _prepare_data_loader(
         self, data_loader: Any, *, poisson_sampling: bool, distributed: bool, **kwargs: Any
     ) -> Any:
-        if not hasattr(self, "_module_options"):
+        if (asked := self._asked) is not None:
+            refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed)
+        if asked is None or not poisson_sampling:
             return super()._prepare_data_loader(
                 data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
             )
-        refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed)
-        if not poisson_sampling:
-            return super()._prepare_data_loader(
-                data_loader, poisson_sampling=False, distributed=distributed, **kwargs
-            )
-        dataset = plain_dataset(data_loader)
         if self.dataset is None:
-            self.dataset = dataset
-        elif self.dataset is not dataset:
+            self.dataset = data_loader.dataset
+        elif self.dataset is not data_loader.dataset:
             warnings.warn(
                 "This engine has accounted for another dataset object before. Epsilon is for one "
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
-        kwargs.update(distributed=distributed, stream=self.stream.another())
-        if self._units is not None:
-            return UnitLoader(data_loader, self._units, **kwargs)
-        together = self._processes
-        if self._pipeline is not None:
-            kwargs["stream"] = shared_by_stages(self._pipeline, kwargs["stream"])
-        kwargs["distributed"] = distributed or together is not None
-        loader = PoissonLoader.from_data_loader(data_loader, process=self._process, **kwargs)
-        self._sampler = loader.batch_sampler
+        stream, together = self.stream.another(), asked.processes
+        if asked.pipeline is not None:
+            stream = shared_by_stages(asked.pipeline, stream)
+        loader = PoissonLoader.from_data_loader(
+            data_loader,
+            process=asked.process,
+            units=asked.units,
+            stream=stream,
+            distributed=distributed or together is not None,
+            **kwargs,
+        )
+        asked.sampler = loader.batch_sampler
         if together is not None:  # those that share samples draw the same
-            stream = together.shared_stream(kwargs["stream"])
-            self._sampler.share(together.data_rank, together.data_size, stream)
+            stream = together.shared_stream(stream)
+            asked.sampler.share(together.data_rank, together.data_size, stream)
         return loader
+
+    def _prepare_optimizer(self, *, optimizer: Any, **kwargs: Any) -> Any:
+        """The private optimizer, of the class for how noise is made, and how the model is spread
+        over processes."""
+        if (asked := self._asked) is None:
+            return super()._prepare_optimizer(optimizer=optimizer, **kwargs)
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        for name in ("clipping", "grad_sample_mode"):
+            kwargs.pop(name, None)
+        distributed = kwargs.pop("distributed", False)
+        if asked.units is not None:
+            # Opacus counted rows.
+            kwargs["expected_batch_size"] = asked.units.count * asked.units.sample_rate
+        generator = kwargs.pop("noise_generator", None)
+        kwargs["stream"] = self.stream if generator is None else None
+        kwargs.update(generator=generator, secure_mode=self.secure_mode)
+        if not isinstance(asked.process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            kwargs.update(mechanism=asked.process.noise, before_noise=asked.sampler.check_step)
+            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
+            self.accountant.before_run = correlated.begin_run
+            return correlated
+        kwargs["noise_grid"] = asked.given["noise_grid"]
+        if has_shards(asked.given["module"]):
+            from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+
+            if distributed:
+                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
+            return ShardedFlashDPOptimizer(optimizer, **kwargs)
+        if asked.pipeline is not None:
+            return PipelineFlashDPOptimizer(optimizer, group=asked.pipeline, **kwargs)
+        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
+        return cls(optimizer, **kwargs)
+
+    def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
+        if (asked := self._asked) is None:
+            return super()._prepare_criterion(module=module, **kwargs)
+        parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
+        if asked.given["clipping"] == "adaptive":
+            settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
+            return FlashAdaptiveLoss(*parts, **settings)
+        return FlashLoss(*parts)
 
     def get_epsilon(self, delta: float) -> float:
         """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it.
@@ -546,69 +582,56 @@ class FlashPrivacyEngine(SecretNoiseEngine):
             return float(super().get_epsilon(delta))
 
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
-        """Warn of a δ that promises nothing for so many samples; once.
-
-        Warns:
-            LargeDeltaWarning: ``delta`` is not below one over the number of samples.
-        """
+        """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
+        samples."""
         if delta is None or self._samples is None or delta in self._large_deltas:
             return
-        if not check_delta(delta, self._samples, stacklevel=stacklevel + 2):
-            self._large_deltas |= {delta}
+        if delta * self._samples < 1:
+            return
+        self._large_deltas |= {delta}
+        samples = self._samples
+        warnings.warn(
+            f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
+            f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
+            f"random, is (0, 1/{samples})-private. Take delta well below it, such as "
+            f"delta={0.1 / samples:.1g}.",
+            LargeDeltaWarning,
+            stacklevel=stacklevel + 2,
+        )
 
     @property
     def relation(self) -> str:
-        """Which datasets epsilon compares, in words: name it wherever epsilon is reported."""
+        """The neighbouring relation of epsilon, in words: name it wherever epsilon is reported."""
         return relation_of(self.accountant)
 
-    def _prepare_optimizer(
-        self, *, optimizer: Any, grad_sample_mode: str = "hooks", **kwargs: Any
-    ) -> Any:
-        if grad_sample_mode != _FLASH:
-            return super()._prepare_optimizer(
-                optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs
-            )
-        if isinstance(optimizer, DPOptimizer):
-            optimizer = optimizer.original_optimizer
-        kwargs.pop("clipping", None)
-        if self._units is not None:
-            # Opacus counted rows.
-            kwargs["expected_batch_size"] = self._units.count * self._units.sample_rate
-        generator = kwargs.pop("noise_generator", None)
-        kwargs.update(
-            stream=self.stream if generator is None else None,
-            generator=generator,
-            secure_mode=self.secure_mode,
+    def summary(self, delta: float, *, optimizer: Any = None) -> str:
+        """The privacy spent, in a line to report: ε with δ, and the neighbouring relation.
+
+        Args:
+            delta: δ.
+            optimizer: what ``make_private`` returned; its noise may have a seed of its own.
+
+        Guarantees:
+            A seed is named, loudly: the engine's, or that of the optimizer's noise.
+        """
+        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g}"
+        relation = relation_of(self.accountant)
+        return f"{found} ({relation})" + seed_notice(
+            self.stream, getattr(optimizer, "stream", None)
         )
-        return self._private_optimizer(optimizer, kwargs.pop("distributed", False), **kwargs)
 
-    def _private_optimizer(
-        self, optimizer: Any, distributed: bool, **kwargs: Any
-    ) -> FlashDPOptimizer:
-        """Of the class for how noise is made, and how the model is spread over processes."""
-        if not isinstance(self._process.noise, IndependentNoise):
-            assert isinstance(self.accountant, PldAccountant)  # see requested_process
-            kwargs.update(mechanism=self._process.noise, before_noise=self._sampler.check_step)
-            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
-            self.accountant.before_run = correlated.begin_run
-            return correlated
-        kwargs["noise_grid"] = self._noise_grid
-        if self._is_sharded:
-            from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+    def save_checkpoint(
+        self, *, optimizer: Any = None, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As in Opacus, and how far the noise's stream has come; its key is in no checkpoint."""
+        state = getattr(optimizer, "stream", self.stream).state_dict()
+        checkpoint_dict = {**(checkpoint_dict or {}), _IN_CHECKPOINTS: state}
+        super().save_checkpoint(optimizer=optimizer, checkpoint_dict=checkpoint_dict, **kwargs)
 
-            if distributed:
-                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
-            return ShardedFlashDPOptimizer(optimizer, **kwargs)
-        if self._pipeline is not None:
-            return PipelineFlashDPOptimizer(optimizer, group=self._pipeline, **kwargs)
-        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
-        return cls(optimizer, **kwargs)
-
-    def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
-        if not isinstance(module, GradSampleHooksFlashClipping):
-            return super()._prepare_criterion(module=module, **kwargs)
-        parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
-        if self._adaptive:
-            settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
-            return FlashAdaptiveLoss(*parts, **settings)
-        return FlashLoss(*parts)
+    def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
+        """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
+        checkpoint, behind what it had drawn: nothing is drawn again."""
+        checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
+        if _IN_CHECKPOINTS in checkpoint:
+            getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_IN_CHECKPOINTS])
+        return checkpoint

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` saves of a private run, for any number of processes."""
+"""A private run for ``torch.distributed.checkpoint``, with any number of processes."""
 
 from __future__ import annotations
 

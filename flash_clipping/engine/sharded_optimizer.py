@@ -68,11 +68,9 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             self.stream.load_state_dict(before.stream.state_dict())
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """As in Opacus: every process skips the same steps.
-
-        ``BatchMemoryManager`` is given parts by the loader's sampler, as many in every process,
-        which also knows which of them is the last.
-        """
+        """As in Opacus: every process skips the same steps. ``BatchMemoryManager`` is given parts
+        by the loader's sampler, as many in every process, which also knows which of them is the
+        last."""
         caller = sys._getframe(1)
         if caller.f_code.co_flags & inspect.CO_GENERATOR:
             sampler = getattr(caller.f_locals.get("self"), "sampler", None)

@@ -1,4 +1,4 @@
-"""What a wrapped model is made of: layers that come after wrapping have no tap."""
+"""The modules of a wrapped model: layers that come after wrapping have no tap."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from flash_clipping.errors import FlashClippingError
 class Structure:
     """The modules and parameters of a model as it was wrapped.
 
-    Args:
-        root: the wrapper, or the model itself where it is not wrapped.
-
-    Attributes:
-        modules: all that were there when this was last looked at.
+    ``root`` is the wrapper, or the model itself where it is not wrapped; ``modules`` are all that
+    were there when this was last looked at.
     """
 
     def __init__(self, root: nn.Module):
@@ -44,11 +41,8 @@ class Structure:
         return [*chain.from_iterable(map(operator.methodcaller("values"), filter(None, held)))]
 
     def check(self) -> None:
-        """Refuse trainable parameters that have come since the model was wrapped.
-
-        Raises:
-            FlashClippingError: one is in a module that has no tap.
-        """
+        """Raise ``FlashClippingError`` for trainable parameters that have come since the model was
+        wrapped, in a module that has no tap."""
         before, now = self._parts, self._parts_now()
         # Lists of tensors cannot be compared by ==, and modules need not be.
         if len(before) == len(now) and all(map(operator.is_, before, now)):

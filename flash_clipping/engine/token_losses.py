@@ -84,32 +84,38 @@ def per_sample_loss(
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned.
-
-    Raises:
-        TypeError: there are none.
-    """
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", 0)
+    """The logits in what a model returned; ``TypeError`` if there are none."""
+    logits = part_of(output, "logits")
     if not isinstance(logits, Tensor):
         raise TypeError(f"found {type(output).__name__}; expected logits, or what holds .logits.")
     return logits
 
 
+def part_of(output: Any, name: str) -> Any:
+    """The part of a model's output by this name; ``None`` if it is not there."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
 class SampleMeans:
     """Stands in for a model's own loss function: means over samples of the means over their tokens.
+    Where nothing is recorded, the loss function itself."""
 
-    Where nothing is recorded, the loss function itself.
-
-    Attributes:
-        calls: how often a recorded loss was computed.
-    """
-
-    def __init__(self, original: Any, path: str, session: ClippingSession):
-        self.original, self.path, self.session = original, path, session
-        self.shift = _SHIFTS[original.__name__]
+    def __init__(self, module: Any, path: str, session: ClippingSession):
+        self.module, self.path, self.session = module, path, session
+        self.original, before = module.loss_function, {*vars(module)}
+        module.loss_function = self  # its public setter
+        self._added = [name for name in vars(module) if name not in before]
+        self.shift = _SHIFTS[self.original.__name__]
+        #: How often a recorded loss was computed.
         self.calls = 0
         #: The number that losses of this model are divided by, where the caller gave one.
         self.items: int | None = None
+
+    def remove(self) -> None:
+        """The model's loss function is again what it was."""
+        self.module.loss_function = self.original
+        for name in self._added:
+            delattr(self.module, name)
 
     def __call__(
         self,
@@ -125,17 +131,16 @@ class SampleMeans:
         if self.shift:
             given["shift_labels"] = shift_labels
         given |= {"ignore_index": ignore_index, **kwargs}
-        if not self.session.recording:
-            return self.original(logits, labels, *args, **given)
-        self.calls += 1
-        if num_items_in_batch is not None:
+        recording = self.session.recording
+        self.calls += recording
+        if recording and num_items_in_batch is not None:
             self._check_items(num_items_in_batch)
+        if not recording or num_items_in_batch is not None:
             return self.original(logits, labels, *args, **given)
-        logits = logits.float()  # as the original does
-        if shift_labels is not None:
-            losses_B = per_sample_loss(logits, shift_labels, ignore_index=ignore_index)
-        else:
-            losses_B = per_sample_loss(logits, labels, shift=self.shift, ignore_index=ignore_index)
+        shift = self.shift and shift_labels is None
+        labels = labels if shift_labels is None else shift_labels
+        # In fp32, as the original does.
+        losses_B = per_sample_loss(logits.float(), labels, shift=shift, ignore_index=ignore_index)
         return losses_B.mean() if self.session.loss_reduction == "mean" else losses_B.sum()
 
     def _check_items(self, items: Any) -> None:
@@ -163,40 +168,30 @@ class ModelLosses:
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
         self._root = root
-        #: What stands in for the models' loss functions; where, and what else was set for that.
+        #: The stand-ins for the models' loss functions.
         self.stand_ins: list[SampleMeans] = []
-        self._places: list[tuple[nn.Module, list[str]]] = []
         #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
         adapters = getattr(root, "peft_config", {})
         self.penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
         self.of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
         for path, module in root.named_modules():
-            if not is_of(type(module), "transformers") or not _takes_labels(module):
+            cls = type(module)
+            if not is_of(cls, "transformers"):
+                continue
+            if "labels" not in inspect.signature(cls.forward).parameters:
                 continue
             original = getattr(module, "loss_function", None)
             if is_of(original, "transformers") and getattr(original, "__name__", "") in _SHIFTS:
-                stand_in, before = SampleMeans(original, path, session), {*vars(module)}
-                module.loss_function = stand_in  # its public setter
-                added = [name for name in vars(module) if name not in before]
-                self.stand_ins.append(stand_in)
-                self._places.append((module, added))
+                self.stand_ins.append(SampleMeans(module, path, session))
 
     def remove(self) -> None:
         """The models' loss functions are again what they were."""
-        for stand_in, (module, added) in zip(self.stand_ins, self._places, strict=True):
-            module.loss_function = stand_in.original
-            for name in added:
-                delattr(module, name)
-        self.stand_ins.clear()
-        self._places.clear()
+        while self.stand_ins:
+            self.stand_ins.pop().remove()
 
     def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
-        """A forward that is recorded or rehearsed begins.
-
-        Raises:
-            FlashClippingError: the model adds a penalty on weights to its own loss. What computes
-                it are weights alone, so that no layer could be found to be at fault.
-        """
+        """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights. What
+        computes it are weights alone, so that no layer could be found to be at fault."""
         if self.penalised and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
@@ -206,18 +201,12 @@ class ModelLosses:
             )
 
     def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Let a backward pass fail that reaches a loss which samples share.
-
-        Nothing is wrong with it otherwise: the output's logits may be used.
-
-        Raises:
-            FlashClippingError: units are parts of rows, and the loss is a mean over these.
-        """
-        loss = _loss_of(output)
+        """Let a backward pass fail that reaches a loss which samples share. Nothing is wrong with
+        it otherwise: the output's logits may be used."""
+        loss = loss_of(output)
         if loss is None or not loss.requires_grad:
             return
-        reason = self._shared(kwargs, output)
-        if reason:
+        if reason := self._shared(kwargs, output):
             refusal = f"the model: {reason}"
 
             def refuse(grad: Tensor | None) -> None:
@@ -238,7 +227,7 @@ class ModelLosses:
                 "that are compared one privacy unit of fixed size (docs/units.md)."
             )
         weight = getattr(self._root, "router_aux_loss_coef", 1.0)
-        if isinstance(_part(output, "aux_loss"), Tensor) and weight:
+        if isinstance(part_of(output, "aux_loss"), Tensor) and weight:
             return (
                 "its own loss holds an aux_loss, which balances the experts' loads over all "
                 "samples of the batch. Call the model with output_router_logits=False, and balance "
@@ -266,8 +255,8 @@ class ModelLosses:
                 )
             if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
                 continue
-            if not len(labels):
-                continue  # no samples share it
+            if len(labels) == 0:  # no samples share it
+                continue
             return (
                 f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of the "
                 "whole batch, so that each sample's gradient depends on how many labels the others "
@@ -284,15 +273,7 @@ def is_of(thing: Any, library: str) -> bool:
     return any(name.partition(".")[0] == library for name in modules)
 
 
-def _takes_labels(module: nn.Module) -> bool:
-    return "labels" in inspect.signature(type(module).forward).parameters
-
-
-def _part(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
-def _loss_of(output: Any) -> Tensor | None:
+def loss_of(output: Any) -> Tensor | None:
     """The loss in an output of transformers: by its name, or first in a tuple."""
-    loss = output[0] if isinstance(output, tuple) and output else _part(output, "loss")
+    loss = output[0] if isinstance(output, tuple) and output else part_of(output, "loss")
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

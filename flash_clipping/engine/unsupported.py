@@ -29,11 +29,7 @@ _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
 
 def refuse_complex(name: str, param: nn.Parameter) -> None:
-    """Refuse a trainable parameter that is complex.
-
-    Raises:
-        FlashClippingError: it is.
-    """
+    """Raise ``FlashClippingError`` for a trainable parameter that is complex."""
     if param.requires_grad and param.is_complex():
         raise FlashClippingError(
             f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
@@ -44,13 +40,9 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
 
 
 def refuse_unsupported(root: nn.Module) -> None:
-    """Refuse a model that is about to be wrapped.
-
-    Raises:
-        NotImplementedError: a layer mixes samples, has parameters without a shape, reduces
-            gradients itself, or reads its parameters past any tap.
-        FlashClippingError: a trainable parameter is complex.
-    """
+    """Refuse a model that is about to be wrapped: in which a layer mixes samples, has parameters
+    without a shape, reduces gradients itself, or reads its parameters past any tap; or a trainable
+    parameter is complex."""
     refuse_max_norm(embeddings_of(root))
     refuse_sharding(root)
     refuse_batch_norms(batch_norms_of(root))
@@ -81,13 +73,9 @@ def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
 
 
 def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
-    """Refuse those of these batch normalizations, by path, that read statistics of the batch now.
-
-    In eval mode, with running statistics, the output for a sample is of that sample alone.
-
-    Raises:
-        NotImplementedError: one does.
-    """
+    """Raise ``NotImplementedError`` for those of these batch normalizations, by path, that read
+    statistics of the batch now. In eval mode, with running statistics, the output for a sample is
+    of that sample alone."""
     for path, module in norms:
         if module.training or module.running_mean is None or module.running_var is None:
             raise NotImplementedError(
@@ -100,12 +88,8 @@ def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
 
 
 def _refuse_hooked(path: str, module: nn.Module) -> None:
-    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward.
-
-    Raises:
-        NotImplementedError: there is one.
-    """
-    before_forward = hooks_of_module(module)[0]
+    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward."""
+    before_forward: Any = hooks_of_module(module)[0]
     for hook in before_forward.values() if isinstance(before_forward, dict) else ():
         name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")
         kind = _COMPUTING_HOOKS.get(type(hook))
@@ -113,20 +97,18 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
         if not any(source is not None and source.requires_grad for source in sources):
             continue
         if isinstance(hook, _Pruning):
-            call = "torch.nn.utils.prune"
+            kind = "prune"
             line = f'torch.nn.utils.prune.remove({module_at(path)}, "{name}")'
-        elif kind is not None:
-            call = f"torch.nn.utils.{kind}"
-            line = (
-                f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
-                f"torch.nn.utils.parametrizations.{kind}(layer)"
-            )
-        else:
+        elif kind is None:
             continue
+        else:
+            line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
+            line += f"torch.nn.utils.parametrizations.{kind}(layer)"
         raise NotImplementedError(
             f"{path or 'the model'} ({type(module).__name__}): its {name} is computed by a hook "
-            f"({call}) before the layer runs, so what it is computed from has no per-sample "
-            f"gradients; expected a parametrization (exact), or a plain parameter:\n    {line}"
+            f"(torch.nn.utils.{kind}) before the layer runs, so what it is computed from has no "
+            "per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
+            f"    {line}"
         )
 
 

@@ -81,18 +81,13 @@ class HyperConnections(nn.Module):
                 f"HyperConnections: found dim={dim} and streams={streams}; expected a positive dim "
                 f"and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
             )
-        if iterations < 1 or not (norm_eps > 0 and hc_eps > 0):
-            raise ValueError(
-                f"HyperConnections: found iterations={iterations}, norm_eps={norm_eps} and "
-                f"hc_eps={hc_eps}; expected at least one iteration, and both above 0."
-            )
         if backend not in BACKENDS:
             raise ValueError(
                 f"HyperConnections: backend is {backend!r}; expected one of {', '.join(BACKENDS)}."
             )
         self.dim = dim
         self.streams = streams
-        self.settings = ops.Settings(norm_eps, hc_eps, iterations)
+        self.settings = ops.checked_settings(ops.Settings(norm_eps, hc_eps, iterations))
         self.transposed = transposed
         self.backend = backend
         logits = streams * streams + 2 * streams
@@ -119,7 +114,7 @@ class HyperConnections(nn.Module):
         return f"{self.dim}, streams={self.streams}, {settings}, transposed={self.transposed}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the sublayer reads, and how it goes on.
+        """The sublayer's input, and the weights with which the streams go on.
 
         Args:
             x: ``[B, ..., n, D]``, any floating dtype.

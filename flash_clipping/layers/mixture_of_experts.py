@@ -225,7 +225,7 @@ class MixtureOfExperts(nn.Module):
         return [getattr(self, name) for name in self._names]
 
     def _arithmetic(self, params: Sequence[Tensor]) -> RoutedRows:
-        """What it computes with these tensors for its parameters."""
+        """The layer's arithmetic with these tensors for its parameters."""
         of = dict(zip(self._names, params, strict=True))
         first: list[LowRank] = []
         second: list[LowRank] = []

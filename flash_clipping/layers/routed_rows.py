@@ -25,7 +25,7 @@ from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_
 
 @dataclass
 class Gradients:
-    """What one backward found, by the name of the parameter.
+    """Gradients that one backward found, by the name of the parameter.
 
     Attributes:
         segments: which sample and which expert the rows are of.
@@ -143,13 +143,13 @@ class Projection:
 
 
 class Between(Protocol):
-    """What stands between the projections; it has no parameters."""
+    """The function between the projections; it has no parameters."""
 
     def forward(self, up_Nu: Tensor) -> Tensor:
         """``[N, f]``."""
 
     def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The same again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+        """The output again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class RoutedRows:
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Gradients of tokens and weights, and of the parameters that are ``wanted``.
 
-        Of ``y = w · W h`` the weight's is ``(Wᵀ g) · h``: without another product for ``W h``.
+        The weight's gradient in ``y = w · W h`` is ``(Wᵀ g) · h``, without a product for ``W h``.
         """
         found = Gradients(segments)
         tokens_N, weight_N1 = _sorted(weight_Mk, segments)
@@ -218,8 +218,8 @@ class RoutedRows:
 
 
 def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Of every sorted row the token ``[N]``, and its weight ``[N, 1]``: 0 where it is sent to no
-    expert, as the weight may be anything there."""
+    """Token ``[N]`` and weight ``[N, 1]`` of every sorted row; a row that is sent to no expert has
+    weight 0, whatever stands there."""
     order_N = segments.order_N
     weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
     return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)

@@ -64,7 +64,7 @@ def cancellation(device_type: str, dtype: torch.dtype) -> float:
 
 
 def doubt(spread_B: Tensor) -> Tensor:
-    """What is added to squared norms of samples with this spread, ``CANCELLATION · spread²``."""
+    """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
     return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
 
 

@@ -20,7 +20,6 @@ from flash_clipping.ops.runtime.shapes import (
     SqnormBlock,
     accumulator,
     checked_groups,
-    remembered,
 )
 
 
@@ -39,21 +38,16 @@ def linear_sqnorms(
         (:mod:`flash_clipping.ops.certificate`), fp32 (float64 for float64).
     """
     ready = checked_groups(groups)
-    rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    for order, sq_RB, doubt_RB in linear_sqnorm_blocks(ready, backend=backend):
-        if doubt_RB is None:
-            doubt_RB = torch.zeros_like(sq_RB)
-        both = zip(sq_RB.unbind(0), doubt_RB.unbind(0), strict=True)
-        rows.update(zip(order, both, strict=True))
     results = []
-    for group, (A_BTd, Gs) in enumerate(ready):
-        found = [rows[group, layer] for layer in range(len(Gs))]
-        if found:
-            sqs, doubts = zip(*found, strict=True)
-            results.append((torch.stack(sqs), torch.stack(doubts)))
-        else:
-            none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
-            results.append((none_LB, none_LB))
+    for A_BTd, Gs in ready:
+        zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
+        results.append((zeros_LB, torch.zeros_like(zeros_LB)))
+    for order, sq_RB, doubt_RB in linear_sqnorm_blocks(ready, backend=backend):
+        for row, (group, layer) in enumerate(order):
+            sq_LB, doubt_LB = results[group]
+            sq_LB[layer] = sq_RB[row]
+            if doubt_RB is not None:
+                doubt_LB[layer] = doubt_RB[row]
     return results
 
 
@@ -66,7 +60,10 @@ def linear_sqnorm_blocks(
     kept for operands of the same layout. A step takes its norms in this way, as it puts them into
     an order of its own anyway.
     """
-    by_algorithm = remembered(memo, "algorithms", lambda: _algorithms(ready))
+    memo = {} if memo is None else memo
+    by_algorithm = memo.get("algorithms")
+    if by_algorithm is None:
+        by_algorithm = memo["algorithms"] = _algorithms(ready)
     blocks: list[SqnormBlock] = []
     for group, layer in by_algorithm["rank_one"]:
         A_B1d, Gs = ready[group]

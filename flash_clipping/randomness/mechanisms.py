@@ -34,7 +34,7 @@ class NoiseMechanism(ABC):
     @property
     @abstractmethod
     def settings(self) -> dict[str, float | str]:
-        """What a checkpoint keeps of it: a name and numbers."""
+        """For a checkpoint: a name and numbers."""
 
     def sensitivity(self, steps: int, separation: int | None = None) -> float:
         """How far one sample moves ``C X`` in ``steps`` steps, in clipping bounds.

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from flash_clipping.errors import FlashClippingError
 
 KEY_BYTES = 32
@@ -39,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _this_process() -> tuple[int, int]:
-    """What no stream of a parent has: numbers of processes alone are used again."""
+    """Identity of a process: a number alone may be used again after a fork."""
     return os.getpid(), _forks
 
 
@@ -48,7 +50,7 @@ class SeededNoiseWarning(UserWarning):
 
 
 class Purpose(IntEnum):
-    """What words are for: part of the nonce, so that purposes never share one."""
+    """Use of words: part of the nonce, so that purposes never share one."""
 
     #: Noise on the clipped sums.
     NOISE = 1
@@ -169,7 +171,7 @@ class SecretStream:
     # -- checkpoints and copies -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: no key, but which one it was and how far it has come."""
+        """For a checkpoint: no key, but a digest of it and how many draws were taken."""
         return {"key_digest": self._digest(), "draws": self._drawn, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,6 +204,34 @@ class SecretStream:
 
     def __repr__(self) -> str:
         return f"SecretStream(draws={self._drawn}, seed={self.seed})"
+
+
+def stream_of(
+    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool = False
+) -> SecretStream:
+    """The stream of an optimizer, or a loader: the given one, one of a seed (a number that is drawn
+    from ``generator``, in Opacus' way), or one with a key of its own. ``secure_mode`` refuses
+    seeds."""
+    if secure_mode and (generator is not None or (stream is not None and stream.is_seeded)):
+        raise ValueError(
+            "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "
+            "whoever knows it can subtract. Leave one of them out."
+        )
+    if generator is None:
+        return SecretStream() if stream is None else stream
+    if stream is not None:
+        raise ValueError("FlashDPOptimizer: found a stream and a generator; expected one of them.")
+    seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
+    return SecretStream(seed=int(seed))
+
+
+def seed_notice(*streams: SecretStream | None) -> str:
+    """A warning to stand behind ε, where noise or batches come from a seed; else empty."""
+    seeds = sorted({s.seed for s in streams if s is not None and s.seed is not None})
+    if not seeds:
+        return ""
+    named = ", ".join(map(str, seeds))
+    return f"   SEEDED ({named}): NO ε HOLDS against whoever knows the seed"
 
 
 def _key_of(seed: str) -> bytes:

@@ -151,10 +151,10 @@ class RMSNormRule(_RowNormRule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.input(x)
         shape, scale, eps = self.arguments(layer)
-        # One fused kernel where PyTorch has one; it also returns what backward needs.
+        # One fused kernel where the device has one; it also returns what backward needs.
         output, rstd = rms_norm(x, shape, scale, eps)
         wide = accumulation_dtype(x.dtype)
-        if rstd is None or rstd.dtype != wide:  # not fused: not told, or rounded
+        if rstd.dtype != wide:  # not fused: rounded
             axes = tuple(range(-len(shape), 0))
             eps = DEFAULT_EPS[x.dtype] if eps is None else eps
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()

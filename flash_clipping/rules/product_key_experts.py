@@ -20,9 +20,8 @@ from flash_clipping.rules.registry import Grads, Needs, Rule, as_BTd, register_r
 
 @register_rule(ExpertTables)
 class ExpertTablesRule(Rule):
-    """Of every position are kept its input, output gradient and L numbers, never L rows of a table:
-    rows that were looked up are formed for some positions at a time, and again in backward.
-    """
+    """Keeps input, output gradient and L numbers of every position, never L rows of a table: rows
+    are looked up for some positions at a time, and again in backward."""
 
     def works_by_position(self, layer: Any) -> bool:
         return True

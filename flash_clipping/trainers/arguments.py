@@ -1,30 +1,14 @@
-"""What a trainer is told about privacy."""
+"""The privacy of a trainer's run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What a trainer passes to ``make_private`` itself.
-_OWN = {
-    "module",
-    "optimizer",
-    "data_loader",
-    "noise_multiplier",
-    "max_grad_norm",
-    "poisson_sampling",
-    "wrap_model",
-    "loss_reduction",
-    "noise_generator",
-    "criterion",
-    "grad_sample_mode",
-    "units",
-    "max_rows_per_unit",
-    "distributed",
-    "sampling",
-    "max_batch_size",
-    "noise",
-}
+#: Arguments of ``make_private`` that a trainer passes itself.
+_OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
+loss_reduction noise_generator criterion grad_sample_mode units max_rows_per_unit distributed
+sampling max_batch_size noise"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,7 @@ class PrivacyArguments:
                 "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "
                 "of them out."
             )
-        if taken := sorted(_OWN & self.engine_options.keys()):
+        if taken := sorted(self.engine_options.keys() & _OWN.split()):
             raise ValueError(
                 f"PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
                 "trainer sets itself or does not support. Leave them out, or train with "

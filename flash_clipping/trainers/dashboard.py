@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.engine.accounting import relation_of
-from flash_clipping.engine.noise_stream import seed_notice
-from flash_clipping.randomness import SecretStream
+from flash_clipping.randomness.stream import seed_notice
 
 
 def accounted_steps(engine: Any) -> int:
@@ -26,7 +25,7 @@ def accounted_steps(engine: Any) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the samples since the last reading were like.
+    """Statistics of the samples since the last reading.
 
     Attributes:
         samples: how many there were.
@@ -46,51 +45,42 @@ class Reading:
         return self.samples / self.seconds if self.seconds > 0 else float("nan")
 
     def logs(self, epsilon: float) -> dict[str, float]:
-        """What trainers log of it, beside ε."""
+        """The numbers that trainers log, with ε."""
         names = ("clipped_share", "median_norm", "samples_per_second")
         return {"epsilon": epsilon} | {name: getattr(self, name) for name in names}
 
 
 class ClippingStatistics:
-    """Gathers norms and clipping coefficients of backward passes, without waiting for the device.
-
-    Args:
-        model: what ``make_private`` returned: the wrapped model, or its hooks.
-    """
+    """Gathers norms and clipping coefficients of backward passes of ``model`` (what
+    ``make_private`` returned), without waiting for the device."""
 
     def __init__(self, model: Any):
         self._model = model
-        self._norms: list[Tensor] = []
-        self._clipped: list[Tensor] = []
-        self._padding: list[Tensor] = []
+        #: By backward passes: norms, whether samples were clipped, and whether they are padding.
+        self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._began = time.perf_counter()
 
     def note_backward(self) -> None:
-        """Take the samples of the last backward pass; before the optimizer's step.
-
-        Raises:
-            FlashClippingError: there was none.
-        """
+        """Take the samples of the last backward pass; before the optimizer's step."""
         norm_B, coef = self._model.get_norm_sample(), self._model.get_clipping_coef()
         coef_PB = coef if coef.dim() == 2 else coef.unsqueeze(0)
-        self._norms.append(norm_B.detach())
-        self._clipped.append((coef_PB < 1).any(0))
-        # Of no sample is norm and coefficient 0; which rows these are is looked at when it is read.
-        self._padding.append((coef_PB[0] == 0) & (norm_B == 0))
+        # No sample has norm and coefficient 0; padding is looked for when statistics are read.
+        is_padding_B = (coef_PB[0] == 0) & (norm_B == 0)
+        self._passes.append((norm_B.detach(), (coef_PB < 1).any(0), is_padding_B))
 
     def read(self) -> Reading:
         """All samples since the last reading; waits for the device."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         samples, share, median = 0, float("nan"), float("nan")
-        if self._norms:
-            counts = (~torch.cat(self._padding)).nonzero().flatten()
-            norms, clipped = torch.cat(self._norms)[counts], torch.cat(self._clipped)[counts]
-            samples = len(norms)
+        if self._passes:
+            norms, clipped, is_padding = map(torch.cat, zip(*self._passes, strict=True))
+            counts = (~is_padding).nonzero().flatten()
+            norms, clipped, samples = norms[counts], clipped[counts], len(counts)
         if samples:
             shares = clipped.to(norms.dtype).mean()
             share, median = torch.stack([shares, norms.median()]).tolist()
-        self._norms, self._clipped, self._padding = [], [], []
+        self._passes = []
         return Reading(samples, share, median, seconds)
 
 
@@ -153,17 +143,13 @@ class PrivacyDashboard:
         # Said once: which datasets ε compares.
         named, self._named = self._named, True
         relation = "" if named else f"   (ε: {relation_of(self._engine.accountant)})"
-        relation += seed_notice(getattr(self._engine, "stream", None), self._noise_stream())
+        # The model's optimizer may have a seed of its own.
+        optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
+        streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
         self._shown = accounted_steps(self._engine)
-        self._show(
-            line(self._shown, self._engine.get_epsilon(self._delta), self._statistics.read())
-            + relation
-        )
-
-    def _noise_stream(self) -> SecretStream | None:
-        """That of the model's optimizer, which may have a seed of its own."""
-        step = getattr(self._model, "running_step", None)
-        return getattr(getattr(step, "follower", None), "stream", None)
+        epsilon = self._engine.get_epsilon(self._delta)
+        shown = line(self._shown, epsilon, self._statistics.read())
+        self._show(shown + relation + seed_notice(*streams))
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

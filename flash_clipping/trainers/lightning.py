@@ -23,7 +23,6 @@ except ImportError as error:
 
 from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 
@@ -79,10 +78,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
                 "your own (docs/units.md)."
             )
-        self.privacy = privacy
-        self.module = module
+        self.privacy, self.module = privacy, module
         self.max_physical_batch_size = max_physical_batch_size
-        self._statistics: ClippingStatistics | None = None
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 
@@ -122,7 +119,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
             max_grad_norm=self.privacy.max_grad_norm or 0.0,
             steps=int(trainer.estimated_stepping_batches),
         )
-        self._statistics = ClippingStatistics(self.run.hooks)
         trainer.strategy.optimizers = [self.run.optimizer]
         if self._loaded:
             self.run.load_state_dict(self._loaded)
@@ -137,28 +133,25 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "one torch.utils.data.DataLoader."
             )
         refuse_loader(plain, poisson_sampling=True, distributed=False)
-        assert self.run is not None
-        stream = self.run.sampling_stream
+        options: dict[str, Any] = {"stream": self.run.sampling_stream}
         if self.max_physical_batch_size is None:
-            return PoissonLoader.from_data_loader(plain, stream=stream)
+            return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
                 "training_step takes steps itself. Leave it out, or use automatic optimization."
             )
-        return LogicalLoader.of(
-            plain, steps=len(plain), part_size=self.max_physical_batch_size, stream=stream
-        )
+        options["part_size"] = self.max_physical_batch_size
+        return LogicalLoader.from_data_loader(plain, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that Lightning trains with what was made private."""
-        assert self.run is not None
         if trainer.train_dataloader is not self._loader:
             raise RuntimeError(
                 f"PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, not "
                 "with the Poisson loader. Do not reload dataloaders, or change the fit loop."
             )
-        self._check_steps(trainer)
+        self.run.check_steps(trainer.global_step)
         self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -171,43 +164,31 @@ class PrivateTraining(ReportsPrivacy, Callback):
         def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(batch, LogicalBatch):
                 return training_step(batch, *args, **kwargs)
-            assert self.run is not None and self._statistics is not None
-            hooks = self.run.hooks
             self.run.begin_step()
-            last = len(batch.parts) - 1
-            for part, size in zip(batch.parts[:last], batch.sizes, strict=False):
-                hooks.expect_samples(size)
+            *parts, last = zip(batch.parts, batch.sizes, strict=True)
+            for part, size in parts:
+                self.run.hooks.expect_samples(size)
                 result = training_step(part, *args, **kwargs)
                 loss = result["loss"] if isinstance(result, dict) else result
                 with torch.autocast(loss.device.type, enabled=False):
                     loss.backward()
-                self._statistics.note_backward()
+                self.run.statistics.note_backward()
                 self.run.keep_sums()
-            hooks.expect_samples(batch.sizes[last])
-            return training_step(batch.parts[last], *args, **kwargs)
+            self.run.hooks.expect_samples(last[1])
+            return training_step(last[0], *args, **kwargs)
 
         return step
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Gather what the dashboard shows."""
-        if self._statistics is not None:
-            self._statistics.note_backward()
+        if self.run is not None:
+            self.run.statistics.note_backward()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Check that the step is accounted; log."""
-        self._check_steps(trainer)
+        self.run.check_steps(trainer.global_step)
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            assert self._statistics is not None
-            pl_module.log_dict(self._statistics.read().logs(self.epsilon), batch_size=1)
-
-    def _check_steps(self, trainer: Any) -> None:
-        assert self.run is not None
-        self.run.check_steps(
-            trainer.global_step,
-            "PrivateTraining: Lightning counts {counted} steps, and {accounted} are accounted. A "
-            "checkpoint without an accountant was loaded (one of a run without this callback), or "
-            "something overrides the optimizer.",
-        )
+            pl_module.log_dict(self.run.statistics.read().logs(self.epsilon), batch_size=1)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""

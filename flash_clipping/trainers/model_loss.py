@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.engine.token_losses import loss_of
 from flash_clipping.trainers.sample_losses import IGNORED
 
 #: Relative differences that are rounding: losses are means of many terms.
@@ -25,25 +26,19 @@ _TOLERANCE_OF_16_BITS = 5e-2
 @contextmanager
 def asking(model: nn.Module) -> Iterator[None]:
     """Run a model for its answer: without gradients and dropout; nothing of it is changed."""
-    modes = [module.training for module in model.modules()]
-    devices = list({p.device for p in model.parameters() if p.is_cuda})
-    try:
-        with untouched(model), random_state(devices, seed=0), torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, mode in zip(model.modules(), modes, strict=True):
-            module.training = mode
+    with untouched(model), _seeded(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+def _seeded(model: nn.Module) -> Any:
+    return random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0)
 
 
 def own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
     """The loss that a model of ``transformers`` returns, a scalar; ``None`` if it has none."""
-    with random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0):
-        outputs = _without_penalty(model)(**inputs)
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if isinstance(outputs, tuple) and outputs:
-        loss = outputs[0]
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+    with _seeded(model):
+        return loss_of(_without_penalty(model)(**inputs))
 
 
 def _without_penalty(model: Any) -> nn.Module:
@@ -58,14 +53,9 @@ def _without_penalty(model: Any) -> nn.Module:
 def shifts_labels(
     model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Whether position ``t`` predicts the label of position ``t + 1`` in the model's own loss.
-
-    A loss that shifts labels does not see the first one: with that label alone it is a mean of
-    nothing.
-
-    Returns:
-        ``None`` if the model has no loss of its own.
-    """
+    """Whether position ``t`` predicts the label of position ``t + 1`` in the model's own loss;
+    ``None`` if it has none. A loss that shifts labels does not see the first one: with that label
+    alone it is a mean of nothing."""
     for sample in samples:
         inputs = collate([sample])
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -87,19 +77,12 @@ def compare(
     collate: Callable[[list[Any]], Any],
     losses: Callable[[Any, int], Tensor],
 ) -> None:
-    """Compare the losses of samples with the model's own.
-
-    One sample at a time, and two with labels of different number in one batch.
-
-    Raises:
-        ValueError: they differ; shows both numbers, and what to write.
-    """
+    """Raise ``ValueError``, with both numbers, where the losses of samples differ from the model's
+    own: of one sample at a time, and of two with labels of different number in one batch."""
     found: dict[int, Any] = {}
     for sample in samples:
         batch = collate([sample])
-        if not isinstance(batch, Mapping):
-            return
-        own = own_loss(model, batch)
+        own = own_loss(model, batch) if isinstance(batch, Mapping) else None
         if own is None:
             return
         if own.isfinite():  # a mean over no label is NaN

@@ -14,40 +14,41 @@ from torch import nn
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import accounted_steps
+from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
 
 
 class ReportsPrivacy:
     """A trainer, or its callback, whose run tells what it has spent."""
 
-    run: PrivateRun | None = None
+    #: The :class:`PrivateRun`, once there is one.
+    run: Any = None
 
     @property
     def epsilon(self) -> float:
         """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else self.run.epsilon()
+        return 0.0 if self.run is None else float(self.run.epsilon())
 
     @property
     def relation(self) -> str:
-        """Which datasets ε compares, in words."""
-        return ADD_OR_REMOVE if self.run is None else self.run.engine.relation
+        """The neighbouring relation of ε, in words."""
+        return ADD_OR_REMOVE if self.run is None else str(self.run.engine.relation)
 
 
 class PrivateRun:
-    """What makes a trainer's run private.
-
-    In this order: make it, draw batches with :attr:`sampling_stream`, :meth:`attach`, train.
+    """Makes a trainer's run private: make it, draw batches with :attr:`sampling_stream`,
+    :meth:`attach`, train.
 
     Attributes:
         engine: accounts for the steps.
-        hooks: the hooks on the model, after :meth:`attach`.
-        optimizer: the private one, after :meth:`attach`.
         sampling_stream: what batches are drawn with.
+        hooks, optimizer, statistics: after :meth:`attach`: the hooks on the model, the private
+            optimizer, and the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`.
         planned_steps: how many steps the noise was computed for.
     """
 
     hooks: Any = None
     optimizer: Any = None
+    statistics: Any = None
     noise_multiplier: float
     sample_rate: float
     planned_steps: int
@@ -85,22 +86,22 @@ class PrivateRun:
         Args:
             model: all trainable parameters of it are covered. In several processes: inside of
                 Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
-            optimizer: holds parameters of this model.
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
-            max_grad_norm: the clipping bound.
             steps: of the whole run.
             options: of the engine, unless the user gave others.
-
-        Raises:
-            ValueError: with ``target_epsilon``, a higher sample rate than noise was computed for.
         """
-        arguments, before = self.arguments, self.optimizer
-        if self.steps:
-            self._refuse_other_rate(1 / len(loader))
-        self.sample_rate = 1 / len(loader)
+        arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
-            self.noise_multiplier = self._noise_multiplier()
+            self.noise_multiplier = self._noise_multiplier(rate)
+        elif arguments.target_epsilon is not None and rate > self.sample_rate:
+            raise ValueError(
+                f"target_epsilon={arguments.target_epsilon}: its noise was computed for steps "
+                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
+                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
+                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
+            )
+        self.sample_rate = rate
         modes = [module.training for module in model.modules()]
         model.train()  # Opacus takes no others
         self.hooks, self.optimizer, _, _ = self.engine.make_private(
@@ -112,12 +113,13 @@ class PrivateRun:
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
-            **({} if options is None else options) | arguments.engine_options,
+            **(options or {}) | arguments.engine_options,
         )
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
         self.hooks.forbid_grad_accumulation()
+        self.statistics = ClippingStatistics(self.hooks)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
 
@@ -138,7 +140,7 @@ class PrivateRun:
         self.optimizer.signal_skip_step(True)
         self.optimizer.step()
 
-    def _noise_multiplier(self) -> float:
+    def _noise_multiplier(self, sample_rate: float) -> float:
         arguments = self.arguments
         if arguments.noise_multiplier is not None:
             return arguments.noise_multiplier
@@ -146,18 +148,9 @@ class PrivateRun:
             return get_noise_multiplier(
                 target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
                 target_delta=arguments.target_delta,
-                sample_rate=self.sample_rate,
+                sample_rate=sample_rate,
                 steps=self.planned_steps,
                 accountant=arguments.accountant,
-            )
-
-    def _refuse_other_rate(self, rate: float) -> None:
-        if self.arguments.target_epsilon is not None and rate > self.sample_rate:
-            raise ValueError(
-                f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for steps "
-                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
-                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
-                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
             )
 
     @property
@@ -168,26 +161,25 @@ class PrivateRun:
     def epsilon(self) -> float:
         """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
         steps = self.steps
-        if not steps:
-            return 0.0
-        if not self.noise_multiplier:
-            return math.inf
+        if not steps or not self.noise_multiplier:
+            return math.inf if steps else 0.0
         if self._epsilon is None or self._epsilon[0] != steps:
             self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
         return self._epsilon[1]
 
-    def check_steps(self, counted: int, because: str) -> None:
+    def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
         accounted = self.steps - self.steps_before
         if accounted != counted:
-            raise RuntimeError(because.format(counted=counted, accounted=accounted))
+            raise RuntimeError(
+                f"The trainer counts {counted} steps, and {accounted} are accounted. Weights were "
+                "changed without noise, a step was left out, or a checkpoint without an accountant "
+                "was loaded: something overrides the optimizer, its step() or the checkpoint's "
+                "loading."
+            )
 
     def check_budget(self, remaining: int) -> None:
-        """Refuse to start training for more steps than the noise was computed for.
-
-        Raises:
-            ValueError: ``target_epsilon`` would be exceeded.
-        """
+        """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
         if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
             return
         raise ValueError(
@@ -200,15 +192,12 @@ class PrivateRun:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, float]:
-        """What a run may not change when it is resumed; beside the data."""
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-            "max_grad_norm": self.max_grad_norm,
-        }
+        """Settings that a run may not change when it is resumed; beside the data."""
+        names = ("noise_multiplier", "sample_rate", "max_grad_norm")
+        return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside model and optimizer; no objects of classes."""
+        """The state for a checkpoint, beside model and optimizer; no objects of classes."""
         state: dict[str, Any] = {
             "accountant": dict(self.engine.accountant.state_dict()),
             "settings": self._settings(),
@@ -223,24 +212,19 @@ class PrivateRun:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the accounting of a checkpoint; noise is drawn afresh, unless from a seed.
-
-        Raises:
-            ValueError: the run has done steps already, or is another run than the checkpoint's.
+        ``ValueError`` if the run has done steps already, or is another run than the checkpoint's.
         """
         if self.steps:
             raise ValueError(
                 f"resume: found a run that has done {self.steps} private steps. Its accountant "
                 "would forget them. Make a new trainer to resume with."
             )
-        now = self._settings()
-        different = [
-            f"{name} was {was}, is {now[name]}"
-            for name, was in state["settings"].items()
-            if now[name] != was
-        ]
-        if different:
+        now, then = self._settings(), state["settings"]
+        changed = [name for name in then if now[name] != then[name]]
+        if changed:
+            listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
             raise ValueError(
-                f"resume: the checkpoint is of another run: {'; '.join(different)}. Noise and "
+                f"resume: the checkpoint is of another run: {listed}. Noise and "
                 "epsilon were computed for those. Use the same data, batch size, number of steps "
                 "and privacy arguments."
             )

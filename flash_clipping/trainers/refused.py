@@ -15,44 +15,43 @@ _SEVERAL = (
 
 
 def refuse_arguments(args: Any) -> None:
-    """Refuse ``TrainingArguments`` under which steps would not be private, or not be accounted.
+    """Raise ``ValueError`` for ``TrainingArguments`` under which steps would not be private, or not
+    be accounted."""
 
-    Raises:
-        ValueError: names the argument, what was found, and what to do.
-    """
+    def get(name: str, default: Any = None) -> Any:  # versions of transformers differ
+        return getattr(args, name, default)
+
     _refuse_if(
-        getattr(args, "fp16", False),
+        get("fp16"),
         "fp16=True",
         "It scales the loss: samples would be clipped by their scaled gradients, and a step that "
         "is skipped for a sample's overflow shows that sample. Use bf16=True",
     )
-    form = str(getattr(getattr(args, "parallel_mode", None), "value", "distributed"))
-    if getattr(args, "world_size", 1) > 1:
-        _refuse_if(form != "distributed", f"several processes ({form})", _SEVERAL)
-        _refuse_if(getattr(args, "parallelism_config", None), "parallelism_config", _SEVERAL)
-    _refuse_if(getattr(args, "deepspeed", None), "deepspeed", _SEVERAL)
-    _refuse_if(getattr(args, "fsdp", None), "fsdp", _SEVERAL)
+    form = str(getattr(get("parallel_mode"), "value", "distributed"))
+    is_several = get("world_size", 1) > 1
+    _refuse_if(is_several and form != "distributed", f"several processes ({form})", _SEVERAL)
+    _refuse_if(is_several and get("parallelism_config"), "parallelism_config", _SEVERAL)
+    _refuse_if(get("deepspeed"), "deepspeed", _SEVERAL)
+    _refuse_if(get("fsdp"), "fsdp", _SEVERAL)
+    _refuse_if(get("n_gpu", 1) > 1, f"{get('n_gpu', 1)} GPUs (DataParallel)", _SEVERAL)
     _refuse_if(
-        getattr(args, "n_gpu", 1) > 1, f"{getattr(args, 'n_gpu', 1)} GPUs (DataParallel)", _SEVERAL
-    )
-    _refuse_if(
-        getattr(args, "torch_compile", False),
+        get("torch_compile"),
         "torch_compile=True",
         "The Trainer would compile the model with its hooks. Leave it out",
     )
     _refuse_if(
-        getattr(args, "auto_find_batch_size", False),
+        get("auto_find_batch_size"),
         "auto_find_batch_size=True",
         "A second attempt with another batch size is another sample rate. Give "
         "per_device_train_batch_size what fits, and the rest to gradient_accumulation_steps",
     )
-    strategy = str(getattr(args, "train_sampling_strategy", "random"))
+    strategy = str(get("train_sampling_strategy", "random"))
     _refuse_if(
-        getattr(args, "group_by_length", False) or not strategy.endswith("random"),
+        get("group_by_length") or not strategy.endswith("random"),
         "batches by length, or in order (train_sampling_strategy, group_by_length)",
         "Poisson sampling draws every sample alike. Leave it out",
     )
-    name = str(getattr(args, "optim", "")).rpartition(".")[2].lower()
+    name = str(get("optim", "")).rpartition(".")[2].lower()
     _refuse_if(
         "lomo" in name or "layerwise" in name,
         f"optim={name!r}",
@@ -61,11 +60,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_trainer(trainer: Any, trainer_class: type) -> None:
-    """Refuse what else a trainer was given.
-
-    Raises:
-        ValueError: names what was found, and what to do.
-    """
+    """Raise ``ValueError`` for what else a trainer was given."""
     cls = type(trainer)
     _refuse_if(
         trainer.model_init is not None,
@@ -97,11 +92,7 @@ def refuse_trainer(trainer: Any, trainer_class: type) -> None:
 
 
 def refuse_loader(loader: Any) -> None:
-    """Refuse a loader whose sampling is another than the Trainer's own.
-
-    Raises:
-        ValueError: names what was found, and what to do.
-    """
+    """Raise ``ValueError`` for a loader whose sampling is another than the Trainer's own."""
     dataset = loader.dataset
     _refuse_if(
         not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),

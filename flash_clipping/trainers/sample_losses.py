@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.engine.token_losses import per_sample_loss
+from flash_clipping.engine.token_losses import part_of, per_sample_loss
 
-#: Labels with this value count nothing.
+#: Labels with this value count nothing, in per_sample_loss as well.
 IGNORED = -100
 
 _INSTEAD = "Give compute_loss_func, which returns one loss for each sample, [B]."
@@ -62,16 +62,18 @@ def sample_losses(
     """
     if {"start_positions", "end_positions"} == labels.keys():
         ends = [
-            _positions_loss(_get(outputs, f"{end}_logits"), labels[f"{end}_positions"])
+            _positions_loss(part_of(outputs, f"{end}_logits"), labels[f"{end}_positions"])
             for end in ("start", "end")
         ]
         return _of_rows((ends[0] + ends[1]) / 2, units)
-    logits = _get(outputs, "logits")
+    is_tuple = isinstance(outputs, tuple | list) and len(outputs)  # return_dict=False
+    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
     if labels.keys() != {"labels"} or logits is None:
+        found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(
-            f"sample_losses: found labels named {sorted(labels)} and outputs "
-            f"{_described(outputs)}; expected 'labels' and 'logits', or start_positions and "
-            f"end_positions with their logits. {_INSTEAD}"
+            f"sample_losses: found labels named {sorted(labels)} and outputs {found}; expected "
+            "'labels' and 'logits', or start_positions and end_positions with their logits. "
+            f"{_INSTEAD}"
         )
     target = labels["labels"]
     if problem_type is None:
@@ -82,19 +84,22 @@ def sample_losses(
         else:
             problem_type = "single_label_classification"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if problem_type == "single_label_classification" and _are_classes(logits, target):
+    is_single = problem_type == "single_label_classification"
+    are_classes = logits.dim() in (2, 3) and logits.shape[:-1] == target.shape
+    if is_single and are_classes and logits.shape[-1] > 1:
         return _cross_entropy(logits, target, shift, label_smoothing, units)
-    if target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]:
-        target = target.view_as(logits)
-        is_binary = problem_type == "single_label_classification" and logits.dim() == 2
-        target = target.to(logits.dtype)
-        if problem_type == "regression" and not label_smoothing:
-            return _of_rows(_mean_of_sample(F.mse_loss(logits, target, reduction="none")), units)
-        if (problem_type == "multi_label_classification" or is_binary) and not label_smoothing:
+    is_alike = target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]
+    is_binary = is_single and logits.dim() == 2
+    is_known = is_binary or problem_type in ("regression", "multi_label_classification")
+    if is_alike and is_known and not label_smoothing:
+        target = target.view_as(logits).to(logits.dtype)
+        if problem_type == "regression":
+            losses = F.mse_loss(logits, target, reduction="none")
+        else:
             losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-            if is_binary and mask is not None:
-                losses = torch.where(mask == 1, losses, 0.0).sum(1) / (mask == 1).sum(1).clamp(1)
-            return _of_rows(_mean_of_sample(losses), units)
+        if is_binary and mask is not None:
+            losses = torch.where(mask == 1, losses, 0.0).sum(1) / (mask == 1).sum(1).clamp(1)
+        return _of_rows(losses.flatten(1).mean(1) if losses.dim() > 1 else losses, units)
     raise ValueError(
         f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
         f"{[*target.shape]}, {target.dtype}, with problem_type={problem_type!r} and "
@@ -106,11 +111,9 @@ def sample_losses(
 def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
     """Connectionist temporal classification for each sample, ``[B]``, fp32.
 
-    Args:
-        model: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced.
-        inputs: what it was called with: the signal first, ``attention_mask`` if there is one.
-        logits: ``[B, T, K]``.
-        labels: ``[B, L]``, characters, and negative numbers behind the last.
+    ``model``: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced;
+    ``inputs``: what it was called with, the signal first; ``logits``: ``[B, T, K]``; ``labels``:
+    ``[B, L]``, characters, and negative numbers behind the last.
     """
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:
@@ -135,10 +138,6 @@ def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Te
     return losses_B
 
 
-def _are_classes(logits: Tensor, target: Tensor) -> bool:
-    return logits.dim() in (2, 3) and logits.shape[:-1] == target.shape and logits.shape[-1] > 1
-
-
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -156,9 +155,7 @@ def _cross_entropy(
             f"next one's. {_INSTEAD}"
         )
     if units is None or units[0].dim() == 1:
-        losses = per_sample_loss(
-            logits, target, shift=shift, ignore_index=IGNORED, label_smoothing=smoothing
-        )
+        losses = per_sample_loss(logits, target, shift=shift, label_smoothing=smoothing)
         return _of_rows(losses, units)
     index_RT, count = units
     if shift:
@@ -166,14 +163,9 @@ def _cross_entropy(
         # A document's last position would predict the first token of another.
         apart = index_RT[:, :-1] != index_RT[:, 1:]
         target, index_RT = target.masked_fill(apart, IGNORED), index_RT[:, 1:]
-    losses_M = F.cross_entropy(
-        logits.flatten(0, -2),
-        target.flatten(),
-        reduction="none",
-        ignore_index=IGNORED,
-        label_smoothing=smoothing,
-    )
-    return _means(losses_M, target.flatten() != IGNORED, index_RT.flatten(), count)
+    flat_M = target.flatten()
+    losses_M = per_sample_loss(logits.flatten(0, -2), flat_M, label_smoothing=smoothing)
+    return _means(losses_M, flat_M != IGNORED, index_RT.flatten(), count)
 
 
 def _of_rows(losses_R: Tensor, units: tuple[Tensor, int] | None) -> Tensor:
@@ -200,26 +192,8 @@ def _means(losses_M: Tensor, counted_M: Tensor, index_M: Tensor, count: int) -> 
 
 
 def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
-    """Of the position where an answer starts or ends; positions outside count nothing."""
+    """The loss of where an answer starts or ends; positions outside count nothing."""
     length = logits_BT.shape[1]
     position_B = position_B.flatten()
     outside_B = (position_B < 0) | (position_B >= length)
     return per_sample_loss(logits_BT, torch.where(outside_B, IGNORED, position_B))
-
-
-def _mean_of_sample(losses: Tensor) -> Tensor:
-    if losses.dim() == 1:
-        return losses
-    return losses.flatten(1).mean(1)
-
-
-def _get(outputs: Any, name: str) -> Any:
-    if isinstance(outputs, Mapping):
-        return outputs.get(name)
-    if isinstance(outputs, tuple | list) and name == "logits" and outputs:
-        return outputs[0]  # return_dict=False
-    return getattr(outputs, name, None)
-
-
-def _described(outputs: Any) -> str:
-    return str(sorted(outputs)) if isinstance(outputs, Mapping) else type(outputs).__name__

@@ -32,9 +32,9 @@ try:
 except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
-from flash_clipping.capture.units import Offsets, UnitsOfCalls
+from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.units import UnitsOfCalls
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import ClippingStatistics
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
@@ -110,11 +110,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._samples = 0
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
         self._shifts: bool | None = None
-        self._loader: LogicalLoader | None = None
-        #: What the loader draws from: the dataset as it was given, and its size.
+        self._loader: Any = None
+        #: The loader's source: the dataset as it was given, and its size.
         self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
-        self._statistics: ClippingStatistics | None = None
         self._trainings = 0
         super().__init__(*bound.args[1:], **bound.kwargs)
         refuse_trainer(self, Trainer)
@@ -157,14 +156,13 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             self._drawn_from = (dataset, size)
             if self.run is None:
                 self.run = PrivateRun(self.privacy)
-            self._loader = LogicalLoader.of(
+            self._loader = LogicalLoader.from_data_loader(
                 plain,
-                steps=-(-size // self._logical_batch_size),
+                sample_rate=1 / -(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 stream=self.run.sampling_stream,
                 distributed=self.args.world_size > 1,
             )
-        assert self._loader is not None
         return self._loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,18 +192,12 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             steps=steps,
             options=_options_of(self.accelerator.unwrap_model(self.model)),
         )
-        self._statistics = ClippingStatistics(run.hooks)
         self.optimizer = run.optimizer
         return self.optimizer
 
     def _compare_with_own_loss(self) -> None:
-        """Ask the model whether its loss shifts labels, and compare its loss with ours.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Ask the model whether its loss shifts labels, and compare its loss with ours."""
         model, loader = self.accelerator.unwrap_model(self.model), self._loader
-        assert loader is not None
         cls, own_losses = type(self), PrivateTrainer.compute_sample_losses
         is_ours = self.compute_loss_func is None and cls.compute_sample_losses is own_losses
 
@@ -256,7 +248,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 "one of its own loader, which draws Poisson batches. Do not override "
                 "get_train_dataloader; change train_dataset or data_collator instead."
             )
-        assert self._statistics is not None
         hooks = self.run.hooks
         model.train()
         self.run.begin_step()
@@ -272,10 +263,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                     f"compute_sample_losses: found losses of shape {[*losses.shape]} for {size} "
                     "samples; expected one loss for each sample, [B], not reduced."
                 )
-            # Of sums every gradient is a sample's own, however many samples a part has.
+            # A sum's gradients are each sample's own, however many samples a part has.
             with hooks.summed_loss():
                 losses.sum().backward()
-            self._statistics.note_backward()
+            self.run.statistics.note_backward()
             losses = losses.detach().float()
             total += torch.where(losses.isfinite(), losses, 0.0).sum()
             if index < last:
@@ -301,7 +292,14 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         units = None
         if self._units is not None:
             index, without = self._units.argument(plain, (), inputs)
-            units = _units_of(self._units, index, inputs), self._samples
+            if not isinstance(index, Tensor):
+                raise ValueError(
+                    f"PrivateTrainer: sample_of={self._units.name!r}: found {type(index).__name__} "
+                    "in a batch; expected a tensor by that name from data_collator, with the unit "
+                    "of every row, [R], or of every position, [R, T]."
+                )
+            found = self._units.of_call(index, batched_inputs((), without), self._samples)
+            units = found.map.index_M.view(found.shape), found.count
             if self.run is None or self.run.hooks is None:  # which would take the argument off
                 inputs = without
         if self.compute_loss_func is not None:
@@ -331,7 +329,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     @staticmethod
     def _with_decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
-        """What a decoder reads, made of the labels as the model would."""
+        """The inputs with those of the decoder, made of the labels as the model would."""
         if any(
             inputs.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds")
         ):
@@ -350,7 +348,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """Nothing: before the step gradients are sums without noise."""
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of all parts of a batch."""
+        """The number for all parts of a batch."""
         if not isinstance(inputs, LogicalBatch):
             return int(super().floating_point_ops(inputs))
         return sum(int(super(PrivateTrainer, self).floating_point_ops(p)) for p in inputs.parts)
@@ -365,8 +363,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
         if self.run is not None and self.run.steps:
-            if "loss" in logs and self._statistics is not None:
-                logs.update(self._statistics.read().logs(self.epsilon))  # of self.relation
+            if "loss" in logs and self.run.statistics is not None:
+                logs.update(self.run.statistics.read().logs(self.epsilon))  # of self.relation
             elif "train_loss" in logs:
                 logs["epsilon"] = self.epsilon
         super().log(logs, *args, **kwargs)
@@ -377,7 +375,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if not self.args.should_save:  # another process does, and all have taken the same steps
             return
-        assert self.run is not None
         state = self.run.state_dict()
         state.update(global_step=self.state.global_step, trainings=self._trainings)
         torch.save(state, os.path.join(output_dir, STATE_NAME))
@@ -401,7 +398,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
                 f"files of {checkpoint} are of step {others.global_step}. Resume from another."
             )
-        assert self.run is not None
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
 
@@ -412,36 +408,23 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: PrivateTrainer):
         self._trainer = trainer
 
-    def _check_steps(self, state: Any) -> None:
-        trainer = self._trainer
-        assert trainer.run is not None
-        trainer.run.check_steps(
-            state.global_step,
-            "PrivateTrainer: the Trainer counts {counted} steps, and {accounted} are accounted. "
-            "Weights were changed without noise, or a step was left out: something overrides the "
-            "optimizer, its step() or the checkpoint's loading.",
-        )
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        run = trainer.run
+        run = self._trainer.run
         if run is None or run.optimizer is None:
             raise RuntimeError(
                 "PrivateTrainer: training begins, and the optimizer is not private. Do not "
                 "override create_optimizer or get_train_dataloader."
             )
-        self._check_steps(state)
+        run.check_steps(state.global_step)
         run.check_budget(state.max_steps - state.global_step)
-        assert trainer._statistics is not None
-        trainer._statistics.read()
+        run.statistics.read()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
-        assert run is not None
         run.begin_epoch(self._trainer._loader, self._trainer._trainings, int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check_steps(state)
+        self._trainer.run.check_steps(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._trainings += 1
@@ -469,7 +452,7 @@ def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> ins
     """Arguments by the names of the trainer that comes after ``PrivateTrainer``; ``self`` first."""
     after = cls.__mro__[cls.__mro__.index(PrivateTrainer) + 1 :]
     for base in after:
-        signature = inspect.signature(vars(base).get("__init__", _without_args))
+        signature = inspect.signature(vars(base).get("__init__", lambda: None))
         named = signature.parameters.get("args")
         if named is None or named.kind is inspect.Parameter.VAR_POSITIONAL:
             continue  # a mixin, which hands them on
@@ -490,23 +473,3 @@ def _options_of(model: Any) -> dict[str, Any]:
     if names & set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()):
         return {"folded_modules": ("*",)}  # choices [B, C, T] become rows [B · C, T]
     return {}
-
-
-def _without_args() -> None:
-    """The signature of a class without ``__init__`` of its own."""
-
-
-def _units_of(units: UnitsOfCalls, index: Any, inputs: dict[str, Any]) -> Tensor:
-    """The unit of every row, or of every position; -1 for none."""
-    if not isinstance(index, Tensor):
-        raise ValueError(
-            f"PrivateTrainer: sample_of={units.name!r}: found {type(index).__name__} in a batch; "
-            "expected a tensor by that name from data_collator, with the unit of every row, [R], "
-            "or of every position, [R, T]."
-        )
-    if not isinstance(units.sample_of, Offsets):
-        return index
-    rows = next(x for x in inputs.values() if isinstance(x, Tensor) and x.dim() > 1)
-    places_T = torch.arange(rows.shape[1], device=index.device)
-    index_T = torch.searchsorted(index.long(), places_T, right=True) - 1
-    return index_T.masked_fill(index_T >= len(index) - 1, -1).unsqueeze(0)

@@ -46,7 +46,7 @@ def test_a_loss_of_similarities_is_refused(mode: str) -> None:
     model = Contrasts().double()
     flash = GradSampleModuleFlashClipping(model, mode=mode)
     for _ in range(2):
-        with pytest.raises(FlashClippingError, match=r"'(scale|shift)' takes part in"):
+        with pytest.raises(FlashClippingError, match="output 1: the outputs of a sample change"):
             flash(*float64s(4, 3))[1].square().sum().backward()
         assert all(param.grad is None for param in model.parameters())
 
@@ -68,7 +68,7 @@ def test_another_use_of_such_a_parameter_is_refused() -> None:
     batch = float64s(4, 3)
     of_embeddings(flash, batch).backward()
     flash.eval()
-    with pytest.raises(FlashClippingError, match="'scale' takes part in what compares"):
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
         of_embeddings(flash, batch).backward()
 
 
@@ -90,7 +90,7 @@ def test_under_activation_checkpointing(output: int) -> None:
     if not output:
         check_by_autograd(Checkpointed(reentrant=False).double(), (x,), of_embeddings)
         return
-    with pytest.raises(FlashClippingError, match="takes part in what compares"):
+    with pytest.raises(FlashClippingError, match="the outputs of a sample change"):
         flash(x)[output].square().sum().backward()
 
 

@@ -53,6 +53,10 @@ class Rows(nn.Module):
         return self.last(torch.tanh(self.mix(x - x.mean(0))))
 
 
+#: By the layer that reads them, or by what comes of it.
+MIXED = r"mix \(Linear\): what it reads has|expected rounding alone"
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(5, 5), (4, 3), (2, 2), (6, 2)])
 @pytest.mark.parametrize(
@@ -60,10 +64,13 @@ class Rows(nn.Module):
     ["sorted", "shuffled", "routed", "exactly_B", "mean"],
 )
 def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> None:
-    if how == "routed" and shape == (2, 2):
+    if how in ("routed", "exactly_B") and shape == (2, 2):
         pytest.skip("it chooses one token of each sample, in order")
     model = Rows(how).double()
-    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+    with pytest.raises(
+        FlashClippingError,
+        match=MIXED,
+    ):
         check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
 
 
@@ -90,7 +97,10 @@ def test_other_rows_in_a_model_of_one_batch_size_are_refused(how: str) -> None:
             return super().forward(x.view(4, 3, 4))
 
     flash = GradSampleModuleFlashClipping(OneSize(how).double())
-    with pytest.raises(FlashClippingError, match=r"mix \(Linear\): what it reads has"):
+    with pytest.raises(
+        FlashClippingError,
+        match=MIXED,
+    ):
         flash(*float64s(4, 3, 4))
 
 
@@ -124,7 +134,7 @@ def test_all_layers_that_reach_nowhere_are_named_at_once() -> None:
         flash(torch.randn(3, 5, 4))
     text = str(error.value)
     for path in ("2 (LayerNorm)", "3 (Linear)"):
-        assert f"{path}: what it reads has 15 rows for a batch of 3, and it cannot" in text
+        assert f"{path}: what it reads has 15 rows for a batch of 3, and 10 for a batch" in text
     assert "0 (Linear)" not in text
 
 

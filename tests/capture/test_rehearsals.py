@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.draws import without_dropout
 from flash_clipping.capture.row_values import digest_of
-from flash_clipping.capture.taint import Taint
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -49,7 +47,7 @@ def test_a_layer_reached_later_is_rehearsed_then() -> None:
     model.reach = True
     flash.zero_grad()
     batch = float64s(5, 5, 4)
-    with pytest.raises(FlashClippingError, match=r"late \(Linear\): reached for the first time"):
+    with pytest.raises(FlashClippingError, match=r"late \(Linear\): .*reached for the first time"):
         squares(flash, batch)
     check_next_step(model, flash, batch)
 
@@ -225,20 +223,6 @@ def test_other_kernels_are_no_excuse_in_fp32() -> None:
 
 
 # -- what a rehearsal does besides running the model -----------------------------------------------
-
-
-def test_what_is_none_of_the_models_is_not_followed() -> None:
-    """While it looks away; afterwards all is followed again, also after an error."""
-    x = torch.randn(3)
-    taint = Taint([x])
-    with taint:
-        with contextlib.suppress(ValueError), taint.looking_away():
-            own = x * 2
-            raise ValueError
-        models = x * 2
-        chosen = models[models.argsort()]
-    assert models in taint and own not in taint
-    assert taint.is_chosen(chosen) and not taint.is_chosen(models)
 
 
 def test_digests_tell_rows_of_one_sum_and_size_apart() -> None:

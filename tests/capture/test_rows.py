@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import weakref
 from collections import UserDict
@@ -336,7 +337,7 @@ class SometimesSkipped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.maybe = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.skip = iter([False, True, *[False] * 6])
+        self.skip = itertools.chain([False, True], itertools.repeat(False))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

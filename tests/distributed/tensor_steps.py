@@ -11,7 +11,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.distributed.tensor.backward_pass import TensorParallelBackwardPass
+from flash_clipping.distributed.backward_pass import TensorParallelBackwardPass
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.factors import Outer
 from tests.distributed import decoders, steps

@@ -191,11 +191,11 @@ def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
     for first, second in ((ordered, ordered), (ordered, Process()), (Process(), ordered)):
         found = accountant(first)
         found.follow(first)  # a call that failed
-        found.use()
+        found.is_used = True
         with pytest.raises(ValueError, match="Use a new engine for each"):
             found.follow(second)
     ordinary = accountant(Process())
-    ordinary.use()
+    ordinary.is_used = True
     ordinary.follow(Process())
 
 

@@ -389,15 +389,3 @@ def test_replays_count_the_samples_within_the_bound() -> None:
         found, expected = (t.model.running_step.record.unclipped for t in (graphed, eager))
         assert found == expected
     assert graphed.step.replays >= 3
-
-
-def test_nothing_is_captured_before_samples_differed() -> None:
-    """Equal samples cannot show whether samples reach each other, and no replay would look."""
-    training = GraphedTraining(PlayedByHand)
-    (x,) = batches(1)
-    for _ in range(6):
-        training.results(x[:1].expand_as(x).contiguous())
-    assert training.step.replays == 0
-    for _ in range(6):
-        training.results(x)
-    assert training.step.replays > 0

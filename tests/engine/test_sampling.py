@@ -255,9 +255,7 @@ def test_copies_of_a_loader_draw_other_batches(copied: Any) -> None:
 def test_secure_mode_needs_no_package_for_batches() -> None:
     engine = FlashPrivacyEngine()
     engine.secure_mode = True  # its generator may be any, or none
-    found = engine._prepare_data_loader.__func__
-    engine._module_options = {}
-    loader = found(engine, numbered(), poisson_sampling=True, distributed=False)
+    *_, loader = private(numbered(), engine)
     assert len(batches(loader)) == 10
 
 

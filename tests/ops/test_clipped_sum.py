@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,7 +346,8 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels()
     launched: list[str] = []
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: launched.append(kernel))
-    monkeypatch.setattr(module, "_hopper_kernel", lambda: "hopper")
+    hopper = SimpleNamespace(_clipped_sums_ring_kernel="hopper")
+    monkeypatch.setitem(sys.modules, "flash_clipping.ops.clipped_sum.hopper", hopper)
     monkeypatch.setattr(module, "_clipped_sums_kernel", "portable")
     monkeypatch.setattr(module, "has_gluon", lambda: True)
     monkeypatch.setattr(module.tiles, "has_tma", lambda device: True)

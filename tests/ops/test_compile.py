@@ -49,7 +49,7 @@ from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.row_scale import triton as row_scale_triton
 from flash_clipping.ops.row_sum import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.segments import Rows, Segments, operands as segment_operands
+from flash_clipping.ops.segments import Rows, Segments
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
@@ -65,10 +65,10 @@ for dtype in (torch.bfloat16, torch.float32):
     A, G = torch.empty(2, 512, 256, dtype=dtype), torch.empty(2, 512, 512, dtype=dtype)
     coef, rstd = torch.ones(2), torch.empty(2, 512)
     ids = torch.zeros(2, 512, dtype=torch.long)
-    gram_triton.gram_sqnorms(A, [G])
+    gram_triton.gram_blocks([(A, [G])])
     for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
         gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
-    gram_triton.gram_sqnorms(A[..., 1:], [G[..., 1:]])
+    gram_triton.gram_blocks([(A[..., 1:], [G[..., 1:]])])
     odd = G[..., :257]  # rows on 16 bytes, which are no multiple of them
     for work in gram_triton.launches_of([(A, [odd])]):
         gram_triton.launch_gram(work)
@@ -136,11 +136,11 @@ for dtype in (torch.bfloat16, torch.float32):
     for segments_triton.SPLIT_BELOW in (0, 1 << 30):
         segments_triton.grouped_sums(Rows(X, order), Rows(Y), lists, coef)
     for operand in (Y, Y[:, :16]):
-        operands = segment_operands.operands_of(Rows(X, order), Rows(operand))
+        operands = segments_triton.operands_of(Rows(X, order), Rows(operand))
         for rows_each in (64.0, 512.0):
-            config = segments_triton.sums_config(operands, rows_each)
-            out = torch.empty(3, operands.p, 256)
-            segments_triton.launch_sums(operands, lists, coef, out, config)
+            config = segments_triton.sums_config(*operands, rows_each)
+            out = torch.empty(3, operand.shape[1], 256)
+            segments_triton.launch_sums(*operands, lists, coef, out, config)
     segments_triton.segment_grads(Rows(X, order), Rows(Y[:, :16]), lists, 2)
     for n, D, S in ((4, 2560, 512), (3, 96, 8)):
         m = n * n + 2 * n

@@ -197,6 +197,20 @@ def test_samples_that_need_64_bits_are_known() -> None:
     assert geometry.in_three(of, torch.empty(2, 5, 1 << 15, 1 << 14, device="meta")).is_wide
 
 
+def test_outputs_that_need_64_bits_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several output channels for each input channel: the output gradient is the longer one."""
+    module = pytest.importorskip("flash_clipping.ops.convolution.triton")
+    told: list[bool] = []
+    monkeypatch.setattr(module, "launch", lambda *_, **constants: told.append(constants["WIDE"]))
+    x = torch.empty(1, 2, 1 << 15, 1 << 14, device="meta")
+    for O in (4, 6):  # noqa: E741
+        G = torch.empty(1, O, 1 << 15, 1 << 14, device="meta")
+        for groups in (1, 2):  # ordinary, depthwise
+            of = Geometry((1, 1), (1, 1), (0, 0), (1, 1), groups)
+            module.convolution_grads(x, G, of)
+    assert told == [False, False, True, True]
+
+
 @kernels
 def test_what_is_released_is_what_was_measured(case: Case) -> None:
     """Positions that cancel leave nothing but rounding: the norm is of the rounding released."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,7 +190,7 @@ def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     assert hints((24, 40), (40, 24)) == [(True, True, False)]
     assert hints((24, 257)) == hints((257, 24)) == [(True, False, False)]
     assert hints((24, 40), (24, 257)) == [(True, False, False), (True, True, False)]
-    kernels.gram_sqnorms(torch.randn(2, 9, 25)[..., 1:], [torch.randn(2, 9, 40)])
+    kernels.gram_blocks([(torch.randn(2, 9, 25)[..., 1:], [torch.randn(2, 9, 40)])])
     assert told.pop() == (False, False, False)
 
 
@@ -276,12 +278,13 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = gram_triton()
     launched: list[str] = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, *a, **k: launched.append(kernel))
-    monkeypatch.setattr(kernels, "_hopper_kernel", lambda: "hopper")
+    hopper = SimpleNamespace(_gram_ring_kernel="hopper")
+    monkeypatch.setitem(sys.modules, "flash_clipping.ops.gram.hopper", hopper)
     monkeypatch.setattr(kernels, "_gram_kernel", "portable")
     monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: True)
 
     def kernel_for(A: torch.Tensor, *Gs: torch.Tensor) -> str:
-        kernels.gram_sqnorms(A, list(Gs))
+        kernels.gram_blocks([(A, Gs)])
         return launched.pop()
 
     def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

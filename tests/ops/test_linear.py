@@ -48,16 +48,17 @@ def test_no_groups() -> None:
 
 def test_cost_model_takes_the_obvious() -> None:
     common = {"B": 8, "itemsize": 2, "may_store": True}
-    assert cost.choose(T=1, d=64, p=64, **common) == "rank_one"
-    assert cost.choose(T=128, d=4096, p=4096, **common) == "gram"
-    assert cost.choose(T=16384, d=256, p=256, **common) == "outer_store"
-    assert cost.choose(T=16384, d=256, p=256, B=8, itemsize=2, may_store=False) == "outer"
+    assert cost.choose_on("cuda", T=1, d=64, p=64, **common) == "rank_one"
+    assert cost.choose_on("cuda", T=128, d=4096, p=4096, **common) == "gram"
+    assert cost.choose_on("cuda", T=16384, d=256, p=256, **common) == "outer_store"
+    common["may_store"] = False
+    assert cost.choose_on("cuda", T=16384, d=256, p=256, **common) == "outer"
 
 
 def test_stored_gradients_never_outgrow_the_operands() -> None:
     for T in (64, 256, 1024):
         for d in (256, 1024, 4096):
-            if cost.choose(B=8, T=T, d=d, p=d, itemsize=2, may_store=True) == "outer_store":
+            if cost.choose_on("cuda", 8, T, d, d, 2, may_store=True) == "outer_store":
                 assert d * d <= cost.STORE_BUDGET * T * 2 * d
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled import wirings
 from flash_clipping.factors import Factor, Outer, RowSum
 from flash_clipping.ops.runtime import backend, tables
 from flash_clipping.rules import linear
@@ -47,7 +46,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return rows
 
     monkeypatch.setattr(linear, "on_16_bytes", noted)
-    monkeypatch.setattr(wirings, "on_16_bytes", noted)
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(tables, "WORTH_A_COPY", 1)
     return made

@@ -16,7 +16,7 @@ Forward and backward are then pure functions, which Dynamo and AOTAutograd trace
 
 What is wired: ``nn.Linear`` and ``transformers``' ``Conv1D``, ``nn.Embedding``, ``nn.LayerNorm``,
 ``nn.RMSNorm``, ``nn.GroupNorm``, ``nn.InstanceNorm1d/2d/3d`` and ``nn.Conv1d/2d/3d``, called with
-one tensor, once or several times in a region, where a rehearsal has shown that they read samples;
+one tensor, once or several times in a region, where it was shown that they read samples;
 what is the same for all samples; and parameters that modules use themselves. Any other layer with
 trainable parameters (the generic rule, ``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent
 layers, rules of users) runs by itself, between two graphs; with ``fullgraph=True`` it is an error

@@ -3,22 +3,23 @@ it, and received there."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.compiled.tracing import Calls, kind_of
-from flash_clipping.capture.compiled.wirings import Kind, Meta, OwnWiring, Seen, Wiring
+from flash_clipping.capture.compiled.wirings import Kind, Meta, Seen
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, Outer
+from flash_clipping.factors import Dense, Factor, Outer
 from flash_clipping.finish.session import Readers
 
 if TYPE_CHECKING:
@@ -34,83 +35,41 @@ class Affine:
     """
 
     def __init__(self) -> None:
-        self._first: tuple[Sequence[int], Calls] | None = None
-        #: Differences to the first, of inputs and of what was learned, in echelon form: the place
-        #: of the leading 1, and both vectors.
-        self._rows: list[tuple[int, list[Fraction], list[Fraction]]] = []
+        #: Sizes of inputs, and what was learned for these.
+        self._known: list[tuple[list[int], Calls]] = []
         self._even = True
 
     def refute(self) -> None:
         """What was told turned out wrong: nothing is told any more."""
         self._even = False
 
-    def add(self, sizes: Sequence[int], calls: Calls) -> None:
-        if self._first is None:
-            self._first = sizes, calls
+    def add(self, sizes: list[int], calls: Calls) -> None:
+        if not self._even:
             return
-        if not self._even or _form(calls) != _form(self._first[1]):
-            self._even = False
-            return
-        of_inputs, learned = self._difference(sizes), self._from_first(calls)
-        rest, known = self._reduced(of_inputs)
-        learned = [a - b for a, b in zip(learned, known, strict=True)]
-        lead = next((i for i, size in enumerate(rest) if size), None)
-        if lead is None:
-            self._even = not any(learned)
-            return
-        factor = rest[lead]
-        row = lead, [size / factor for size in rest], [size / factor for size in learned]
-        self._rows.append(row)
+        if (told := self.find(sizes)) is not None:
+            self._even = told == calls
+        else:
+            self._even = not self._known or _form(calls) == _form(self._known[0][1])
+            self._known.append((sizes, calls))
 
-    def find(self, sizes: Sequence[int]) -> Calls | None:
+    def find(self, sizes: list[int]) -> Calls | None:
         """What follows for these sizes of the inputs, if anything."""
-        if self._first is None or not self._even:
+        if not self._known or not self._even:
             return None
-        rest, learned = self._reduced(self._difference(sizes))
-        if any(rest):
+        inputs = torch.tensor([of for of, _ in self._known], dtype=torch.float64)
+        learned = torch.tensor([_sizes(calls) for _, calls in self._known], dtype=torch.float64)
+        wanted = torch.tensor(sizes, dtype=torch.float64) - inputs[0]
+        rates = wanted @ torch.linalg.pinv(inputs[1:] - inputs[0])
+        found = learned[0] + rates @ (learned[1:] - learned[0])
+        missed = (rates @ (inputs[1:] - inputs[0]) - wanted).abs().sum()
+        if missed + (found - found.round()).abs().sum() > 1e-3 or bool((found < -0.5).any()):
             return None
-        first = _sizes(self._first[1])
-        found = [size + more for size, more in zip(first, learned, strict=True)]
-        if any(size < 0 or size.denominator != 1 for size in found):
-            return None
-        return _with_sizes(self._first[1], iter([int(size) for size in found]))
-
-    def _difference(self, sizes: Sequence[int]) -> list[Fraction]:
-        assert self._first is not None
-        return [Fraction(a - b) for a, b in zip(sizes, self._first[0], strict=True)]
-
-    def _from_first(self, calls: Calls) -> list[Fraction]:
-        assert self._first is not None
-        pairs = zip(_sizes(calls), _sizes(self._first[1]), strict=True)
-        return [Fraction(a - b) for a, b in pairs]
-
-    def _reduced(self, of_inputs: list[Fraction]) -> tuple[list[Fraction], list[Fraction]]:
-        """What is left when known rows are taken away, and what these say was learned."""
-        rest, learned = (
-            of_inputs,
-            [Fraction(0)] * len(_sizes(self._first[1] if self._first else [])),
-        )
-        for lead, row, of_row in self._rows:
-            if times := rest[lead]:
-                rest = [a - times * b for a, b in zip(rest, row, strict=True)]
-                learned = [a + times * b for a, b in zip(learned, of_row, strict=True)]
-        return rest, learned
+        return _with_sizes(self._known[0][1], iter(found.round().long().tolist()))
 
 
 def _sizes(calls: Calls) -> list[int]:
     of_calls = [seen for of_tap in calls for seen in of_tap if seen is not None]
     return [size for seen in of_calls for size in (*seen.x_shape, *seen.y_shape)]
-
-
-def _form(calls: Calls) -> Hashable:
-    """All about these calls but sizes."""
-    return tuple(
-        tuple(
-            None if s is None else (len(s.x_shape), len(s.y_shape), s.x_dtype, s.y_dtype, *s[4:])
-            for s in of_tap
-        )
-        for of_tap in calls
-    )
 
 
 def _with_sizes(calls: Calls, sizes: Iterator[int]) -> Calls:
@@ -121,6 +80,11 @@ def _with_sizes(calls: Calls, sizes: Iterator[int]) -> Calls:
         return seen._replace(x_shape=x_shape, y_shape=tuple(next(sizes) for _ in seen.y_shape))
 
     return [[changed(seen) for seen in of_tap] for of_tap in calls]
+
+
+def _form(calls: Calls) -> Calls:
+    """All about these calls but sizes."""
+    return _with_sizes(calls, itertools.repeat(0))
 
 
 def kind_and_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[int]]:
@@ -144,38 +108,70 @@ def kind_and_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hasha
     return tuple(kind), sizes
 
 
+Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
+
+
 class Slot(NamedTuple):
-    """One call of a wired layer: which of all wires are its own."""
+    """One call of a layer: what it reads, and which of all wires are its own."""
 
     tap: Tap
-    wiring: Wiring | OwnWiring
+    kind: Kind
     names: list[str]
     params: list[nn.Parameter]
-    places: tuple[int | None, ...]
+    places: tuple[int | None, ...] = ()
+
+    def factors(self, wires: Sequence[Tensor | None]) -> Factors:
+        """What the gradients of all wires tell of its parameters: nothing if it was not reached.
+
+        Raises:
+            FlashClippingError: only some of its wires were reached.
+        """
+        grads = [None if place is None else wires[place] for place in self.places]
+        if self.kind == "own":
+            pairs = zip(self.params, grads, strict=True)
+            return [(param, Dense(grad)) for param, grad in pairs if grad is not None]
+        missing = [grad is None for grad in grads]
+        if all(missing):
+            return []
+        if missing != [place is None for place in self.places]:
+            raise FlashClippingError(
+                f"{self.tap.path}: in a compiled model, only a part of what its norm needs "
+                "arrived. Call the layer with a tensor that requires grad, or compile the "
+                "model without it."
+            )
+        assert self.tap.wiring is not None
+        by_name = self.tap.wiring.factors(self.tap.layer, self.names, grads)
+        return list(zip(self.params, [by_name[name] for name in self.names], strict=True))
 
 
 @dataclass
 class Layout:
     """The wires of a region for one combination of shapes and trainable parameters."""
 
+    #: By number of a tap: its calls; none if it has nothing to train, None if it has no wires.
+    calls: list[list[Slot] | None] = field(default_factory=list)
     #: What wires are like: one element for all of a dtype, which nothing ever reads.
-    wires: list[Tensor]
-    slots: list[Slot]
-    #: By number of a tap: of its calls, what they are and the places of their wires, or as in
-    #: :data:`ACTIVE`.
-    by_tap: list[tuple[tuple[Kind, tuple[int | None, ...]], ...] | None]
-    params: list[nn.Parameter]
+    wires: list[Tensor] = field(default_factory=list)
+    params: dict[nn.Parameter, None] = field(default_factory=dict)
     #: Layers that have no wires, and why.
-    refused: list[tuple[str, str]]
+    refused: list[tuple[str, str]] = field(default_factory=list)
     #: Those of them that may get wires, once it is proven that they read samples.
     unproven: set[str] = field(default_factory=set)
     #: Why the region does not run as compiled, but for ``fullgraph``.
     uncompiled: str = ""
-    #: Whether something in the region is the same for all samples.
-    has_same_for_all: bool = False
     elements: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
     #: What identifies this layout by ``id`` is kept, so that no other object gets that.
-    kept: list[Any] = field(default_factory=list)
+    kept: Any = None
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """All calls that have wires."""
+        return [slot for calls in self.calls if calls for slot in calls if slot.places]
+
+    @cached_property
+    def has_same_for_all(self) -> bool:
+        """Whether something in the region is the same for all samples."""
+        return any(slot.kind in ("own", "same for all") for slot in self.slots)
 
     def add_wire(self, meta: Meta, device: torch.device) -> int:
         """Returns: its place."""
@@ -224,103 +220,83 @@ class Handed:
                 "flash clipping does not have. Call backward() without create_graph, or take such "
                 "gradients on the unwrapped model."
             )
-        found: list[tuple[Slot, list[Factor]]] = []
-        for slot in self.layout.slots:
-            of_slot = [None if place is None else grads[place] for place in slot.places]
-            missing = [grad is None for grad in of_slot]
-            if all(missing):
-                continue  # the layer was not reached
-            if missing != [place is None for place in slot.places]:
-                raise FlashClippingError(
-                    f"{slot.tap.path}: in a compiled model, only a part of what its norm needs "
-                    "arrived. Call the layer with a tensor that requires grad, or compile the "
-                    "model without it."
-                )
-            by_name = slot.wiring.factors(slot.tap.layer, of_slot)
-            found.append((slot, [by_name[name] for name in slot.names]))
+        of_slots = [(slot.tap, slot.factors(grads)) for slot in self.layout.slots]
+        found = [(tap, factors) for tap, factors in of_slots if factors]
         if not self.session.enabled:
-            return self._ordinary(found)
+            return self._ordinary([pair for _, factors in found for pair in factors])
         if found:
-            backward_pass = found[0][0].tap.running_backward_pass(self.recomputed)
-            of_slots = zip(found, self._readers(found), strict=True)
-            for (slot, factors), readers in of_slots:
-                slot.tap.record_on(backward_pass, slot.params, factors, readers)
+            backward_pass = found[0][0].running_backward_pass(self.recomputed)
+            readers = self._readers([factors[0][1] for _, factors in found])
+            for (tap, factors), of_tap in zip(found, readers, strict=True):
+                params, of_params = zip(*factors, strict=True)
+                tap.record_on(backward_pass, params, of_params, of_tap)
         return (None,) * len(self.layout.params)
 
-    def _readers(self, found: Sequence[tuple[Slot, list[Factor]]]) -> list[Readers | None]:
+    def _readers(self, of_layers: Sequence[Factor]) -> list[Readers | None]:
         """For every layer, where it is looked up how many layers read its input."""
         call = self.call
         if call is None:
-            return [None] * len(found)
+            return [None] * len(of_layers)
         places: dict[Hashable, int] = {}
         readers: list[Readers | None] = []
-        for _, (first, *_) in found:
+        for factor in of_layers:
             place = len(call.readers)
-            if isinstance(first, Outer):
-                place = places.setdefault(first.shares_input_with(), place)
+            if isinstance(factor, Outer):
+                place = places.setdefault(factor.shares_input_with(), place)
             if place == len(call.readers):
                 call.readers.append(0)
             call.readers[place] += 1
             readers.append((call, place))
         return readers
 
-    def _ordinary(self, found: Sequence[tuple[Slot, list[Factor]]]) -> list[Tensor | None]:
+    def _ordinary(self, factors: Factors) -> list[Tensor | None]:
         """Recording was switched off since forward."""
-        backend = self.session.backend
-        sums: dict[int, Tensor] = {}
-        for slot, factors in found:
-            for param, factor in zip(slot.params, factors, strict=True):
-                grad = factor.clipped_sum(None, backend).view_as(param).to(param.dtype)
-                sums[id(param)] = sums[id(param)] + grad if id(param) in sums else grad
-        return [sums.get(id(param)) for param in self.layout.params]
+        sums: dict[nn.Parameter, Tensor] = {}
+        for param, factor in factors:
+            grad = factor.clipped_sum(None, self.session.backend).view_as(param).to(param.dtype)
+            sums[param] = sums[param] + grad if param in sums else grad
+        return [sums.get(param) for param in self.layout.params]
 
 
 def layout_of(taps: Sequence[Tap], known: Calls, trainables: Sequence[Any]) -> Layout:
     """The wires of a region whose taps see this, with these trainable parameters."""
-    layout = Layout([], [], [], [], [])
-    unique: dict[int, nn.Parameter] = {}
+    layout = Layout(kept=(known, trainables))
     for tap, calls, (names, params) in zip(taps, known, trainables, strict=True):
-        layout.kept += (names, known)
         if not params and not (tap.rule is not None and tap.rule.allows_children):
-            layout.by_tap.append(())
+            layout.calls.append([])
             continue
-        why = why_without_wires(tap, calls)
-        if why is not None and any(s is not None and s.kind == "same for all" for s in calls):
-            layout.uncompiled = f"{tap.path}: {why}"
+        why = why_without_wires(tap, calls) if calls else "it was not called"
         if why is not None:
-            layout.by_tap.append(None)
+            layout.calls.append(None)
             if calls:
                 layout.refused.append((tap.path, why))
-            if calls and why == UNPROVEN:
+            if any(seen is not None and seen.kind == "same for all" for seen in calls):
+                layout.uncompiled = f"{tap.path}: {why}"
+            if why == UNPROVEN:
                 layout.unproven.add(tap.path)
             continue
-        of_tap: list[tuple[Kind, tuple[int | None, ...]]] = []
+        slots: list[Slot] = []
         for seen in calls:
             assert seen is not None
-            layout.has_same_for_all |= seen.kind in ("own", "same for all")
+            metas: Sequence[Meta] = ()
+            wanted: Sequence[bool] = ()
             if seen.kind == "own":
-                for name, param in zip(names, params, strict=True):
-                    place = layout.add_wire(OwnWiring.meta(param, seen), param.device)
-                    layout.slots.append(Slot(tap, OwnWiring(name), [name], [param], (place,)))
-                found = [slot.places[0] for slot in layout.slots[-len(names) :]]
-            elif seen.kind == "unused":
-                found = []
-            else:
+                metas = [((seen.x_shape[0], *param.shape), param.dtype) for param in params]
+                wanted = [True] * len(params)
+            elif seen.kind != "unused":
                 assert tap.wiring is not None
                 metas, wanted = tap.wiring.metas(tap.layer, seen), tap.wiring.wanted(names)
-                found = [
-                    layout.add_wire(meta, params[0].device) if needed else None
-                    for meta, needed in zip(metas, wanted, strict=True)
-                ]
-                layout.slots.append(Slot(tap, tap.wiring, names, params, tuple(found)))
-            of_tap.append((seen.kind, tuple(found)))
-        layout.by_tap.append(tuple(of_tap) or None)
-        unique.update((id(param), param) for param in params)
-    layout.params = list(unique.values())
+            places = [
+                layout.add_wire(meta, params[0].device) if needed else None
+                for meta, needed in zip(metas, wanted, strict=True)
+            ]
+            slots.append(Slot(tap, seen.kind, names, params, tuple(places)))
+            layout.params.update(dict.fromkeys(params))
+        layout.calls.append(slots)
     return layout
 
 
-UNPROVEN = "no rehearsal has shown that it reads the samples, one row for each"
+UNPROVEN = "it was not shown that it reads the samples, one row for each"
 
 
 def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:

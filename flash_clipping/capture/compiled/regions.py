@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,6 @@ from flash_clipping.capture.compiled.layout import (
 from flash_clipping.capture.compiled.tracing import (
     ACTIVE,
     Calls,
-    WiredCall,
     begin_trace,
     kind_of,
     traces,
@@ -96,8 +94,8 @@ class Region:
         self._warned = False
         self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, Affine] = {}
-        self._known: OrderedDict[Hashable, Calls] = OrderedDict()
-        self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self._known: dict[Hashable, Calls] = {}
+        self._layouts: dict[Hashable, Layout] = {}
 
     @staticmethod
     def _entry(
@@ -115,7 +113,7 @@ class Region:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a compiled module is not compiled, as PyTorch has it.
         state = self.__dict__.copy()
-        state.update(compiled=None, _shapes={}, _known=OrderedDict(), _layouts=OrderedDict())
+        state.update(compiled=None, _shapes={}, _known={}, _layouts={})
         return state
 
     @property
@@ -136,7 +134,7 @@ class Region:
             self.compiled is None
             or session.bypassed  # a run that only looks
             or session.comparing
-            or (call is not None and call.witness is not None)  # a rehearsal
+            or (call is not None and call.reads is not None)  # a look at what is read
         ):
             return self.inner(*args, **kwargs)
         if session.positions is not None:
@@ -216,7 +214,7 @@ class Region:
         before = ACTIVE.pop(key, None)
         try:
             if layout is not None:
-                ACTIVE[key] = self._make(layout)
+                ACTIVE[key] = layout.calls, self._make(layout)
             output = self.compiled(*args, **kwargs)
             if layout is not None and layout.has_same_for_all:
                 note_escaped(output)
@@ -226,8 +224,8 @@ class Region:
             if before is not None:
                 ACTIVE[key] = before
 
-    def _make(self, layout: Layout) -> list[tuple[WiredCall, ...] | None]:
-        """The wires of one call, by number of the tap."""
+    def _make(self, layout: Layout) -> Sequence[Tensor]:
+        """The wires of one call."""
         session = self.session
         session.count_uses([slot.params for slot in layout.slots])
         if session.numbered is not self.taps:
@@ -237,22 +235,11 @@ class Region:
                 tap.number = number
             session.numbered = self.taps
         if not layout.wires:
-            return [
-                None if calls is None else tuple(WiredCall(kind, ()) for kind, _ in calls)
-                for calls in layout.by_tap
-            ]
+            return ()
         call = session.current_forward
         handed = Handed(self.path, layout, session, call, in_backward())
-        wires = Wired.apply(handed, self.session.anchor, *layout.params)
-        return [
-            None
-            if calls is None
-            else tuple(
-                WiredCall(kind, tuple(None if place is None else wires[place] for place in places))
-                for kind, places in calls
-            )
-            for calls in layout.by_tap
-        ]
+        wires: Sequence[Tensor] = Wired.apply(handed, session.anchor, *layout.params)
+        return wires
 
     # -- what wires are like ----------------------------------------------------------------------
 
@@ -342,10 +329,10 @@ def _copied(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _keep(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+def _keep(known: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     known[key] = value
     if len(known) > REMEMBERED:
-        known.popitem(last=False)
+        del known[next(iter(known))]
 
 
 class Regions:
@@ -364,15 +351,14 @@ class Regions:
         self._of_blocks: list[tuple[nn.Module, str, Any, Any]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
         self._of_root: tuple[EmptyBatchForward, Any] | None = None
-        self._compiled_call: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(_codes={}, _compiled_call=None, _of_blocks=[])
+        state.update(_codes={}, _of_blocks=[])
         return state
 
     def as_compiled(self) -> contextlib.AbstractContextManager[None]:
-        """For rehearsals, which run uncompiled: the way through the model that compiled code takes,
+        """For the proof, which runs uncompiled: the way through the model that compiled code takes,
         where it asks whether it is compiled."""
         return as_if_compiling() if self.any_compiled else contextlib.nullcontext()
 
@@ -390,10 +376,10 @@ class Regions:
         compiled = vars(root).get("_compiled_call_impl")
         if compiled is not None and (context := _context_of(compiled)) is not None:
             # The hooks of the root, which must not be compiled, are called by its call.
-            self._compiled_call, root._compiled_call_impl = compiled, None  # type: ignore
-            self._install(forward, context)
+            self._put(root, "_compiled_call_impl", None)
+            self.compile(forward, context)
         elif is_compiled(root) and self._of_root is None:
-            self._install(forward, root.dynamo_ctx)
+            self.compile(forward, root.dynamo_ctx)
         for path, module in root.named_modules():
             if module is root:
                 continue
@@ -425,9 +411,6 @@ class Regions:
 
     def compile(self, forward: EmptyBatchForward, context: Any) -> None:
         """Compile the root's forward."""
-        self._install(forward, context)
-
-    def _install(self, forward: EmptyBatchForward, context: Any) -> None:
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward
         before, root = self._of_root[1], self.root
@@ -463,9 +446,6 @@ class Regions:
             forward, before = self._of_root
             forward.instance_forward = before
             self._of_root = None
-        if self._compiled_call is not None:
-            self.root._compiled_call_impl = self._compiled_call  # type: ignore
-            self._compiled_call = None
 
 
 def _forward_of(module: nn.Module) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,96 +33,12 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import (
-    ConvolutionWiring,
-    EmbeddingWiring,
-    FoundRMSNormWiring,
-    GroupNormWiring,
-    InstanceNormWiring,
-    Kind,
-    LayerNormWiring,
-    LinearWiring,
-    PerSampleParameter,
-    RMSNormWiring,
-    Seen,
-    TransposedLinearWiring,
-    Wires,
-    Wiring,
-)
-from flash_clipping.capture.session import ClippingSession
-from flash_clipping.rules.convolution import ConvolutionRule
-from flash_clipping.rules.embedding import EmbeddingRule
-from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
-from flash_clipping.rules.normalization import (
-    FoundRMSNormRule,
-    GroupNormRule,
-    InstanceNormRule,
-    LayerNormRule,
-    RMSNormRule,
-    ShiftedRMSNormRule,
-)
-from flash_clipping.rules.registry import Rule
+from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameter, Seen, Wires
 
-
-class WiredCall(NamedTuple):
-    """One call of a layer in a region."""
-
-    kind: Kind
-    wires: Wires
-
-
-#: The wires of regions that run now, by the key of their model's session: for each tap of the
-#: region, by its number, those of every call. An empty tuple: the layer has nothing to train. None:
-#: it has no wires. Global, as Dynamo takes tensors that are reached through a module of PyTorch's
-#: to be of one shape for good.
-ACTIVE: dict[int, list[tuple[WiredCall, ...] | None]] = {}
-
-
-class WiredTap(Protocol):
-    """What is asked of a tap (:class:`~flash_clipping.capture.tap.Tap`)."""
-
-    layer: Any
-    path: str
-    session: ClippingSession
-    rule: Rule | None
-    wiring: Wiring | None
-    owners: list[torch.nn.Module]
-    generic: bool
-    borrows: bool
-    #: Its number in the region that runs, or -1.
-    number: int
-
-    @property
-    def computed(self) -> bool: ...
-
-    @property
-    def folded(self) -> bool: ...
-
-    def trainable(self) -> tuple[list[str], list[torch.nn.Parameter]]: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def original(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-#: Of exactly these: another rule knows better what its layers' gradients are made of.
-_WIRINGS: dict[type[Rule], Wiring] = {
-    LinearRule: LinearWiring(),
-    TransposedLinearRule: TransposedLinearWiring(),
-    EmbeddingRule: EmbeddingWiring(),
-    LayerNormRule: LayerNormWiring(),
-    RMSNormRule: RMSNormWiring(),
-    FoundRMSNormRule: FoundRMSNormWiring(FoundRMSNormRule()),
-    ShiftedRMSNormRule: FoundRMSNormWiring(ShiftedRMSNormRule()),
-    GroupNormRule: GroupNormWiring(),
-    InstanceNormRule: InstanceNormWiring(),
-    ConvolutionRule: ConvolutionWiring(),
-}
-
-
-def wiring_of(rule: Rule | None) -> Wiring | None:
-    """How layers with this rule are wired, if they are."""
-    return _WIRINGS.get(type(rule)) if rule is not None else None
+#: Of regions that run now, by the key of their model's session: the calls of each tap, by its
+#: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
+#: through a module of PyTorch's to be of one shape for good.
+ACTIVE: dict[int, tuple[Sequence[Any], Sequence[Tensor]]] = {}
 
 
 # -- what runs while Dynamo traces -----------------------------------------------------------------
@@ -167,16 +84,11 @@ def _may_claim() -> bool:
 
 
 @constant_in_traces
-def _claim(number: int, calls: int) -> int:
-    """Which of its calls this one of a tap is, in the trace that runs now; -1 where that is not
-    known, or there are not so many."""
-    context = tracing_context()
-    claims = None if context is None else _claims.get(context)
-    if claims is None:
-        return -1
-    call = claims[number]
+def _claim(number: int) -> int:
+    """How often a tap was called before, in a trace that may claim."""
+    claims = _claims[tracing_context()]
     claims[number] += 1
-    return call if call < calls else -1
+    return claims[number] - 1
 
 
 @constant_in_traces
@@ -199,31 +111,23 @@ def _note_misfit() -> bool:
     return True
 
 
-def traced_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
-    wires = ACTIVE.get(tap.session.key)
+    active = ACTIVE.get(tap.session.key)
     # A tap's own number is asked for last: code that depends on it serves one tap.
-    if wires is not None and _may_claim() and tap.number >= 0:
-        calls = wires[tap.number]
+    if active is not None and _may_claim() and tap.number >= 0:
+        calls = active[0][tap.number]
         if calls is not None:
             if len(calls) == 0:
                 return tap.original(*args, **kwargs)
-            x = _only_tensor(args, kwargs)
-            if x is not None or calls[0].kind in ("own", "unused"):
-                number = _claim(tap.number, len(calls))
-                if number >= 0:
-                    call = calls[number]
-                    if call.kind == "own":
-                        if _parameters_fit(tap, call.wires):
-                            return _on_own_parameters(tap, call.wires, args, kwargs)
-                    elif call.kind == "unused":
-                        return tap.original(*args, **kwargs)
-                    else:
-                        output = _wired_call(tap, x, call)
-                        if output is not None:
-                            return output
+            if calls[0].kind in ("own", "unused") or _only_tensor(args, kwargs) is not None:
+                number = _claim(tap.number)
+                if number < len(calls):
+                    fits, output = _on_wires(tap, calls[number], active[1], args, kwargs)
+                    if fits:
+                        return output
                     _note_misfit()
     if _is_in_an_operator():  # its path is a guard, which elsewhere would be one of every layer
         _note_operator(tap.path)
@@ -236,36 +140,50 @@ def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     return x if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) else None
 
 
-def _wired_call(tap: WiredTap, x: Any, call: WiredCall) -> Tensor | None:
-    """The layer on its wires; None where they do not fit."""
-    wiring, axis, wires = tap.wiring, tap.session.batch_axis, call.wires
-    assert wiring is not None
+def _on_wires(
+    tap: Any, call: Any, of_all: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """Whether the wires of a call fit it, and the layer's output on them."""
+    wires = [None if place is None else of_all[place] for place in call.places]
+    if call.kind == "unused":
+        return True, tap.original(*args, **kwargs)
+    if call.kind == "own":
+        if not _parameters_fit(tap, wires):
+            return False, None
+        pairs = zip(_own_parameters(tap), wires, strict=True)
+        rows = [PerSampleParameter.apply(param, wire) for (_, _, param), wire in pairs]
+        return True, _on_own_parameters(tap, rows, args, kwargs)
+    x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
+    assert x is not None and wiring is not None
     for name in ("weight", "bias"):
         param = getattr(tap.layer, name, None)
         if param is not None and not isinstance(param, torch.nn.Parameter):
-            return None  # computed elsewhere (functional_call): no wire leads there
+            return False, None  # computed elsewhere (functional_call): no wire leads there
     same = call.kind == "same for all"
     if same:
         sizes = [wire.shape[0] for wire in wires if wire is not None]
         x = rows_of(x) if isinstance(x, Unbatched) else x.expand(sizes[0], *x.shape)
     elif isinstance(x, Unbatched):
         if not isinstance(x, SameRows):
-            return None
+            return False, None
         x = memory_of(x)
     if axis:
         x = x.transpose(0, axis)
     y = wiring.forward(tap.layer, x, wires)
-    seen = Seen(tuple(x.shape), x.dtype, tuple(y.shape), y.dtype)
-    for wire, (shape, dtype) in zip(wires, wiring.metas(tap.layer, seen), strict=True):
+    for wire, (shape, dtype) in zip(wires, wiring.metas(tap.layer, _seen(x, y)), strict=True):
         # Autograd would add up, or round, a gradient that is not like its tensor.
         if wire is not None and (tuple(wire.shape) != shape or wire.dtype != dtype):
-            return None
+            return False, None
     if same:
-        return same_for_all(y, tap.path)
-    return y.transpose(0, axis) if axis else y
+        return True, same_for_all(y, tap.path)
+    return True, y.transpose(0, axis) if axis else y
 
 
-def _own_parameters(tap: WiredTap) -> list[tuple[Any, str, Any]]:
+def _seen(x: Tensor, y: Tensor, kind: Kind = "samples") -> Seen:
+    return Seen(tuple(x.shape), x.dtype, tuple(y.shape), y.dtype, kind)
+
+
+def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
     """Those that a module computes with itself and that are trainable, and where they are."""
     return [
         (owner, name, param)
@@ -275,7 +193,7 @@ def _own_parameters(tap: WiredTap) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _parameters_fit(tap: WiredTap, wires: Wires) -> bool:
+def _parameters_fit(tap: Any, wires: Wires) -> bool:
     found = _own_parameters(tap)
     if len(found) != len(wires):
         return False
@@ -288,14 +206,16 @@ def _parameters_fit(tap: WiredTap, wires: Wires) -> bool:
 
 
 def _on_own_parameters(
-    tap: WiredTap, wires: Wires, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, rows: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The module's own forward, with its parameters as what is the same for all samples."""
+    """The module's own forward, with its parameters as what is the same for all samples.
+
+    ``rows``: each of them for every sample, ``[B, *parameter]``.
+    """
     found = _own_parameters(tap)
     try:
-        for (owner, name, param), wire in zip(found, wires, strict=True):
-            param_B = PerSampleParameter.apply(param, wire)
-            owner._parameters[name] = same_for_all(param_B, tap.path)
+        for (owner, name, _), param_B in zip(found, rows, strict=True):
+            owner._parameters[name] = same_for_all(param_B, tap.path)  # type: ignore[assignment]
         return tap.original(*args, **kwargs)
     finally:
         for owner, name, param in found:
@@ -303,7 +223,7 @@ def _on_own_parameters(
 
 
 @never_compiled
-def by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer as it is uncompiled, with all that it calls."""
     session = tap.session
     before, session.by_itself = session.by_itself, True
@@ -319,8 +239,8 @@ def by_itself(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 Calls: TypeAlias = list[list["Seen | None"]]
 
 
-def kind_of(tap: WiredTap) -> Kind | None:
-    """What rehearsals have shown of what a layer reads; None where they have not, or where it has
+def kind_of(tap: Any) -> Kind | None:
+    """What was shown of what a layer reads; None where it was not, or where it has
     nothing to train."""
     session, evidence = tap.session, tap.session.evidence
     if not tap.trainable()[1]:
@@ -338,69 +258,60 @@ def kind_of(tap: WiredTap) -> Kind | None:
     return None
 
 
-def noted_call(tap: WiredTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers see."""
-    calls = tap.session.seen
-    if calls is None:
-        return tap.original(*args, **kwargs)
-    of_tap = calls.setdefault(id(tap), [])
+    session = tap.session
+    assert session.seen is not None
+    of_tap = session.seen.setdefault(id(tap), [])
     note_use(args, kwargs)
-    call = tap.session.current_forward
+    call, axis = session.current_forward, session.batch_axis
     batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
-    if tap.rule is None and batch_size is not None and kind in ("own", "unused"):
+    if kind in ("own", "unused") and batch_size is not None:
         return _noted_own(tap, of_tap, batch_size, args, kwargs)
-    x, axis = args[0] if args else kwargs.get("input"), tap.session.batch_axis
+    x = _only_tensor(args, kwargs)
+    same = isinstance(x, Unbatched) or kind == "same for all"
     if isinstance(x, SameRows) and kind == "samples":
         args, kwargs = (memory_of(x),), {}
-        x = args[0]
-    elif isinstance(x, Unbatched) or kind == "same for all":
-        only = _only_tensor(args, kwargs)
-        wiring, serves = tap.wiring, not (tap.generic or tap.computed or tap.folded or axis)
-        serves = serves and wiring is not None and wiring.any_axes and wiring.serves(tap.layer)
-        serves = serves and bool(tap.trainable()[1])
-        if serves and only is not None and batch_size is not None:
-            if isinstance(only, Unbatched):
-                x = rows_of(only)
-            else:
-                x = only.expand(batch_size, *only.shape)
-            y = tap.original(x)
-            shapes = tuple(x.shape), x.dtype, tuple(y.shape), y.dtype
-            of_tap.append(Seen(*shapes, kind="same for all"))
-            return same_for_all(y, tap.path)
+    elif same and x is not None and batch_size is not None and _serves_same_for_all(tap):
+        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(batch_size, *x.shape)
+        y = tap.original(x)
+        of_tap.append(_seen(x, y, "same for all"))
+        return same_for_all(y, tap.path)
     if tap.trainable()[1]:
         args, kwargs = without_same(tap.path, args, kwargs)
-        x = args[0] if args else kwargs.get("input")
     output = tap.original(*args, **kwargs)
-    seen = None
+    x, seen = args[0] if args else kwargs.get("input"), None
     if isinstance(x, Tensor) and isinstance(output, Tensor) and min(x.dim(), output.dim()) > axis:
-        before, after = x.transpose(0, axis), output.transpose(0, axis)
-        seen = Seen(tuple(before.shape), x.dtype, tuple(after.shape), output.dtype)
+        seen = _seen(x.transpose(0, axis), output.transpose(0, axis))
     of_tap.append(seen)
     return output
 
 
+def _serves_same_for_all(tap: Any) -> bool:
+    """Whether a layer may read what is the same for all samples."""
+    wiring = tap.wiring
+    if tap.generic or tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
+        return False
+    return wiring.any_axes and wiring.serves(tap.layer) and bool(tap.trainable()[1])
+
+
 def _noted_own(
-    tap: WiredTap,
-    of_tap: list[Any],
+    tap: Any,
+    of_tap: list[Seen | None],
     batch_size: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """A module's own forward on what is the same for all samples."""
-    found = _own_parameters(tap)
-    dtype, place = found[0][2].dtype, len(of_tap)
+    params = [param for _, _, param in _own_parameters(tap)]
+    place = len(of_tap)
     of_tap.append(None)
-    try:
-        for owner, name, param in found:
-            param_B = param.expand(batch_size, *param.shape)
-            owner._parameters[name] = same_for_all(param_B, tap.path)
-        output = tap.original(*args, **kwargs)
-    finally:
-        for owner, name, param in found:
-            owner._parameters[name] = param
+    rows = [param.expand(batch_size, *param.shape) for param in params]
+    output = _on_own_parameters(tap, rows, args, kwargs)
     kind: Kind = "own" if was_used(tap.path) else "unused"
     why = ""
     if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
         why = "it uses its parameters itself, inside of an activation checkpoint"
-    of_tap[place] = Seen((batch_size,), dtype, (batch_size,), dtype, kind, why)
+    shape, dtype = (batch_size,), params[0].dtype
+    of_tap[place] = Seen(shape, dtype, shape, dtype, kind, why)
     return output

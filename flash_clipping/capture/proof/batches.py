@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,17 @@ class Samples:
     Args:
         args, kwargs: of the call.
         axis: that holds the samples.
+        offsets: where the ids of each sample begin, of samples that lie end to end; and how many
+            samples these are.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, narrow: int = 0
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axis: int,
+        narrow: int = 0,
+        offsets: tuple[Tensor, int] | None = None,
     ) -> None:
         self.args, self.kwargs = args, kwargs
         self._axis = axis
@@ -37,6 +45,9 @@ class Samples:
         self.tensors = batched_inputs(args, kwargs)
         #: How many samples there are.
         self.count = next((x.shape[axis] for x in self.tensors if x.dim() > axis), 0)
+        self._offsets, self._ids_in_all = None, self.count
+        if offsets is not None:
+            self._offsets, self.count = offsets
         found = [x for x in self._leaves() if self._axis_of(x) is not None]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
@@ -52,6 +63,10 @@ class Samples:
         elif narrow == 3:
             found = found[:1]
         self._ids = {id(x) for x in found}
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether this tensor of the arguments has a row for each sample."""
+        return id(x) in self._ids
 
     def _leaves(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -75,11 +90,18 @@ class Samples:
 
         Args:
             order: the number of the sample in each place.
-            extreme: a place whose sample is changed: floats are 100 times as large, integers come
+            extreme: a place whose sample is changed: floats are 100 times as large, with
+                other signs where there are any; integers come
                 from both ends of those in the batch. Masks (no entries but 0 and 1) stay.
         """
 
+        bags = None if self._offsets is None else self._bags(order)
+
         def of(x: Tensor) -> Tensor:
+            if bags is not None and x is self._offsets:
+                return bags[0]
+            if bags is not None and x.dim() == 1 and len(x) == self._ids_in_all:
+                return x.detach()[bags[1]]
             if id(x) not in self._ids:
                 return x
             x, axis = x.detach(), self._axis_of(x) or 0
@@ -102,12 +124,28 @@ class Samples:
             of_leaf, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
         )
 
+    def _bags(self, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The offsets of these samples, and the numbers of their ids, end to end."""
+        offsets = self._offsets
+        assert offsets is not None
+        edges = [*offsets.tolist(), self._ids_in_all][: self.count + 1]
+        bags = [range(edges[b], edges[b + 1]) for b in order]
+        starts = [0, *itertools.accumulate(map(len, bags))]
+        starts = starts[: len(order) + len(offsets) - self.count]
+        numbers = [n for bag in bags for n in bag]
+        return (
+            torch.tensor(starts, dtype=offsets.dtype, device=offsets.device),
+            torch.tensor(numbers, dtype=torch.long, device=offsets.device),
+        )
+
 
 def _extreme(x: Tensor, row: Tensor) -> Tensor:
     """``row``, a sample of ``x``, as far from the others as the model may take."""
     if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
         return row
+    number = torch.arange(row.numel(), device=x.device).view(row.shape)
     if x.is_floating_point():
-        return row * EXTREME
-    is_odd = torch.arange(row.numel(), device=x.device).view(row.shape) % 2 > 0
-    return torch.where(is_odd, x.max(), x.min())
+        # Some with the other sign: what compares entries with a threshold chooses others.
+        turned = -EXTREME if bool((x < 0).any()) else EXTREME
+        return row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)
+    return torch.where(number % 2 > 0, x.max(), x.min())

@@ -11,9 +11,9 @@ from torch import nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.coverage import of_arguments
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.seen_kinds import of_arguments
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -65,8 +65,8 @@ class Gate:
             self._trainable = trainable
             self._why.clear()
         session, args, kwargs = subject.session, subject.args, subject.kwargs
-        if session.units_of_calls.are_known or session.backward_pass_class is not BackwardPass:
-            return  # rows are no samples; or somebody else watches
+        if session.backward_pass_class is not BackwardPass:
+            return  # somebody else watches
         if not any(x.dim() > session.batch_axis for x in batched_inputs(args, kwargs)):
             return
         if not self._why:
@@ -78,9 +78,12 @@ class Gate:
         except MODELS_OWN:  # an error of the model's own comes in its own forward
             return
         known = self._why.setdefault(_kind(subject.root, args, kwargs), {})
+        # A loss that the model computes itself may read what is unfit.
+        other = next(iter(table.unfit.values()), "")
         for number in range(table.returned):  # what was shown once stays
             place = table.returned, number
-            known[place] = known.get(place) or table.unfit.get(number, "")
+            why = "" if number in table.outputs else table.unfit.get(number, other)
+            known[place] = known.get(place) or why
 
     def refuse(
         self,
@@ -106,6 +109,6 @@ def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Has
     return tuple([module.training for module in root.modules()]), of_arguments(args, kwargs)
 
 
-def _refuse_gradient(session: ClippingSession, why: str, _: Any) -> None:
-    if session.enabled:
+def _refuse_gradient(session: ClippingSession, why: str, grad: Any) -> None:
+    if session.enabled and grad is not None:  # two passes go through all outputs
         raise FlashClippingError(why)

@@ -11,6 +11,8 @@ taps       S                      norms of the other samples are 0 (STRAY)
 the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
+taps,      S                      norms of S are those of the first run (ORDER)
+others
 =========  =====================  =================================================================
 
 The second batch is smaller than the first where nothing is drawn at random; else a few samples are
@@ -73,6 +75,7 @@ WORDS = {
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
+    "ORDER": "rows are booked to other samples where others are in the batch",
     "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
     "SIZE": "what belongs to a sample changes with the number of samples in its batch",
 }
@@ -139,13 +142,11 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
     if "PERTURB" not in skip:
         with perturbed(subject.session.trainable()):
             return examine(subject, audit=audit, skip={*skip, "PERTURB"})
-    axis = subject.session.batch_axis
     unfit: list[Table] = []
-    samples = Samples(subject.args, subject.kwargs, axis)
+    samples = subject.samples()
     try:
         for narrow in range(4) if samples.is_ambiguous else (0,):
-            of = Samples(subject.args, subject.kwargs, axis, narrow)
-            found = _Oracle(subject, of, audit, frozenset(skip)).table()
+            found = _Oracle(subject, subject.samples(narrow), audit, frozenset(skip)).table()
             if not found.unfit:
                 return found
             unfit.append(found)
@@ -160,7 +161,7 @@ def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> 
     if not kept:
         return Table(notes=["no sample has a finite gradient: nothing was compared"])
     args, kwargs = samples.batch(kept)
-    return examine(replace(subject, args=args, kwargs=kwargs), audit=audit, skip=skip)
+    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit, skip=skip)
 
 
 class _Oracle:
@@ -174,6 +175,9 @@ class _Oracle:
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)
+        session = subject.session
+        #: Whether some layer reads rows that are not the samples.
+        self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
         self.notes: list[str] = []
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
@@ -202,7 +206,8 @@ class _Oracle:
             # Samples may be along another axis of it that has as many entries.
             known, axes = self.unfit.get(number), self.axes[number]
             for axis in axes[1:] if known or not several else axes:
-                self.runs.only, self.runs.chosen_axes[number] = {number}, axis
+                self.runs.only = {number}
+                self.runs.chosen_axes = {**(self.runs.chosen_axes or {}), number: axis}
                 self.unfit.pop(number, None)
                 of_one = self._judge()
                 if of_one is None and number not in self.unfit:
@@ -283,6 +288,8 @@ class _Oracle:
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
         why = self._gradients(taps, plain, alone, loud, calm)
+        if why is None and self.lies_otherwise and "ORDER" not in self.skip:
+            why = self._order(taps, given, places, alone, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
             why = self._sizes()
         return why
@@ -384,6 +391,33 @@ class _Oracle:
             return why
         gap = self._gap(found.projections, expected.projections, expected.norms)
         return self._complain("GRADIENT", gap > self.tolerance, gap)
+
+    def _order(
+        self,
+        taps: Run,
+        given: Any,
+        places: Sequence[int],
+        alone: Mapping[int, float],
+        calm: bool,
+    ) -> Complaint | None:
+        """Whether S have the same norms, through the taps, among the others of the second run:
+        values may decide where rows lie (a router, a sort, a condition)."""
+        at = [places.index(b) for b in self.S]
+        of_S = dict(zip(at, alone.values(), strict=True))
+        try:
+            run = self.runs.run(
+                given, places, [of_S], taps=True, seed=1 + self.audit, calm=calm, sums=0
+            )
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:
+            return None
+        a, b = taps.gradients[0].each, run.gradients[0].each
+        if a is None or b is None or run.drawn != taps.drawn:
+            return None
+        a, b = a[:, self.S], b[:, at]
+        gap = self._gap(a, b, a.norm(dim=1))
+        return self._complain("ORDER", gap > self.tolerance, gap)
 
     def _out_of_order(self, each: Tensor, alone: Mapping[int, float], calm: bool) -> Tensor:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that

@@ -5,14 +5,17 @@ are that sample's. Two batches of gradients are enough for many samples: a pass 
 sample's number, in which the samples with that bit take part, and one for those without it. A row
 that got a gradient in both has two samples. Rows of padding get none, and are nobody's.
 
+Of parameters that modules use by themselves, operations with samples are looked at: where these lie
+in what meets a parameter, and in what comes of it.
+
 Shape suffixes: ``B`` samples, ``R`` rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,10 +55,15 @@ class Probed:
         layouts: of every layer with trainable parameters that was called, by its path; one for
             each call, or one alone where they are the same.
         unfit: numbers of the outputs in which samples reach each other.
+        operations: of what met bare parameters, and of what came of it, by what layouts of such
+            operations go by; and the layer's name.
     """
 
     layouts: dict[str, tuple[SampleLayout, ...]]
     unfit: frozenset[int] = frozenset()
+    operations: dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]] = field(
+        default_factory=dict
+    )
 
 
 def probe(subject: Subject) -> Probed:
@@ -65,7 +73,7 @@ def probe(subject: Subject) -> Probed:
         whatever the model raises on this batch.
     """
     params = subject.session.trainable()
-    samples = Samples(subject.args, subject.kwargs, subject.session.batch_axis)
+    samples = subject.samples()
     if not params or not samples.count:
         return Probed({})
     runs = Runs(subject, samples.tensors)
@@ -103,9 +111,11 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     scales = [dict.fromkeys(on, 1.0) for on in marks]
     with _watched(runs.root) as seen:
         given = samples.batch(own)
-        runs.run(given, places, scales, calm=True, sums=0, before=seen.next)
+        runs.run(given, places, scales, calm=True, sums=0, before=seen.next, probing=seen)
     found: dict[_Call, SampleLayout] = {}
     for call, masks in seen.masks(len(marks)).items():
+        if len(call) > 2:
+            continue  # an operation
         owners = owners_of(masks, marks, B)
         found[call] = layout_of_owners(owners, B, runs.session.batch_axis)
         if found[call] is SEVERAL and _same(*(of_run.get(call) for of_run in values)):
@@ -119,7 +129,20 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
             for path, calls in by_path.items()
         },
         unfit,
+        _operations(seen, marks, B),
     )
+
+
+def _operations(
+    seen: _Seen, marks: list[list[int]], B: int
+) -> dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]]:
+    found: dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]] = {}
+    masks = seen.masks(len(marks))
+    for (use, number, is_after), path in seen.operations.items():
+        owners = owners_of(masks[use, number, is_after], marks, B)
+        _, before, after = found.setdefault(use, (path, [], []))
+        (after if is_after else before).append(layout_of_owners(owners, B))
+    return found
 
 
 def marks_of(B: int) -> list[list[int]]:
@@ -151,10 +174,14 @@ class _Seen:
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = {}
-        self._passes: list[dict[_Call, Tensor]] = []
+        self._passes: list[dict[Any, Tensor]] = []
         #: Outputs.
         self.values: dict[_Call, Tensor] = {}
-        self._shapes: dict[_Call, torch.Size] = {}
+        self._shapes: dict[Any, torch.Size] = {}
+        #: What met bare parameters (0) and what came of it (1), by its name and number.
+        self.operations: dict[tuple[str, int, int], str] = {}
+        #: Tensors that a backward pass must reach.
+        self.watched: list[Tensor] = []
 
     def next(self) -> None:
         """Another backward pass begins."""
@@ -168,18 +195,42 @@ class _Seen:
         call = path, self._calls.get(path, 0)
         self._calls[path] = call[1] + 1
         self.values[call] = x.detach()
-        if not x.requires_grad:
-            return
-        self._shapes[call] = x.shape[:-1] if x.dim() > 1 else x.shape
+        if x.requires_grad:
+            self._watch(call, x, x.shape[:-1] if x.dim() > 1 else x.shape)
+
+    def _watch(self, key: Any, x: Tensor, shape: torch.Size) -> None:
+        self._shapes[key] = shape
 
         def reached(grad: Tensor) -> None:
             if self._passes:
                 mask = grad.detach() != 0
-                self._passes[-1][call] = mask.any(-1) if mask.dim() > 1 else mask
+                self._passes[-1][key] = mask if mask.shape == shape else mask.any(-1)
 
         x.register_hook(reached)
 
-    def masks(self, passes: int) -> Mapping[_Call, list[Tensor]]:
+    def operation(self, path: str, use: str, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+        """The result of an operation between bare parameters and ``x``, as it is.
+
+        Args:
+            path: the layer's name.
+            use: what the layout of such operations goes by.
+            compute: the operation, of what stands for ``x``.
+        """
+        if not x.is_floating_point() or in_backward():
+            return compute(x)
+        # A tensor of its own: others read x as well.
+        x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        result = compute(x)
+        number = self._calls.get(use, 0)
+        self._calls[use] = number + 1
+        for is_after, tensor in enumerate((x, result)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self.operations[use, number, is_after] = path
+                self.watched.append(tensor)
+                self._watch((use, number, is_after), tensor, tensor.shape)
+        return result
+
+    def masks(self, passes: int) -> Mapping[Any, list[Tensor]]:
         """The rows of every call that got a gradient in each pass."""
         return {
             call: [

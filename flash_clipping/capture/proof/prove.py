@@ -1,92 +1,244 @@
-"""Where a rehearsal does not find the samples, a probe does, if the oracle confirms it.
+"""Who is a sample: the proof that is made before the first step of a model.
 
-:mod:`oracle` compares gradients through the taps with plain autograd's, :mod:`probe` finds where
-the samples are in what layers return, :mod:`gate` asks before the first step and in some later
-ones. Nothing of the user's is changed: parameters, buffers, ``p.grad``, generators and hooks are
+=========================  ======================================================================
+:mod:`.observe`            two forwards: which reads of layers are samples, which are constants
+:mod:`.probe`              where samples lie in reads that are not one row for each: a backward
+                           pass of single samples shows it
+:mod:`.oracle`             gradients through the taps are plain autograd's, whatever else is in
+                           the batch; and again in audits of later steps (:mod:`.gate`)
+=========================  ======================================================================
+
+Nothing of the user's is changed: parameters, buffers, ``p.grad``, generators and hooks are
 afterwards what they were, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+from typing import Any
 
 from torch import nn
 
-from flash_clipping.capture.batch_axis import note_seen
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
+from flash_clipping.capture.proof.observe import Finding, observe, refusal
 from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import probe
-from flash_clipping.capture.proof.runs import Subject
-from flash_clipping.capture.rehearsal import first_size
-from flash_clipping.capture.row_layouts import TOGETHER, Layout, merged
+from flash_clipping.capture.proof.probe import Probed, probe
+from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, Seen, check_one_layout, merged
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.rules.registry import Rule
+
+#: How often layers that are reached by chance are looked for.
+ATTEMPTS = 3
+
+
+def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
+    """Find out where the samples are in what tapped layers read, and leave that in the session.
+
+    Args:
+        subject: a call of the model.
+        call: a forward that has run already: what was assumed there must turn out right.
+
+    Returns:
+        The call with what is known of its samples.
+
+    Raises:
+        FlashClippingError: layers read what is neither samples nor a constant; all are named.
+    """
+    session = subject.session
+    if not subject.samples().count or not session.trainable():
+        return subject
+    guessed = frozenset(read[0] for read in call.guesses) if call is not None else frozenset()
+    if call is not None:
+        tried = session.looked_for.get(guessed, 0)
+        session.looked_for[guessed] = tried + 1
+        if tried >= ATTEMPTS:
+            for path, *_ in call.ambiguous:
+                raise FlashClippingError(_refusal_of_guess(path))
+            return subject
+    before = _saved(session)
+    # What was found before is to be found again; what was declared is looked at again.
+    session.folded = session.folded - session.found
+    session.found, session.layouts, session.layouts_after, session.laid_out = set(), {}, {}, set()
+    session.evidence.forget([*session.evidence.reads])
+    try:
+        runs = Runs(subject, subject.samples().tensors)
+        seen = observe(subject, runs, seed=sum(session.looked_for.values()))
+        subject = seen.subject
+        declared = (session.folded - session.folded_by_rule) & session.evidence.reads.keys()
+        if seen.findings or declared:
+            _settle_findings(subject, seen.findings, declared)
+        _merge(session, before)
+    except BaseException:
+        _restore(session, before)
+        session.evidence.forget([*session.evidence.reads])
+        session.proven_with = -1  # the next forward looks again
+        raise
+    session.coverage.note(subject.root, subject.args, subject.kwargs)
+    if call is not None:
+        _check_guesses(session, call, seen.is_compared)
+    return subject
+
+
+def _settle_findings(
+    subject: Subject, findings: Sequence[Finding], declared: AbstractSet[str]
+) -> None:
+    """Let a probe say where samples are in what these layers read, if the oracle confirms it; also
+    where users have ``declared`` it.
+
+    Modules without a rule are tried by the generic rule where that is not so.
+
+    Raises:
+        FlashClippingError: it does not.
+    """
+    session, paths = subject.session, {finding.read[0] for finding in findings} | declared
+    words = refusal(findings, subject.root, session.batch_first)
+    if not session.has_oracle and findings:
+        raise FlashClippingError(words)
+    if not session.has_oracle:
+        return
+    saved = _saved(session)
+    taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
+    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
+    whys: dict[str, None] = {}
+    for generic in (False, True) if unruled else (False,):
+        for tap in unruled:
+            tap.generic = generic
+        try:
+            settle(subject.root, session, probe(subject), paths)
+            # The proof that follows looks at the other half of the samples.
+            table = examine(subject, audit=1)
+            if table.outputs:
+                return
+            whys.update(dict.fromkeys(table.unfit.values()))
+        except MODELS_OWN:
+            pass
+        _restore(session, saved)
+    for tap in unruled:
+        tap.generic = False
+    if not findings:
+        return  # a declaration, which holds if it is not shown to be wrong
+    # Without their lines to paste: the last line is the one that helps.
+    raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
 
 
 def settle(
-    root: nn.Module, session: ClippingSession, layouts: Mapping[str, Sequence[SampleLayout]]
+    root: nn.Module, session: ClippingSession, probed: Probed, paths: Collection[str] | None = None
 ) -> None:
-    """Tell the taps where the samples are."""
+    """Tell the taps where the samples are; ``paths``: those of layers that read something else
+    than a row for each sample, if not all are to be told."""
     evidence = session.evidence
-    for path, calls in layouts.items():
-        tap = tap_of(root.get_submodule(path))
-        if tap is None or has_own_axis(tap) or not path:
+    for module_path, calls in probed.layouts.items():
+        tap = tap_of(root.get_submodule(module_path))
+        if tap is None or not module_path or not _can_lie_otherwise(tap, calls):
             continue
         name = tap.path
+        if paths is not None and name not in paths:
+            continue
+        if tap.rule is None and not tap.generic:
+            continue  # operations tell of it
         evidence.forget([name])
         evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
         if {*calls} == {CONSTANT}:
             evidence.constants.add(name)
             continue
-        regular = [layout for layout in calls if layout.layout is not None]
-        seen = {layout.parts: layout.layout for layout in regular if layout.layout is not None}
+        regular = _layouts(calls)
         usual = Layout(session.batch_axis)
-        plain = all(layout in (usual, TOGETHER) for layout in seen.values())
-        if plain and len(regular) == len(calls):
+        plain = all(layout in (usual, TOGETHER) for layout in regular.values())
+        if plain and all(layout.layout is not None for layout in calls):
             evidence.proven.add(name)
-        if not plain:
-            session.laid_out = session.laid_out | {name}
-        if {*seen} - {1} and all(layout.axis == 0 for layout in seen.values()):
-            session.folded.add(name)
-        if not plain or {*seen} - {1}:
-            session.layouts = {
-                **session.layouts,
-                name: merged(name, session.layouts.get(name, {}), seen),
-            }
+        _note_layouts(session, name, name, regular, plain)
+    for use, (name, before, after) in probed.operations.items():
+        if paths is None or name in paths:
+            regular = _layouts(before)
+            plain = {*regular.values()} <= {TOGETHER}
+            _note_layouts(session, name, use, regular, plain)
+            if not plain:
+                known = session.layouts_after.get(use, {})
+                session.layouts_after[use] = known | _layouts(after)
 
 
-def settled_by_probe(subject: Subject, paths: Collection[str]) -> bool:
-    """Whether a probe finds the samples where rehearsals did not, and the oracle confirms all
-    outputs; otherwise nothing is changed.
+def _layouts(calls: Collection[SampleLayout]) -> Seen:
+    return {layout.parts: layout.layout for layout in calls if layout.layout is not None}
 
-    Modules without a rule, of these paths, are tried by the generic rule where that is not so.
+
+def _note_layouts(session: ClippingSession, name: str, key: str, found: Seen, plain: bool) -> None:
+    is_layer = key == name
+    if not plain:
+        session.laid_out = session.laid_out | {name}
+        session.evidence.proven.discard(name)
+    has_parts = {*found} - {1} and all(layout.axis == 0 for layout in found.values())
+    if has_parts and (is_layer or plain):
+        session.found = session.found | {name} - session.folded
+        session.folded = session.folded | {name}
+    if not plain or (is_layer and {*found} - {1}):
+        session.layouts = {**session.layouts, key: {**session.layouts.get(key, {}), **found}}
+
+
+def _saved(session: ClippingSession) -> dict[str, Any]:
+    """What a proof changes of a session."""
+    names = ("folded", "found", "layouts", "layouts_after", "laid_out")
+    return {
+        "evidence": copy.deepcopy(vars(session.evidence)),
+        **{name: copy.copy(getattr(session, name)) for name in names},
+    }
+
+
+def _restore(session: ClippingSession, saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        if name == "evidence":
+            vars(session.evidence).update(copy.deepcopy(value))
+        else:
+            setattr(session, name, copy.copy(value))
+
+
+def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
+    """Keep what was shown of other calls before.
+
+    Raises:
+        FlashClippingError: samples lay otherwise there: later calls could be of either kind.
     """
-    session = subject.session
-    before = copy.deepcopy(vars(session.evidence))
-    rows = session.folded.copy(), session.layouts, session.laid_out
-    taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
-    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
-    for generic in (False, True) if unruled else (False,):
-        for tap in unruled:
-            tap.generic = generic
-        try:
-            settle(subject.root, session, probe(subject).layouts)
-            # The proof that follows looks at the other half of the samples.
-            table = examine(subject, audit=1)
-            if table.outputs and not table.unfit:
-                size = first_size(subject.args, subject.kwargs, session.batch_axis)
-                note_seen(session, subject.root, size, subject.args, subject.kwargs)
-                return True
-        except MODELS_OWN:
-            pass
-        vars(session.evidence).update(copy.deepcopy(before))
-        session.folded, session.layouts, session.laid_out = rows[0].copy(), *rows[1:]
-    for tap in unruled:
-        tap.generic = False
-    return False
+    read = {*session.evidence.reads} | session.layouts.keys()
+    check_one_layout(session.plain, read, before["layouts"], session.layouts)
+    session.plain = session.plain | {key for key in read if key not in session.layouts}
+    for name in ("layouts", "layouts_after"):
+        old, new = before[name], getattr(session, name)
+        keys = old.keys() | new.keys()
+        setattr(session, name, {k: merged(k, old.get(k, {}), new.get(k, {})) for k in keys})
+    for name in ("found", "folded", "laid_out"):
+        setattr(session, name, before[name] | getattr(session, name))
+    session.evidence.proven -= session.laid_out
+
+
+def _check_guesses(session: ClippingSession, call: ForwardCall, is_compared: bool) -> None:
+    """Refuse a forward in which something was taken for what it is not."""
+    for read, answer in call.guesses.items():
+        known = session.evidence.known(read, any_call=False)
+        if known is None and read in call.ambiguous:
+            raise FlashClippingError(_refusal_of_guess(read[0]))
+        wrong = known is not None and known is not answer
+        if wrong or read[0] in session.layouts or read[0] in session.laid_out:
+            kinds = ("samples", "the same for all samples")
+            found = kinds[not known] if wrong else "samples that lie otherwise"
+            raise FlashClippingError(
+                f"{read[0]}: this layer was reached for the first time, and what it read was taken "
+                f"for {kinds[not answer]}, but is {found}: by its size it could be either. "
+                "It is known now: clear the gradients and run this step again."
+            )
+
+
+def _refusal_of_guess(path: str) -> str:
+    return (
+        f"{path}: this layer was not reached before the first step, and what it read may hold the "
+        "samples along several axes: by its size it could be either. Run it in every forward of "
+        "training (no layer drop), keep the batch the first axis of what it reads, or freeze its "
+        f"parameters.{to_freeze(path)}"
+    )
 
 
 def tap_of(module: nn.Module) -> Tap | None:
@@ -96,7 +248,13 @@ def tap_of(module: nn.Module) -> Tap | None:
     return tap if isinstance(tap, Tap) else None
 
 
-def has_own_axis(tap: Tap) -> bool:
-    """Whether its rule knows by itself where samples are."""
-    own = tap.rule is not None and type(tap.rule).batch_axis is not Rule.batch_axis
-    return own or tap.path in tap.session.folded_by_rule
+def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:
+    """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
+    rule, path = tap.rule, tap.path
+    if path in tap.session.folded_by_rule:
+        return False
+    if rule is None or type(rule).batch_axis is Rule.batch_axis:
+        return True
+    axis = rule.batch_axis(tap.layer, tap.session.batch_axis)
+    found = [layout.layout for layout in layouts if layout.layout is not None]
+    return axis == 0 and all(layout == TOGETHER for layout in found)

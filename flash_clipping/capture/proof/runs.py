@@ -6,7 +6,8 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.collectives import collectives_refused
+from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
+from flash_clipping.capture.no_trace import without_activations
+from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import repeatable
+from flash_clipping.capture.proof.reads import Reads, as_computed
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.units import Units
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
@@ -25,6 +33,9 @@ from flash_clipping.finish.session import Session
 #: Random projections of each gradient: a difference ``d`` is a random number of size ``|d|`` in
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
 PROJECTIONS = 4
+
+#: In the place of an axis: parts of each sample lie together along the axis of samples.
+FOLDED = -1
 
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
@@ -71,6 +82,7 @@ class Subject:
     Attributes:
         root: the model; ``forward`` runs it, and ``session`` is what its taps share.
         args, kwargs: of the call.
+        offsets: where samples begin that lie end to end, and how many there are.
     """
 
     root: nn.Module
@@ -78,6 +90,12 @@ class Subject:
     session: ClippingSession
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    offsets: tuple[Tensor, int] | None = None
+
+    def samples(self, narrow: int = 0) -> Samples:
+        """The samples of the call."""
+        axis = self.session.batch_axis
+        return Samples(self.args, self.kwargs, axis, narrow, self.offsets)
 
 
 class Runs:
@@ -100,12 +118,54 @@ class Runs:
         self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
         self.only: set[int] | None = None
-        #: Outputs whose samples are along another axis than the likely one.
-        self.chosen_axes: dict[int, int] = {}
+        #: The outputs that had a row for each sample in the first run, and the axis of these rows:
+        #: in other batches as many entries may be something else.
+        self.chosen_axes: dict[int, int] | None = None
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
+        #: Whether floating inputs of :meth:`look` require gradients, if the model does not mind.
+        self.marks_inputs = True
+        #: The units of the call, where these are parts of rows.
+        self.units: Units | None = None
+
+    def look(
+        self, given: tuple[tuple[Any, ...], dict[str, Any]], reads: Reads, seed: int = 0
+    ) -> tuple[int, FlashClippingError | None]:
+        """The forward alone, through the taps and without chance.
+
+        Floating inputs require gradients, so that what derives from these does
+        (:attr:`marks_inputs`).
+
+        Args:
+            given: arguments.
+            reads: gets what layers read.
+
+        Returns:
+            How many samples there were, and what refused to go on.
+
+        Raises:
+            whatever the model raises.
+        """
+        args, kwargs = map_tensors(as_computed, given, packed=True) if self.marks_inputs else given
+        session, refused = self.session, None
+        with session.apart():
+            call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
+            try:
+                with (
+                    repeatable(self.root, self._devices, seed, calm=True),
+                    without_activations(),
+                    collectives_refused(),
+                ):
+                    self.forward(*args, **kwargs)
+            except FlashClippingError as error:
+                refused = error
+            finally:
+                call.spent = True
+                call.end()
+                call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+        return call.batch_size or 0, refused
 
     def run(
         self,
@@ -118,6 +178,7 @@ class Runs:
         calm: bool = False,
         before: Callable[[], None] = lambda: None,
         sums: int = 1,
+        probing: Any = None,
     ) -> Run:
         """The model on a batch.
 
@@ -132,6 +193,7 @@ class Runs:
             before: called before every backward pass.
             sums: of so many backward passes, the first ones, sums over samples are wanted; of the
                 others norms alone.
+            probing: told of operations between bare parameters and samples, which run as they are.
 
         Raises:
             whatever the model raises.
@@ -141,16 +203,26 @@ class Runs:
         self._count += 1
         seed += 0 if self._seeded else 1000 * self._count
         left = [param.grad for param in self.params]
-        around = session.enabled, session.comparing, session.returned, session.current_forward
-        session.enabled = taps
-        call = session.begin_forward(batched_inputs(args, kwargs)) if taps else None
-        session.comparing, session.returned = True, None  # no two passes
+        around = session.enabled, session.comparing, session.returned
+        call = None
+        session.enabled = taps or probing is not None
         try:
-            with repeatable(self.root, self._devices, seed, calm) as random, torch.enable_grad():
+            with (
+                session.apart(),
+                repeatable(self.root, self._devices, seed, calm) as random,
+                torch.enable_grad(),
+            ):
+                if session.enabled:
+                    call = session.begin_forward(batched_inputs(args, kwargs))
+                session.comparing, session.returned = True, None  # no two passes
+                session.probing = probing
                 for param in self.params:
                     param.grad = None
-                tensors = tensors_in(self.forward(*args, **kwargs))
+                with self._last_layer() as last:
+                    tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
+                if last and not any(self._axes(x, len(places)) for x in tensors):
+                    tensors = [*tensors, last[-1]]  # it returns its loss alone
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
@@ -158,16 +230,21 @@ class Runs:
                 axes = {
                     n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
                 }
+                if self.chosen_axes is None:
+                    self.chosen_axes = {n: found[0] for n, found in axes.items()}
                 outputs = {
-                    n: x.movedim(self.chosen_axes.get(n, axes[n][0]), 0).flatten(1)
-                    if (x := tensors[n]).dim() > 1
-                    else x[:, None]
-                    for n in axes
+                    n: rows
+                    for n, axis in self.chosen_axes.items()
+                    if n < len(tensors)
+                    and (rows := self._by_sample(tensors[n], axis, len(places))) is not None
                 }
                 gradients = []
                 for number, scale in enumerate(scales):
                     before()
-                    gradients.append(self._backward(outputs, places, scale, taps, number < sums))
+                    also = () if probing is None else probing.watched
+                    gradients.append(
+                        self._backward(outputs, places, scale, taps, number < sums, also)
+                    )
             return Run({n: x.detach() for n, x in outputs.items()}, axes, drawn, gradients)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -175,16 +252,52 @@ class Runs:
             if call is not None:
                 call.spent = True
                 call.end()
-            session.enabled, session.comparing, session.returned = around[:3]
-            if around[3] is not None:
-                session.resume_forward(around[3])
+            session.enabled, session.comparing, session.returned = around
+            session.probing = None
+
+    @contextmanager
+    def _last_layer(self) -> Iterator[list[Tensor]]:
+        """Gets what the layer that was called last has returned."""
+        found: list[Tensor] = []
+
+        def note(_: Any, __: Any, output: Any) -> None:
+            if not in_backward():
+                found[:] = tensors_in(output)[:1] or found
+
+        trainable = {id(param) for param in self.params}
+        handles = [
+            module.register_forward_hook(note)
+            for module in self.root.modules()
+            if module is not self.root
+            and any(id(param) in trainable for param in module._parameters.values())
+        ]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
         if not x.is_floating_point() or not x.requires_grad:
             return []
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
-        return sorted(axes, key=lambda axis: axis != first)
+        axes.sort(key=lambda axis: axis != first)
+        if axes and axes[0] != first and x.dim() > first and x.shape[first] % count == 0:
+            axes.append(FOLDED)
+        return axes
+
+    def _by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
+        """An output as ``[B, entries]``, if its samples are along this axis."""
+        if not x.is_floating_point() or not x.requires_grad:
+            return None
+        first = self.session.batch_axis
+        if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
+            x, axis = x.unflatten(first, (count, -1)), first
+        if not 0 <= axis < x.dim() or x.shape[axis] != count:
+            return None
+        x = x.movedim(axis, 0)
+        return x.flatten(1) if x.dim() > 1 else x[:, None]
 
     def _backward(
         self,
@@ -193,8 +306,9 @@ class Runs:
         scale: Mapping[int, float],
         taps: bool,
         sums: bool,
+        also: Sequence[Tensor] = (),
     ) -> Gradient:
-        """One backward pass of the losses of some samples."""
+        """One backward pass of the losses of some samples, which reaches these tensors ``also``."""
         chosen = [n for n in outputs if self.only is None or n in self.only]
         roots = [outputs[n] for n in chosen]
         weights = [_weights(x, places, scale) for x in roots]
@@ -202,10 +316,16 @@ class Runs:
             nothing = torch.zeros(len(self.params), dtype=torch.float64)
             return Gradient(nothing[:, None].expand(-1, PROJECTIONS), nothing)
         grad = partial(
-            torch.autograd.grad, roots, self.params, weights, retain_graph=True, allow_unused=True
+            torch.autograd.grad,
+            roots,
+            [*self.params, *also],
+            weights,
+            retain_graph=True,
+            allow_unused=True,
         )
         if not taps:
-            found = [a if b is None else b for a, b in zip(grad(), self._left(), strict=True)]
+            own = grad()[: len(self.params)]
+            found = [a if b is None else b for a, b in zip(own, self._left(), strict=True)]
             return self._measured(dict(enumerate(found)), sums)
         session = self.session
         before, plans = session.backward_pass_class, session.plans

@@ -16,7 +16,7 @@ been transposed, cast, or the like (``AffineView``).
 Only such operations are looked at again in backward, never the module's forward.
 """
 
-from flash_clipping.capture.proxies.functions import ComparesSamples, to_samples
+from flash_clipping.capture.proxies.functions import to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     UnsupportedUse,
@@ -26,7 +26,6 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 
 __all__ = [
     "ParameterProxy",
-    "ComparesSamples",
     "UnsupportedUse",
     "bare_parameters",
     "refuse_bypassed",

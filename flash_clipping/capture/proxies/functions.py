@@ -1,19 +1,12 @@
-"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples.
-
-Some let samples reach each other: ``logit_scale * texts @ images.T`` compares all pairs of a batch.
-Models return that beside what is each sample's own. Such functions run, and no gradient may come
-back: a loss of the latter gives ``logit_scale`` the gradient 0; one of the former has no per-sample
-gradients at all."""
+"""Functions that get a stand-in: of parameters alone, or also of tensors that carry samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import NoneType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -24,31 +17,20 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.operation import (
-    ADDITION,
-    IN_PLACE,
-    ProxyOp,
-    looked_up,
-    name_of,
-)
+from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE, looked_up, name_of
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
     UnsupportedUse,
-    circumstances,
+    called,
     flattened,
     is_plain,
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, of_samples, run_linear, run_mixed
+from flash_clipping.capture.proxies.proxy_ops import mixed, note_recomputation, of_samples
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.ops.runtime.backend import is_autocasting
-
-
-class ComparesSamples(FlashClippingError):
-    """A gradient comes back through an operation whose result for one sample needs the others."""
 
 
 def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
@@ -61,48 +43,6 @@ def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
         if id(param) in wanted
     }
     return sorted(found.values())
-
-
-def reason_against(tap: FactorSource, bares: Sequence[ParameterProxy]) -> str | None:
-    """Why no gradient may come back to one of these, if rehearsals have shown that."""
-    mixing = tap.session.evidence.mixing
-    if not mixing:
-        return None
-    for name in names_of(tap, bares):
-        if name in mixing:
-            parameter = name.rpartition(": ")[2]
-            return (
-                f"{mixing[name]}. Its parameter {parameter!r} takes part in what compares samples, "
-                "and the loss reads it: no clipping can bound what a sample adds. Compute the loss "
-                "of each sample from its own outputs (embeddings, hidden states)"
-                ", or freeze the parameter and see to it that the loss is a sum over samples "
-                f"(requires_grad_(False) of {parameter!r})."
-            )
-    return None
-
-
-def run_refusing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-) -> Any:
-    """``func``, whose results no gradient may come back through."""
-    with torch.no_grad():
-        result = func(*args, **kwargs)
-    anchor = torch.zeros((), requires_grad=True)
-    return _Refuses.apply(reason, result, anchor) if isinstance(result, Tensor) else None
-
-
-class _Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, reason: str, result: Tensor, anchor: Tensor) -> Tensor:
-        ctx.reason = reason
-        ctx.set_materialize_grads(False)
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        if grad is not None:  # two passes go through all outputs, also where nothing comes back
-            raise ComparesSamples(ctx.reason)
-        return None, None, None
 
 
 #: Functions that only look at the other tensor's shape, dtype or device.
@@ -122,121 +62,8 @@ _BY_ELEMENT = {"where", "masked_fill"}
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-#: In the place of a result that there is none of.
-_NONE = object()
-#: What the short way takes besides tensors.
-_PLAIN_ARGUMENTS = {int, float, bool, str, NoneType}
-
-
-def _run_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The short way of a function that the same call of the model has run before, with the same
-    stand-in and tensors of the same shapes, as layers do that share a table of biases.
-
-    Returns :data:`_NONE` where that is not so.
-    """
-    bare: Any = None
-    shapes: tuple[torch.Size, ...] = ()
-    of_samples_only = True
-    for x in (*args, *kwargs.values()):
-        kind = x.__class__
-        if kind is ParameterProxy and bare is None:
-            bare = x
-        elif kind is Tensor:
-            shapes += (x.shape,)
-            of_samples_only = of_samples_only and x.requires_grad
-        elif kind not in _PLAIN_ARGUMENTS:
-            return _NONE
-    if bare is None:
-        return _NONE
-    root = bare if bare.parent is None else bare.parent
-    if root.again is None:
-        return _NONE
-    session = root.tap.session
-    call, where, uses = root.again
-    rank = uses.get((func, shapes, bare.shape, bare is root, of_samples_only))
-    if (
-        rank is None
-        or call is not session.current_forward
-        or call.witness is not None
-        or not bare.is_kept
-        or circumstances() != where
-        or transforms_are_active()
-        or in_backward()
-        or not session.knows_reads(call, bare.tap.path, [of_samples_only] * len(shapes))
-    ):
-        return _NONE
-    value = of_samples(bare, shapes[0][0], rank) if rank else bare.value
-    named = {name: value if x is bare else x for name, x in kwargs.items()}
-    result = func(*[value if x is bare else x for x in args], **named)
-    if rank:
-        return result
-    return ParameterProxy.wrap(result, bare.leaves, bare.tap, parent=bare)
-
-
-def _linear_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.linear(x, weight)`` in a module that called it so before, as a router's.
-
-    Returns :data:`_NONE` where that is not so.
-    """
-    if kwargs or len(args) != 2:
-        return _NONE
-    x, bare = args
-    if bare.__class__ is not ParameterProxy or x.__class__ is not Tensor or not x.requires_grad:
-        return _NONE
-    tap = bare.tap
-    session = tap.session
-    call = session.current_forward
-    if (
-        call is None
-        or call.witness is not None
-        or tap.linear_when != (session.epoch, x.dtype, len(x.shape))
-        or session.evidence.mixing
-        or session.layouts
-        or bare.origin is None
-        or bare.value is not bare.origin.leaf
-        or bare.value.dtype != x.dtype
-        or not bare.is_kept
-        or is_autocasting()
-        or circumstances() != tap.entered
-        or transforms_are_active()
-        or in_backward()
-        or not session.knows_reads(call, tap.path, [True])
-    ):
-        return _NONE
-    return run_linear(bare, call, x)
-
-
-def _note_linear(bare: ParameterProxy, leaves: list[Any], spec: Any) -> None:
-    """What :func:`_linear_again` goes by, after ``F.linear``."""
-    tap, x = bare.tap, leaves[0]
-    entered = tap.entered == circumstances() and torch.is_grad_enabled()
-    if len(leaves) == 2 and spec == () and is_plain(x) and entered and not in_backward():
-        tap.linear_when = tap.session.epoch, x.dtype, x.dim()
-
-
-def _note_use(
-    func: Callable[..., Any], bares: list[ParameterProxy], others: list[Tensor], rank: int
-) -> None:
-    """What :func:`_run_again` goes by. ``rank``: of the samples that the stand-in was expanded for;
-    0 where it met constants."""
-    bare = bares[0]
-    call, where = bare.tap.session.current_forward, circumstances()
-    of_samples_only = all(_need_grad(others))
-    root = bare if bare.parent is None else bare.parent
-    plain = all(type(x) is Tensor for x in others)
-    if len(bares) > 1 or not plain or of_samples_only != bool(rank) or where[0] is False:
-        return
-    if root.again is None or root.again[:2] != (call, where):
-        root.again = call, where, {}
-    shapes = tuple(x.shape for x in others)
-    root.again[2][func, shapes, bare.shape, bare is root, of_samples_only] = rank
-
-
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
-    again = _linear_again(args, kwargs) if func is F.linear else _run_again(func, args, kwargs)
-    if again is not _NONE:
-        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -248,12 +75,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return bares[0].value.detach()
     if transforms_are_active():
         raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
-    if any(bare.requires_grad and not bare.value.requires_grad for bare in bares):
+    if any([bare.requires_grad and not bare.value.requires_grad for bare in bares]):
         raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
-    if torch.is_grad_enabled() and not any(bare.requires_grad for bare in bares):
-        values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-        args, kwargs = unflattened(values, spec)
-        return func(*args, **kwargs)  # all were computed with gradients off
+    if torch.is_grad_enabled() and not any([bare.requires_grad for bare in bares]):
+        return called(func, leaves, spec)  # all were computed with gradients off
     if name == "backward":
         raise UnsupportedUse(
             tap,
@@ -265,51 +90,36 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
     axis = _axis_of(name, leaves, bares[0])
-    equation = next((leaf for leaf in leaves if isinstance(leaf, str)), "")  # einsum's
+    equation = "".join([leaf for leaf in leaves if isinstance(leaf, str)][:1])  # einsum's
     layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
     if layout is not None and not in_place:
         given = [layout.front(others[0], count)]
     else:
         layout, given = None, others
-    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis, bares, use)
+    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis)
     if any(batched):
         if writes:
             raise UnsupportedUse(tap, f"{name} writes into a tensor")
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
-        if any(isinstance(x, nn.Parameter) and x.requires_grad for x in others):
+        if any([isinstance(x, nn.Parameter) and x.requires_grad for x in others]):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-        reason = reason_against(tap, bares)
-        if reason is not None and not in_place and torch.is_grad_enabled():
-            values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-            plain_args, plain_kwargs = unflattened(values, spec)
-            if (result := run_refusing(func, plain_args, plain_kwargs, reason)) is not None:
-                return result
-        if reason is not None:
-            raise ComparesSamples(reason)
+        if tap.session.probing is not None:
+            return _probed(tap, use or f"{tap.path} in {name}", func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            values = [expanded if leaf is bares[0] else leaf for leaf in leaves]
-            plain_args, plain_kwargs = unflattened(values, spec)
-            result = func(*plain_args, **plain_kwargs)
-        else:
-            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
-        if by_sample and bares[0].expanded is not None:
-            _note_use(func, bares, others, others[0].dim())
-        if by_sample and func is F.linear:
-            _note_linear(bares[0], leaves, spec)
-        return result
+            return called(func, leaves, spec, lambda _: expanded)
+        return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
-    if name not in _METADATA_ONLY and torch.is_grad_enabled() and any(_need_grad(others)):
+    reads_grad = any(x.requires_grad for x in others)
+    if name not in _METADATA_ONLY and torch.is_grad_enabled() and reads_grad:
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-    values = [leaf.value if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    plain_args, plain_kwargs = unflattened(values, spec)
     with _out_of_checkpoints():
-        result = func(*plain_args, **plain_kwargs)
+        result = called(func, leaves, spec)
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
@@ -327,7 +137,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         bare = bares[0]
         if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
             parent = bare
-            _note_use(func, bares, others, 0)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
@@ -336,8 +145,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return value
         return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent)
 
-    if rows is None and isinstance(result, Tensor):
-        return derived(result, None)
+    if isinstance(result, Tensor):
+        return derived(result, rows)
     if rows is None:
         return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
     return pytree.tree_map(
@@ -355,19 +164,37 @@ def _stays_whole(
     computed from parameters, of which nothing is repeated but for the samples."""
     if not (name in ADDITION and len(leaves) == 2) and name not in _BY_ELEMENT:
         return False
-    bare, rank = bares[0], others[0].dim()
-    shape = bare.shape[1:] if bare.dim() == rank else bare.shape
+    bare, whole = bares[0], others[0].shape
+    axes = len(whole)
+    shape = bare.shape[1:] if bare.shape[:1] == (1,) and bare.dim() == axes else bare.shape
     return (
         len(bares) == 1
-        and rank > 1
-        and all(x.dim() == rank and len(x) == len(others[0]) for x in others)
-        and (bare.dim() < rank or len(bare) == 1)
-        and torch.broadcast_shapes(shape, *[x.shape[1:] for x in others]) == shape
+        and axes > 1
+        and len(shape) == axes - 1
+        and all(
+            len(x.shape) == axes
+            and x.shape[0] == whole[0]
+            and all([n in (1, m) for n, m in zip(x.shape[1:], shape, strict=True)])
+            for x in others
+        )
         and bare.row is None
         and bare.value.requires_grad
         and bare.kept_origin is None
         and torch.is_grad_enabled()
     )
+
+
+def _probed(
+    tap: FactorSource, use: str, func: Callable[..., Any], leaves: list[Any], spec: Any
+) -> Any:
+    """The operation as it is, while it is looked at where samples lie in what meets parameters."""
+    place = next(n for n, leaf in enumerate(leaves) if is_plain(leaf))
+
+    def compute(x: Tensor) -> Any:
+        return called(func, [*leaves[:place], x, *leaves[place + 1 :]], spec)
+
+    note_recomputation(tap, in_backward())
+    return tap.session.probing.operation(tap.path, use, leaves[place], compute)
 
 
 def _out_of_checkpoints() -> AbstractContextManager[Any]:
@@ -399,13 +226,8 @@ def _row_of(
     if any(word in name for word in _RANDOM):
         return None
     sizes = {bare.shape[0] for bare in bares if bare.row is not None}
-    ones = [
-        (leaf.value if leaf.row is None else leaf.row) if isinstance(leaf, ParameterProxy) else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = unflattened(ones, spec)
     try:
-        rows = func(*args, **kwargs)
+        rows = called(func, leaves, spec, lambda x: x.value if x.row is None else x.row)
     except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
         return None
     values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
@@ -432,16 +254,12 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         )
 
 
-def _need_grad(tensors: list[Tensor]) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors]
-
-
 def _table_rows(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
 ) -> TableRows | None:
     """Which rows of a table ``result`` is, if it is made of such rows alone."""
-    args, kwargs = unflattened(leaves, spec)
     if name == "embedding":
+        args, kwargs = unflattened(leaves, spec)
         return looked_up(*args, **kwargs)
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     if len(bares) != 1 or (before := bares[0].lookup) is None:
@@ -454,14 +272,10 @@ def _table_rows(
         return None
     # The same for the number of the row in every place of it, and for the number of the feature: no
     # memory, if rows stay whole.
-    numbers = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
-    along = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
-    moved = []
-    for tensor in (numbers, along.expand(value.shape)):
-        given = [tensor if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-        args, kwargs = unflattened(given, spec)
-        moved.append(func(*args, **kwargs))
-    ids, along = moved
+    rows = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
+    numbers = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
+    ids = called(func, leaves, spec, lambda _: rows)
+    along = called(func, leaves, spec, lambda _: numbers.expand(value.shape))
     features = [
         axis for axis in range(result.dim()) if along.stride(axis) and along.shape[axis] > 1
     ]
@@ -491,15 +305,15 @@ def _laid_out(
     tap: FactorSource, name: str, bares: list[ParameterProxy], tensors: list[Tensor]
 ) -> tuple[Layout | None, str, int]:
     """Where samples lie in the one tensor that meets bare parameters, if not along its first axis;
-    what that goes by, in rehearsals and where any layout is known; and how many samples there
-    are."""
+    what that goes by, where any layout is known or looked for; and how many samples there are."""
     session = tap.session
     call = session.current_forward
     if len(tensors) != 1 or session.batch_axis or session.positions is not None:
         return None, "", 0
-    if not session.layouts and (call is None or call.witness is None):
+    if not session.layouts and session.probing is None:
         return None, "", 0
-    use = f"{', '.join(names_of(tap, bares))} in {name}"
+    # Of what a module has returned, its name.
+    use = f"{', '.join(names_of(tap, bares)) or tap.path} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
     seen = session.layouts.get(use)
     if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
@@ -508,42 +322,23 @@ def _laid_out(
     return (None if layout == TOGETHER else layout), use, count
 
 
-def _carry_samples(
-    tap: FactorSource, tensors: list[Tensor], axis: int, bares: list[ParameterProxy], use: str
-) -> list[bool]:
-    """For tensors that meet bare parameters in one operation: which belong to the batch."""
-    # Beside one that surely does, a mask that was computed from it needs no proof.
-    certain = any([_is_certain(tensor) for tensor in tensors])
-    call = tap.session.current_forward
-    meets = names_of(tap, bares) if call is not None and call.witness is not None else []
-    return [_carries_samples(tap, tensor, axis, certain, meets, use) for tensor in tensors]
+def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
+    """For tensors that meet bare parameters in one operation: which belong to the batch, as was
+    shown."""
+    # Those that came out of a tapped layer that read samples. Beside one, a mask that was computed
+    # from it needs no proof.
+    sure = [x.requires_grad and not (x.is_leaf and isinstance(x, nn.Parameter)) for x in tensors]
+    certain = any(sure)
 
+    def belongs(x: Tensor, is_sure: bool) -> bool:
+        if tap.reads_constants or isinstance(x, nn.Parameter):
+            return False
+        if x.dim() == 0:
+            return is_sure
+        beside = certain and not is_sure
+        return tap.session.reads_samples(tap.path, x, axis, sure=is_sure, beside=beside)
 
-def _is_certain(tensor: Tensor) -> bool:
-    """Whether a tensor came out of a tapped layer that read samples."""
-    return tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
-
-
-def _carries_samples(
-    tap: FactorSource, tensor: Tensor, axis: int, beside: bool, meets: list[str], use: str
-) -> bool:
-    """Whether a tensor that meets a bare parameter belongs to the batch: rehearsals have shown."""
-    session = tap.session
-    if tap.reads_constants or isinstance(tensor, nn.Parameter):
-        return False
-    sure = _is_certain(tensor)
-    if tensor.dim() == 0:
-        return sure
-    return session.reads_samples(
-        tap.path,
-        tensor,
-        axis,
-        sure=sure,
-        beside=beside and not sure,
-        meets=meets,
-        free=tensor.dim() if use else 0,
-        use=use,
-    )
+    return [belongs(x, is_sure) for x, is_sure in zip(tensors, sure, strict=True)]
 
 
 def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> Tensor:
@@ -555,7 +350,7 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
         leaves, spec = flattened((like, x), {})
         with plain_functions():
-            return _mixed_rows(leaves, spec, Layout(axis))
+            return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
     if x.row is None or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
@@ -566,21 +361,3 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         )
     with plain_functions():
         return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
-
-
-def _mixed_rows(leaves: list[Any], spec: Any, layout: Layout) -> Tensor:
-    like, row = leaves
-    operation = ProxyOp(
-        func=torch.add,
-        leaves=[torch.empty(0), row],
-        spec=spec,
-        bares=[row],
-        batched=[True],
-        autocast=(like.device.type, False, torch.get_autocast_dtype(like.device.type)),
-        recomputed=in_backward(),
-        origins=[None],
-        before=layout,
-        after=layout,
-        count=like.shape[layout.axis],
-    )
-    return run_mixed(operation, [like])

@@ -5,54 +5,71 @@ A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T`` or
 so is a factor of its gradient, as rules have it. Nothing is assumed of the module. Of any other
 operation gradients are formed sample by sample.
 
-Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features, ``n``
-partial sums."""
+Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.proxies.operation import (
-    ADDITION,
-    MULTIPLICATION,
-    ProxyOp,
-    name_of,
-)
+from flash_clipping.capture.proxies.operation import ADDITION, MULTIPLICATION, ProxyOp
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
     UnsupportedUse,
     unflattened,
 )
-from flash_clipping.factors import (
-    Convolution,
-    Dense,
-    Factor,
-    Lookup,
-    Outer,
-    RowSum,
-    accumulation_dtype,
-)
-from flash_clipping.ops.norm_layer import norm_backward
-from flash_clipping.ops.runtime.tables import on_16_bytes
-from flash_clipping.rules.normalization import DEFAULT_EPS, PARTS_KEPT
-from flash_clipping.rules.registry import as_BTd
+from flash_clipping.capture.row_layouts import TOGETHER
+from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.rules.convolution import ConvolutionRule
+from flash_clipping.rules.embedding import EmbeddingRule
+from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
+from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
+from flash_clipping.rules.registry import Needs, Rule
+
+Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
+
+#: The gradient of the one tensor that carries samples, and factors of parameters.
+Gradients: TypeAlias = tuple[Tensor | None, Factors]
 
 
-def input_grads(
+def gradients(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: tuple[bool, ...],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
+    """Gradients of the tensors that carry samples, and factors of parameters.
+
+    Args:
+        plain: the operation's ordinary tensors.
+        values: those of its stand-ins.
+        needs: which of ``plain`` need a gradient.
+        G: the output gradient.
+    """
+    rows = _table_factor(operation, plain, G)
+    found = _factored(operation, plain, values, needs, G) if rows is None else None
+    if found is not None:
+        return found
+    grads = _input_grads(operation, plain, needs, G)
+    return grads, _per_sample_factors(operation, plain, G) if rows is None else [rows]
+
+
+def _input_grads(
     operation: ProxyOp, plain: list[Tensor], needs: tuple[bool, ...], G: Tensor
 ) -> list[Tensor | None]:
     """Gradients of the tensors that carry samples: the operation's own backward."""
     if not any(needs):
         return [None] * len(plain)
     if (
-        name_of(operation.func) in ADDITION
+        operation.name in ADDITION
         and len(plain) == 1
         and len(operation.leaves) == 2  # a third is alpha
         and plain[0].shape == G.shape
@@ -67,13 +84,15 @@ def input_grads(
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
-def table_factor(
+def _table_factor(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
 ) -> tuple[nn.Parameter, Factor] | None:
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
     bare, rows = operation.bares[0], operation.rows
-    if rows is None or name_of(operation.func) not in ADDITION or len(operation.leaves) != 2:
+    if rows is None or operation.name not in ADDITION or len(operation.leaves) != 2:
+        return None
+    if operation.after is not None:
         return None
     if len(operation.bares) > 1 or len(plain) != 1 or (operation.axis and rows.feature != -1):
         return None
@@ -82,9 +101,9 @@ def table_factor(
     return bare.leaves[rows.table], rows.factor(G, operation.axis)
 
 
-def per_sample_grads(
+def _per_sample_factors(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
+) -> Iterator[tuple[nn.Parameter, Factor]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     own_row = [
         operation.after is None and operation.row_by_row(bare, plain, G) for bare in operation.bares
@@ -106,9 +125,10 @@ def per_sample_grads(
         if not origin.requires_grad:
             continue  # computed with gradients off
         if has_own:
-            yield from _through_rows(bare, grads_B)
-            continue
-        yield from through(origin, bare.leaves, grads_B)
+            found = _through_rows(bare, grads_B)
+        else:
+            found = through(origin, bare.leaves, grads_B)
+        yield from ((param, Dense(grads)) for param, grads in found)
 
 
 def through(
@@ -152,16 +172,7 @@ def _operand_grads(
 
     Of an operand that has a row per sample, with respect to that row: ``[B, 1, *row]``.
     """
-    name = name_of(operation.func)
     bares = operation.bares
-    real = not G.is_complex() and all(x.is_floating_point() for x in plain)
-    if len(bares) == len(plain) == 1 and len(operation.leaves) == 2 and real:
-        by_row = operation.by_row(bares[0], G.dim()) or own_row[0]
-        shape = torch.Size([1, *bares[0].shape[1:]]) if by_row else bares[0].shape
-        if name in ADDITION:
-            return [reduce_to(G, shape)]
-        if name in MULTIPLICATION:
-            return [reduce_to(G * plain[0], shape)]
 
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
@@ -198,8 +209,10 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
         with torch.enable_grad():
             output = operation.call([x.detach() for x in plain], operands)
         found = []
-        for b in range(G.shape[0] if operation.after is None else operation.count):
-            G_b = operation.only(G, b)
+        after = operation.after
+        layout, B = (TOGETHER, len(G)) if after is None else (after, operation.count)
+        for b in range(B):
+            G_b = layout.only(G, b, B)
             found.append(torch.autograd.grad(output, operands, G_b, retain_graph=True))
         return (
             [torch.stack(grads) for grads in zip(*found, strict=True)]
@@ -208,11 +221,11 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
         )
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedUse(
-            operation.tap, f"{name_of(operation.func)} failed in backward ({error})"
+            operation.tap, f"{operation.name} failed in backward ({error})"
         ) from error
 
 
-def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
+def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
     """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
     aligned = [1] * (G.dim() - len(shape)) + list(shape)
     axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
@@ -221,25 +234,20 @@ def reduce_to(G: Tensor, shape: torch.Size) -> Tensor:
     return G.reshape(G.shape[0], *shape)
 
 
-Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
-
-#: The gradient of the one tensor that carries samples, and factors of parameters.
-Gradients: TypeAlias = tuple[Tensor | None, Factors]
-
-
 @dataclass(slots=True)
 class _Operand:
     """A tensor that the operation was called with.
 
     Attributes:
         value: what it was then.
-        origin: for a stand-in, what it is of ``param``; an ordinary tensor has neither.
+        bare: the stand-in, if it is none of the ordinary tensors.
+        origin: for a stand-in, what it is of one parameter, if it is little more than that.
         carries_samples: it is the operation's one tensor that does.
     """
 
     value: Tensor
+    bare: ParameterProxy | None = None
     origin: AffineView | None = None
-    param: nn.Parameter | None = None
     carries_samples: bool = False
 
 
@@ -257,44 +265,30 @@ class _Asked(NamedTuple):
     backend: str
 
 
-def factored_gradients(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    needs: Sequence[bool],
-    G: Tensor,
+def _factored(
+    operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
 ) -> tuple[list[Tensor | None], Factors] | None:
-    """Gradients of an operation's tensors and factors of its parameters, from its formula.
-
-    Args:
-        plain: its ordinary tensors.
-        values: those of its stand-ins.
-        needs: which of ``plain`` need a gradient.
-        G: the output gradient.
+    """:func:`gradients` from the operation's formula.
 
     Returns:
         ``None`` where there is none: another operation, more than one tensor that carries samples,
         or a stand-in that is more than a parameter laid out anew.
     """
-    name = name_of(operation.func)
+    name, origins = operation.name, operation.origins
     backward = _BACKWARDS.get(name)
-    if backward is None or operation.axis or operation.after or None in operation.origins:
+    if backward is None or operation.axis or operation.after:
+        return None
+    if None in origins and name not in ADDITION | MULTIPLICATION:
         return None
     if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
         return None
     at = operation.batched.index(True)
     if any(need and place != at for place, need in enumerate(needs)):
         return None
-    tensors = iter(
-        [_Operand(x, None, None, b) for x, b in zip(plain, operation.batched, strict=True)]
-    )
-    stand_ins = iter(
-        [
-            _Operand(value, origin, bare.leaves[origin.leaf])
-            for value, origin, bare in zip(values, operation.origins, operation.bares, strict=True)
-            if origin is not None
-        ]
-    )
+    pairs = zip(plain, operation.batched, strict=True)
+    tensors = iter([_Operand(x, carries_samples=batched) for x, batched in pairs])
+    values = values or [bare.value.detach() for bare in operation.bares]
+    stand_ins = iter([_Operand(*of) for of in zip(values, operation.bares, origins, strict=True)])
     leaves = [
         leaf
         if not isinstance(leaf, Tensor)
@@ -310,77 +304,73 @@ def factored_gradients(
     if found is None:
         return None
     grads: list[Tensor | None] = [None] * len(plain)
-    grads[at] = found[0]
+    if found[0] is not None:
+        grads[at] = found[0].to(plain[at].dtype)
     return grads, found[1]
 
 
-def _vector(x: Any, grads_B: Callable[[], Tensor]) -> Factors:
-    """The factor of a small operand, if it is a parameter: its per-sample gradients themselves."""
-    if not isinstance(x, _Operand) or x.origin is None or x.param is None:
-        return []
-    return [(x.param, Dense(x.origin.grads(grads_B())))]
+def _by_rule(
+    asked: _Asked, rule: Rule, layer: Any, saved: tuple[Any, ...], **operands: _Operand | None
+) -> Gradients | None:
+    """What the rule of a layer that computes the same has; ``operands``: its parameters."""
+    trained = {name: x for name, x in operands.items() if x is not None and x.origin is not None}
+    needs = Needs((asked.input,), frozenset(trained), asked.backend)
+    grad_input, by_name = rule.backward(layer, saved, asked.G, needs)
+    factors: Factors = []
+    for name, operand in trained.items():
+        assert operand.origin is not None and operand.bare is not None
+        factor = operand.origin.of_parameter(by_name[name], operand.value)
+        if factor is None:
+            return None
+        factors.append((operand.bare.leaves[operand.origin.leaf], factor))
+    return grad_input, factors
 
 
 def _addition(asked: _Asked, x: Any, y: Any) -> Gradients | None:
-    G, found = asked.G, _one_of_each(asked.G, x, y)
-    if found is None:
-        return None
-    samples, other = found
-    factors = _vector(other, lambda: reduce_to(G, other.value.shape))
-    return G.to(samples.value.dtype) if asked.input else None, factors
+    return _pointwise(asked, x, y, product=False)
 
 
 def _multiplication(asked: _Asked, x: Any, y: Any) -> Gradients | None:
-    G, found = asked.G, _one_of_each(asked.G, x, y)
-    if found is None:
-        return None
-    samples, other = found
-    factors = _vector(other, lambda: reduce_to(G * samples.value, other.value.shape))
-    return (G * other.value).to(samples.value.dtype) if asked.input else None, factors
+    return _pointwise(asked, x, y, product=True)
 
 
-def _one_of_each(G: Tensor, x: Any, y: Any) -> tuple[_Operand, _Operand] | None:
-    """What carries samples, and what is broadcast over these; ``None`` where it is not."""
+def _pointwise(asked: _Asked, x: Any, y: Any, product: bool) -> Gradients | None:
+    """What carries samples, and a stand-in that is broadcast over these, or expanded over them."""
     if not isinstance(x, _Operand) or not isinstance(y, _Operand):
         return None
-    samples, other = (x, y) if x.carries_samples else (y, x)
-    by_row = other.value.dim() == G.dim() and other.value.shape[0] != 1  # a row for each sample
-    return None if by_row or samples.value.shape != G.shape else (samples, other)
+    G, (samples, other) = asked.G, (x, y) if x.carries_samples else (y, x)
+    bare, shape = other.bare, other.value.shape
+    assert bare is not None
+    by_row = len(shape) == G.dim() and shape[0] != 1
+    value = bare.row if by_row else bare.value
+    if value is None or samples.value.shape != G.shape:
+        return None
+    grad_input = None
+    if asked.input:
+        grad_input = G * other.value if product else G
+    if not value.requires_grad:
+        return grad_input, []  # computed with gradients off
+    G = G * samples.value if product else G
+    grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    if other.origin is not None:
+        param = bare.leaves[other.origin.leaf]
+        return grad_input, [(param, Dense(other.origin.grads(grads_B)))]
+    return grad_input, [(p, Dense(grads)) for p, grads in through(value, bare.leaves, grads_B)]
 
 
 def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
     if not input.carries_samples or weight.value.dim() != 2 or input.value.dim() < 2:
         return None
-    G = asked.G
-    # Under autocast, the operand that was multiplied.
-    x, W = input.value.to(G.dtype), weight.value.to(G.dtype)
-    grad_input = (G @ W).to(input.value.dtype) if asked.input else None
-    G_BTp = as_BTd(G)
-    factors: Factors = []
-    if weight.origin is not None:
-        if not weight.origin.is_whole(weight.value):
-            return None
-        G_BTp = on_16_bytes(G_BTp)
-        A_BTd, scaled_BTp = weight.origin.matched(as_BTd(x)), weight.origin.scaled(G_BTp)
-        if weight.origin.transposed:
-            A_BTd, scaled_BTp = scaled_BTp, A_BTd
-        factors.append((weight.param, Outer(A_BTd, scaled_BTp)))
-    if bias is not None and bias.origin is not None:
-        if weight.origin is not None and bias.origin.is_parameter(bias.value):
-            # The weight's factor holds these rows anyway.
-            factors.append((bias.param, RowSum(bias.origin.matched(G_BTp))))
-        else:
-            factors += _vector(bias, lambda: RowSum(G_BTp).dense())
-    return grad_input, factors
+    # Under autocast, the operands that were multiplied.
+    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
+    return _by_rule(asked, _LINEAR, None, saved, weight=weight, bias=bias)
 
 
 def _matmul(asked: _Asked, input: Any, other: Any) -> Gradients | None:
-    if other.value.dim() != 2 or not input.carries_samples:
+    if not input.carries_samples or other.value.dim() != 2 or input.value.dim() < 2:
         return None
-    weight = _Operand(other.value.mT, other.origin, other.param)
-    if other.origin is not None:
-        weight.origin = other.origin.turned()
-    return _linear(asked, input, weight)
+    saved = input.value.to(asked.G.dtype), other.value.to(asked.G.dtype)
+    return _by_rule(asked, _TRANSPOSED_LINEAR, None, saved, weight=other)
 
 
 def _embedding(
@@ -393,18 +383,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Gradients | None:
-    table = weight.origin
-    if not input.carries_samples or table is None or max_norm is not None or scale_grad_by_freq:
-        return None
-    if table.transposed or not table.is_whole(weight.value):
+    if not input.carries_samples or max_norm is not None or scale_grad_by_freq:
         return None
     rows = len(weight.value)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += rows
-    ids = input.value
-    ids_BT = ids.reshape(len(ids), ids.shape[1:].numel())
-    G_BTd = asked.G.reshape(*ids_BT.shape, asked.G.shape[-1])
-    return None, [(weight.param, Lookup(ids_BT, table.scaled(G_BTd), rows, padding_idx))]
+    layer = SimpleNamespace(num_embeddings=rows, padding_idx=padding_idx)
+    return _by_rule(asked, _EMBEDDING, layer, (input.value,), weight=weight)
 
 
 def _layer_norm(
@@ -436,46 +421,25 @@ def _rms_norm(
 def _normalization(
     asked: _Asked,
     input: _Operand,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    bias: Any,
+    shape: Sequence[int],
+    weight: _Operand | None,
+    bias: _Operand | None,
     eps: float,
     centred: bool,
 ) -> Gradients | None:
-    G, axes = asked.G, len(normalized_shape)
-    if not input.carries_samples or input.value.dim() <= axes or input.value.shape != G.shape:
+    axes = list(range(-len(shape), 0))
+    G, value = asked.G, input.value
+    if not input.carries_samples or value.dim() <= len(axes) or value.shape != G.shape:
         return None
-    x, G = input.value.to(G.dtype).flatten(-axes), G.flatten(-axes)
+    x, scale = value.to(G.dtype), None if weight is None else weight.value
     wide = x.to(accumulation_dtype(x.dtype))
-    if centred:
-        variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-    else:
-        variance, mean = wide.square().mean(-1, keepdim=True), None
-    grad_input, weight_BnD, bias_BnD = norm_backward(
-        x,
-        G,
-        mean,
-        (variance + eps).rsqrt(),
-        None if weight is None else weight.value.flatten(),
-        input_grad=asked.input,
-        weight_grad=weight is not None and weight.origin is not None,
-        bias_grad=bias is not None and bias.origin is not None,
-        parts_kept=PARTS_KEPT,
-        backend=asked.backend,
-    )
-    factors: Factors = []
-    for operand, parts_BnD in ((weight, weight_BnD), (bias, bias_BnD)):
-        if parts_BnD is None:
-            continue
-        if operand.origin.is_parameter(operand.value):
-            shape = None if axes == 1 else operand.value.shape
-            rows_BnD = operand.origin.matched(parts_BnD)
-            factors.append((operand.param, RowSum(rows_BnD, shape)))
-        else:
-            factors += _vector(operand, RowSum(parts_BnD).dense)
-    if grad_input is not None:
-        grad_input = grad_input.view(input.value.shape).to(input.value.dtype)
-    return grad_input, factors
+    layer = SimpleNamespace(normalized_shape=tuple(shape))
+    if not centred:
+        rstd = (wide.square().mean(axes, keepdim=True) + eps).rsqrt()
+        return _by_rule(asked, _RMS_NORM, layer, (x, rstd, scale), weight=weight)
+    variance, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
+    saved = x, mean, (variance + eps).rsqrt(), scale
+    return _by_rule(asked, _LAYER_NORM, layer, saved, weight=weight, bias=bias)
 
 
 def _convolution(
@@ -488,34 +452,18 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Gradients | None:
-    G, spatial = asked.G, weight.value.dim() - 2
+    spatial = weight.value.dim() - 2
     if not input.carries_samples or input.value.dim() != spatial + 2 or isinstance(padding, str):
         return None
-    strides, zeros, dilations = (_each(n, spatial) for n in (stride, padding, dilation))
-    x, W = input.value.to(G.dtype), weight.value.to(G.dtype)
-    grad_input = None
-    if asked.input:
-        grad_input = torch.ops.aten.convolution_backward(
-            G,
-            x,
-            W,
-            None,
-            strides,
-            zeros,
-            dilations,
-            False,
-            [0] * spatial,
-            groups,
-            [True, False, False],
-        )[0].to(input.value.dtype)
-    factors: Factors = []
-    if weight.origin is not None:
-        if weight.origin.transposed or not weight.origin.is_whole(weight.value):
-            return None
-        scaled = weight.origin.scaled(G)
-        factor = Convolution(weight.origin.matched(x), scaled, W, strides, zeros, dilations, groups)
-        factors.append((weight.param, factor))
-    return grad_input, factors + _vector(bias, lambda: RowSum(G.flatten(2).mT).dense())
+    layer = SimpleNamespace(
+        stride=_each(stride, spatial),
+        padding=_each(padding, spatial),
+        dilation=_each(dilation, spatial),
+        groups=groups,
+        padding_mode="zeros",
+    )
+    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
+    return _by_rule(asked, _CONVOLUTION, layer, saved, weight=weight, bias=bias)
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:
@@ -523,6 +471,10 @@ def _each(value: Any, axes: int) -> tuple[int, ...]:
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * axes if len(numbers) == 1 else numbers
 
+
+_LINEAR, _TRANSPOSED_LINEAR = LinearRule(), TransposedLinearRule()
+_EMBEDDING, _CONVOLUTION = EmbeddingRule(), ConvolutionRule()
+_LAYER_NORM, _RMS_NORM = LayerNormRule(), RMSNormRule()
 
 _BACKWARDS: dict[str, Callable[..., Gradients | None]] = {
     **dict.fromkeys(ADDITION, _addition),

@@ -1,19 +1,17 @@
 """What is known of one operation between stand-ins and tensors that carry samples.
 
 Samples may lie along another axis than the first: XLNet's ``einsum("ibh,hnd->ibnd", h, self.q)``
-has positions first. Where they lie in ``h``, the rehearsals show; where they lie in the result, the
-operation shows itself: one sample is made NaN, and what becomes NaN is that sample's. That is seen
-in rehearsals and looked up afterwards. Gradients of one sample are those with the output gradients
-of all others at 0.
+has positions first. Where they lie in ``h`` and in the result, a probe shows
+(:mod:`flash_clipping.capture.proof.probe`). Gradients of one sample are those with the output
+gradients of all others at 0.
 
 Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,9 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
     TableRows,
-    UnsupportedUse,
     unflattened,
 )
-from flash_clipping.capture.row_layouts import Layout, layout_of, layouts_of
+from flash_clipping.capture.row_layouts import Layout, layout_of
 from flash_clipping.finish.session import Readers
 
 ADDITION = {"add", "add_"}
@@ -52,6 +49,7 @@ class ProxyOp:
     """One operation between bare parameters and tensors that carry samples."""
 
     func: Callable[..., Any]
+    name: str
     leaves: list[Any]
     spec: Any
     bares: list[ParameterProxy]
@@ -69,7 +67,7 @@ class ProxyOp:
     before: Layout | None = None
     after: Layout | None = None
     count: int = 0
-    #: It runs in a rehearsal that is yet to show where samples lie.
+    #: It is yet to be seen where samples lie.
     is_searched: bool = False
     #: Which layers read the same rows, where that is of use.
     readers: Readers | None = None
@@ -97,17 +95,10 @@ class ProxyOp:
             result: Tensor = self.func(*args, **kwargs)
         return result
 
-    def only(self, G: Tensor, b: int) -> Tensor:
-        """The output gradient of one sample, with 0 in the places of the others."""
-        if self.after is not None:
-            return self.after.only(G, b, self.count)
-        G_b = torch.zeros_like(G)
-        G_b[b] = G[b]
-        return G_b
-
     @property
     def params(self) -> list[nn.Parameter]:
-        return list({param: None for bare in self.bares for param in bare.leaves.values()})
+        found = [param for bare in self.bares for param in bare.leaves.values()]
+        return found if len(found) == 1 else list(dict.fromkeys(found))
 
     def by_row(self, bare: ParameterProxy, rank: int) -> bool:
         """Whether the first axis of this operand is the batch, each row the same."""
@@ -152,64 +143,14 @@ def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
     """Where samples lie in the output of an operation on one tensor that carries them.
 
     Raises:
-        UnsupportedUse: they reach each other there, or lie in no regular order.
-        FlashClippingError: no rehearsal has shown it for a tensor of this shape.
+        FlashClippingError: that was not shown for a tensor of this shape.
     """
     assert operation.before is not None
-    if name_of(operation.func) == "embedding":
+    if operation.name == "embedding":
         return operation.before  # a row for every id
-    session = operation.tap.session
-    call = session.current_forward
-    seen = session.layouts_after.setdefault(use, {})
-    if call is not None and call.witness is not None and operation.count > 1:
-        found = _seen(operation, plain[0])
-        parts = found.parts(operation.call(plain, _values(operation)), operation.count)
-        assert parts is not None
-        if seen.setdefault(parts, found) != found:
-            _refuse(operation)
-        return found
+    seen = operation.tap.session.layouts_after.get(use, {})
     with torch.no_grad():
-        output = operation.call(plain, _values(operation))
+        output = operation.call(plain, [bare.value.detach() for bare in operation.bares])
     if not seen and operation.count == 1:
         return operation.before  # one sample: all of it is its own
     return layout_of(f"{operation.tap.path}: {use}", output, operation.count, seen)
-
-
-def _values(operation: ProxyOp) -> list[Tensor]:
-    return [bare.value.detach() for bare in operation.bares]
-
-
-@torch.no_grad()
-def _seen(operation: ProxyOp, x: Tensor) -> Layout:
-    before, B = operation.before, operation.count
-    assert before is not None
-    if not x.is_floating_point():
-        _refuse(operation)
-    masks = []
-    clean = torch.ones_like(x)
-    for b in range(B):
-        with_nan = clean.contiguous().clone()
-        before.front(with_nan, B)[b] = math.nan
-        output = operation.call([with_nan], [torch.ones_like(v) for v in _values(operation)])
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            _refuse(operation)
-        masks.append(output.isnan())
-    for layout in layouts_of(masks[0].shape, B, masks[0].dim()):
-        expected = torch.zeros_like(masks[0])
-        if all(bool((_only(layout, expected, b, B) == mask).all()) for b, mask in enumerate(masks)):
-            return layout
-    _refuse(operation)
-
-
-def _only(layout: Layout, zeros: Tensor, b: int, B: int) -> Tensor:
-    found = zeros.clone(memory_format=torch.contiguous_format)
-    layout.front(found, B)[b] = True
-    return found
-
-
-def _refuse(operation: ProxyOp) -> NoReturn:
-    raise UnsupportedUse(
-        operation.tap,
-        f"{name_of(operation.func)} reads samples along another axis than the first, and it cannot "
-        "be seen which of its results are of which sample",
-    )

@@ -20,15 +20,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import (
-    make_subclass,
-    plain_functions,
-    pytree,
-    saved_tensors_hooks_now,
-)
+from flash_clipping._compat import make_subclass, plain_functions, pytree, saved_tensors_hooks_now
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Dense, Factor, Lookup, accumulation_dtype
+from flash_clipping.factors import (
+    Convolution,
+    Dense,
+    Factor,
+    Lookup,
+    Outer,
+    RowSum,
+    accumulation_dtype,
+)
 from flash_clipping.ops.runtime.backend import full_precision
 
 #: What holds no other arguments. Most functions get nothing else, and small layers wait for the
@@ -58,6 +61,24 @@ def unflattened(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str
         return tuple(leaves[:positional]), dict(zip(spec, leaves[positional:], strict=True))
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
+
+
+def called(
+    func: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    instead: Callable[[ParameterProxy], Any] | None = None,
+) -> Any:
+    """The function of these arguments, with other tensors in place of stand-ins: their values,
+    where nothing else is said."""
+    given = [
+        leaf
+        if not isinstance(leaf, ParameterProxy)
+        else (leaf.value if instead is None else instead(leaf))
+        for leaf in leaves
+    ]
+    args, kwargs = unflattened(given, spec)
+    return func(*args, **kwargs)
 
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
@@ -105,9 +126,30 @@ class AffineView:
         """That of the transpose."""
         return replace(self, transposed=not self.transposed)
 
-    def is_parameter(self, value: Tensor) -> bool:
-        """Whether a gradient of the value is the parameter's as it is."""
-        return not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+    def of_parameter(self, factor: Factor, value: Tensor) -> Factor | None:
+        """A factor of the value as one of the parameter; it is nobody else's and may be changed.
+
+        Returns: ``None`` where it has no such form.
+        """
+        if isinstance(factor, Outer | Lookup | Convolution):
+            turned = self.transposed and not isinstance(factor, Outer)
+            if turned or not self.is_whole(value):
+                return None
+        if isinstance(factor, Outer):
+            A, G = self.matched(factor.A_BTd), self.scaled(factor.G_BTp)
+            return Outer(G, A) if self.transposed else Outer(A, G)
+        if isinstance(factor, Lookup):
+            factor.G_BTd = self.scaled(factor.G_BTd)
+            return factor
+        if isinstance(factor, Convolution):
+            factor.x, factor.G = self.matched(factor.x), self.scaled(factor.G)
+            return factor
+        as_it_is = not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
+        if isinstance(factor, RowSum) and as_it_is:
+            rows_BTn = self.matched(factor.rows_BTn)
+            if rows_BTn is factor.rows_BTn or factor.normalized is None:
+                return RowSum(rows_BTn, factor.shape, factor.normalized)
+        return Dense(self.grads(factor.dense()))
 
     def is_whole(self, value: Tensor) -> bool:
         """Whether the value has the parameter's axes, or these exchanged."""
@@ -242,7 +284,6 @@ class ParameterProxy(torch.Tensor):
         version: of ``value`` as it was made.
         parent: rows of a table that it was computed from, by a function without a name here.
         expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
-        again: the functions of a call of the model that it was used in.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -258,7 +299,6 @@ class ParameterProxy(torch.Tensor):
     version: int
     expanded: tuple[Any, Tensor] | None
     parent: ParameterProxy | None
-    again: Any
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -277,7 +317,7 @@ class ParameterProxy(torch.Tensor):
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent, bare.expanded, bare.again = parent, None, None
+        bare.parent, bare.expanded = parent, None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))

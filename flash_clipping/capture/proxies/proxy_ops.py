@@ -8,20 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_clipping._compat import apply_of
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.gradients import (
-    factored_gradients,
-    input_grads,
-    per_sample_grads,
-    table_factor,
-    through,
-)
+from flash_clipping.capture.proxies.gradients import gradients, through
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
     IN_PLACE,
@@ -32,7 +25,6 @@ from flash_clipping.capture.proxies.operation import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
-    TableRows,
     UnsupportedUse,
     circumstances,
     flattened,
@@ -42,10 +34,12 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, Outer, merge
+from flash_clipping.factors import Dense, Factor, merge
 from flash_clipping.finish.session import Readers
-from flash_clipping.ops.runtime.tables import on_16_bytes
-from flash_clipping.rules.registry import as_BTd, own
+from flash_clipping.rules.registry import own
+
+#: In the place of the ordinary tensors of an operation.
+_TENSOR = torch.empty(0)
 
 
 def mixed(
@@ -58,15 +52,17 @@ def mixed(
     count: int = 0,
     use: str = "",
 ) -> Tensor:
+    """Run an operation between stand-ins and tensors, of which some carry samples (``batched``)."""
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if is_plain(leaf)]
-    if name_of(func) in ATTENTION and before is None and axis == 0:
+    if (name := name_of(func)) in ATTENTION and before is None and axis == 0:
         return _attention(func, leaves, spec, plain[batched.index(True)])
     device_type = plain[0].device.type
     operation = ProxyOp(
         func=func,
-        leaves=[torch.empty(0) if is_plain(leaf) else leaf for leaf in leaves],
+        name=name,
+        leaves=[_TENSOR if is_plain(leaf) else leaf for leaf in leaves],
         spec=spec,
         bares=bares,
         batched=batched,
@@ -83,14 +79,22 @@ def mixed(
         count=count,
     )
     if before is not None:
-        operation.after = layout_after(operation, plain, use)
-    elif use and (call := tap.session.current_forward) is not None and call.witness is not None:
+        operation.after = layout_after(operation, plain, use) if use else before
+    elif (call := tap.session.current_forward) is not None and call.reads is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
-    _note_recomputation(tap, operation.recomputed)
-    return run_mixed(operation, plain)
+    note_recomputation(tap, operation.recomputed)
+    params = operation.params
+    tap.session.count_use(params)
+    if (call := tap.session.current_forward) is not None:
+        operation.samples = call.batch_size
+        if name in READS_ROWS:
+            operation.readers = call, call.note_reader(plain[0])
+    # The parameters are inputs, so that the output requires grad.
+    output: Tensor = _apply(operation, len(plain), *plain, *params)
+    return output
 
 
-def _note_recomputation(tap: FactorSource, recomputed: bool) -> None:
+def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
     """A checkpoint inside the module's forward will run this operation again."""
     if tap.entered not in (None, circumstances()) and not recomputed:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
@@ -118,10 +122,10 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
     else:
         parents = list(dict.fromkeys(bare.leaves.values()))
         session.count_use(parents)
-        _note_recomputation(bare.tap, recomputed)
+        note_recomputation(bare.tap, recomputed)
     samples = None if call is None else call.batch_size
-    given = (bare,), bare.kept_lookup, count, rank, samples, recomputed
-    output: Tensor = _apply_expansion(*given, *parents)
+    # In a tuple: a stand-in is a tensor, which autograd must not see.
+    output: Tensor = _apply_expansion((bare, count, rank, samples, recomputed), *parents)
     if may_share:
         bare.expanded = key, output
     return output
@@ -131,19 +135,10 @@ class _Expansion(torch.autograd.Function):
     """See :func:`of_samples`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        given: tuple[ParameterProxy],  # a tensor, which autograd shall not see
-        rows: TableRows | None,
-        count: int,
-        rank: int,
-        samples: int | None,
-        recomputed: bool,
-        *parents: Tensor,
-    ) -> Tensor:
-        (bare,) = given
-        ctx.bare, ctx.rows, ctx.samples, ctx.recomputed = bare, rows, samples, recomputed
-        ctx.parents = parents
+    def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
+        bare, count, rank, samples, recomputed = given
+        ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
+        ctx.given = recomputed, None, samples
         value = bare.value.detach()
         shape = value.shape[1:] if value.dim() == rank else value.shape
         return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
@@ -152,19 +147,17 @@ class _Expansion(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         bare, rows = ctx.bare, ctx.rows
         _refuse_second(bare.tap)
-        if not isinstance(ctx.parents[0], nn.Parameter):
-            grads_B = G.reshape(len(G), *bare.shape)
-            parent: Any = bare.parent.value
-            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
-            return *(None,) * 6, found_B.reshape(G.shape)
-        factors: Iterable[tuple[nn.Parameter, Factor]]
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
-        else:
-            found = through(bare.value, bare.leaves, G.reshape(len(G), *bare.shape))
-            factors = ((param, Dense(grads_B)) for param, grads_B in found)
-        given = ctx.recomputed, None, ctx.samples
-        return *(None,) * 6, *_recorded(bare.tap, ctx.parents, factors, *given)
+            return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
+        grads_B = G.reshape(len(G), *bare.shape)
+        if not isinstance(ctx.parents[0], nn.Parameter):
+            parent: Any = bare.parent.value
+            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
+            return None, found_B.reshape(G.shape)
+        found = through(bare.value, bare.leaves, grads_B)
+        of_params = ((param, Dense(grads)) for param, grads in found)
+        return None, *_recorded(bare.tap, ctx.parents, of_params, *ctx.given)
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
@@ -182,8 +175,8 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
         sum_leaves, sum_spec = flattened((zeros, bare), {})
         return mixed(torch.add, sum_leaves, sum_spec, [True], 0)
 
-    own = [of_each(leaf) if isinstance(leaf, ParameterProxy) else leaf for leaf in leaves]
-    args, kwargs = unflattened(own, spec)
+    of_samples_only = [of_each(x) if isinstance(x, ParameterProxy) else x for x in leaves]
+    args, kwargs = unflattened(of_samples_only, spec)
     # Fused kernels of CUDA keep what their backward needs only where a query, a key or a value
     # requires a gradient: that of a mask alone would be made of memory that nobody wrote.
     named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
@@ -200,35 +193,33 @@ class _MixedFunction(torch.autograd.Function):
         values = [bare.value.detach() for bare in operation.bares]
         output = operation.call(list(tensors[:n_plain]), values)
         if not isinstance(output, Tensor):
-            raise UnsupportedUse(
-                operation.tap, f"{name_of(operation.func)} returns several tensors"
-            )
+            raise UnsupportedUse(operation.tap, f"{operation.name} returns several tensors")
         batches = [x for x, batched in zip(tensors, operation.batched, strict=False) if batched]
         if any(x.dim() == 0 for x in batches):
             raise FlashClippingError(
-                f"{operation.tap.path}: {name_of(operation.func)} puts a parameter together with "
+                f"{operation.tap.path}: {operation.name} puts a parameter together with "
                 "one number that was computed from the whole batch, a mean or a sum over samples. "
                 "It mixes samples, so no clipping can bound what one adds. Keep the batch as the "
                 "first axis (x.mean(-1), not x.mean()), or detach that number."
             )
         if operation.after is not None and operation.after.parts(output, operation.count) is None:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
+            raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
         if operation.axis and output.shape != tensors[0].shape:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} adds axes to the batch")
+            raise UnsupportedUse(operation.tap, f"{operation.name} adds axes to the batch")
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
         moved = output.dim() == 0 or output.shape[0] not in sizes
         if operation.after is None and moved and not operation.is_searched:
-            raise UnsupportedUse(operation.tap, f"{name_of(operation.func)} moves the batch axis")
+            raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
         ctx.operation = operation
-        if name_of(operation.func) in IN_PLACE:
+        if operation.name in IN_PLACE:
             ctx.mark_dirty(tensors[0])
             ctx.shape = tensors[0].shape
         elif None in operation.origins:
             ctx.save_for_backward(*tensors[:n_plain])
         else:  # through autograd, so that a parameter that changes before backward is noticed
             ctx.save_for_backward(*tensors[:n_plain], *values)
-        if name_of(operation.func) in READS_ROWS:
+        if operation.name in READS_ROWS:
             return own(output)
         # A view of what the operation itself made (einsum's): whoever changes it in place may.
         memory = output.untyped_storage().data_ptr() if output._is_view() else None
@@ -242,11 +233,11 @@ class _MixedFunction(torch.autograd.Function):
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
-        if name_of(operation.func) in IN_PLACE:  # an addition needs no more than shapes
+        if operation.name in IN_PLACE:  # an addition needs no more than shapes
             plain = [G.new_empty(()).expand(ctx.shape)]
             values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
-        grads, factors = _gradients(operation, plain, values, needs, G)
+        grads, factors = gradients(operation, plain, values, needs, G)
         given = operation.recomputed, operation.readers, operation.samples
         return None, None, *grads, *_recorded(operation.tap, operation.params, factors, *given)
 
@@ -282,69 +273,5 @@ def _recorded(
     ]
 
 
-def _gradients(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    needs: tuple[bool, ...],
-    G: Tensor,
-) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
-    """Gradients of the tensors that carry samples, and factors of parameters."""
-    found = factored_gradients(operation, plain, values, needs, G)
-    if found is not None:
-        return found
-    grads = input_grads(operation, plain, needs, G)
-    rows = None if operation.after is not None else table_factor(operation, plain, G)
-    if rows is not None:
-        return grads, [rows]
-    return grads, (
-        (param, Dense(grads_B)) for param, grads_B in per_sample_grads(operation, plain, G)
-    )
-
-
-class _LinearFunction(torch.autograd.Function):
-    """See :func:`run_linear`."""
-
-    @staticmethod
-    def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tap, ctx.samples, ctx.weight = tap, call.batch_size, weight
-        return own(F.linear(x, weight))
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        _refuse_second(ctx.tap)
-        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
-        grad = G @ weight if ctx.needs_input_grad[2] else None
-        if ctx.tap.session.enabled:
-            ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
-            return None, None, grad, None
-        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.backend)
-
-
-def run_linear(bare: ParameterProxy, call: Any, x: Tensor) -> Tensor:
-    """``F.linear`` with a parameter as it is, and what is known to be samples' rows."""
-    (weight,) = bare.leaves.values()
-    call.used.append([weight])
-    output: Tensor = _apply_linear(bare.tap, call, x, weight)
-    return output
-
-
-_apply_linear = apply_of(_LinearFunction)
 _apply = apply_of(_MixedFunction)  # transforms of torch.func were refused before
 _apply_expansion = apply_of(_Expansion)
-
-
-def run_mixed(operation: ProxyOp, plain: list[Tensor]) -> Tensor:
-    """Run the operation; the parameters are inputs, so that its output requires grad."""
-    params = operation.params
-    session = operation.tap.session
-    session.count_use(params)
-    call = session.current_forward
-    if call is not None:
-        operation.samples = call.batch_size
-        if name_of(operation.func) in READS_ROWS:
-            operation.readers = call, call.note_reader(plain[0])
-    output: Tensor = _apply(operation, len(plain), *plain, *params)
-    return output

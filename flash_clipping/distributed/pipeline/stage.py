@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist, nn
 
-from flash_clipping._compat import assert_async
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.randomness import SecretStream
 
 
@@ -28,11 +28,7 @@ def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
     # Imported when first needed: it loads half of torch.distributed.
     from flash_clipping.distributed.process_groups import shared_stream
 
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
-    return shared_stream([group], device, own)
+    return shared_stream([group], own)
 
 
 class StageBackwardPass(BackwardPass):
@@ -127,11 +123,7 @@ class StageOfPipeline:
         session.backward_pass_class = partial(StageBackwardPass, hold=self.hold)
 
     def hold(self, backward_pass: StageBackwardPass) -> None:
-        """Keep the backward pass of the running micro-batch.
-
-        Raises:
-            FlashClippingError: it has another number of samples, or has had one.
-        """
+        """Keep the backward pass of the running micro-batch."""
         number, found = self.microbatch, backward_pass.norms_PB.shape[1]
         if found != self.size:
             raise FlashClippingError(
@@ -178,21 +170,14 @@ class StageOfPipeline:
         made_up = parts_3MB[2].view(-1)
         made_up[count:] = 1
         dist.all_reduce(parts_3MB, group=self.group)
-        self._check_counts(made_up, count)
+        stages = dist.get_world_size(self.group)
+        check_on_device((made_up[:count] == 0).all() & (made_up[count:] == stages).all(), _DISAGREE)
         sq_n, doubt_n = parts_3MB[:2].view(2, -1)[:, :count]
         own = [one.norms_PB for one in held]
         own_Pn = torch.cat(own, 1)[:, :count] if own else sq_n.new_zeros(0, count)
         dtype = own_Pn.dtype if held else torch.float32
         total_n = sq_n.sqrt().to(dtype)
         return Norms(own_Pn, total_n, upper_bound(total_n, doubt_n.to(dtype)))
-
-    def _check_counts(self, made_up: Tensor, count: int) -> None:
-        stages = dist.get_world_size(self.group)
-        agree = (made_up[:count] == 0).all() & (made_up[count:] == stages).all()
-        if agree.is_cuda:
-            assert_async(agree, _DISAGREE)  # without waiting for the device
-        elif not bool(agree):
-            raise FlashClippingError(_DISAGREE)
 
     def complete(self, coef_n: Tensor) -> None:
         """Add the clipped sums of what is held into ``p.grad``, by these coefficients."""

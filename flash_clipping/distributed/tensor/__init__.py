@@ -8,8 +8,6 @@ of a tapped layer its tensors become the local ones of this process.
 * ``layouts.py``: from how weight and input lie to how the output lies, and which part of a
   per-sample gradient a process has;
 * ``layers.py``: a rule around a layer's own rule, which converts on the way in and out;
-* ``backward_pass.py``: norms over all processes of the mesh, and sums where they belong;
 * ``norm_all_reduce.py``: what they tell each other once in a backward pass;
-* ``transformers_plan.py``: layers that ``transformers`` has cut;
-* ``supported.py``: what is refused, by name.
+* ``transformers_plan.py``: layers that ``transformers`` has cut.
 """

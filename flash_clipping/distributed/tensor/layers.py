@@ -16,9 +16,9 @@ from flash_clipping.capture.generic import ReadsNoSamples
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
+from flash_clipping.distributed.backward_pass import TensorParallelBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
-from flash_clipping.distributed.tensor.backward_pass import TensorParallelBackwardPass
 from flash_clipping.distributed.tensor.layouts import SERVED, Shares, layout_of
 from flash_clipping.distributed.tensor.local import arrived, local_of
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce, marks_of

@@ -50,11 +50,7 @@ class Shares:
         self._of: dict[int, Share] = {}
 
     def note(self, name: str, key: int, share: Share) -> None:
-        """A layer has found its parameter to be this.
-
-        Raises:
-            FlashClippingError: another use of it was found to be something else.
-        """
+        """A layer has found its parameter to be this; other uses must have found the same."""
         before = self._of.setdefault(key, share)
         if before is not share:
             raise FlashClippingError(

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed as dist
 
-from flash_clipping._compat import assert_async
+from flash_clipping.capture.draws import row_hashes
 from flash_clipping.distributed.tensor.layouts import Share, Shares
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
+from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.ops.runtime.upload import to_device
 
 #: Relative difference of squared norms that are computed by all processes alike.
@@ -103,11 +103,8 @@ class NormAllReduce:
         same = (ranks * marks_sq_B == marks_B.square()).all()
         spread_B = ranks * whole_sq_B - whole_B.square()
         alike = (spread_B <= ALIKE**2 * whole_B.square()).all()
-        for holds, words in ((same, _OTHER_SAMPLES), (alike, _OTHER_GRADIENTS)):
-            if holds.is_cuda:
-                assert_async(holds, words)  # without waiting for the device
-            elif not bool(holds):
-                raise FlashClippingError(words)
+        check_on_device(same, _OTHER_SAMPLES)
+        check_on_device(alike, _OTHER_GRADIENTS)
 
 
 def marks_of(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
@@ -117,20 +114,13 @@ def marks_of(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
     """
     found: Tensor | None = None
     for x in tensors:
-        if x.dim() <= axis or x.is_complex() or x.layout is not torch.strided:
+        if x.dim() <= axis or x.is_meta or x.layout is not torch.strided:
             continue
-        rows = x.detach().movedim(axis, 0)
-        rows = rows.reshape(len(rows), rows.shape[1:].numel())
-        if x.is_floating_point() and x.element_size() > 1:
-            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-            rows = rows.contiguous().view(bits)
-        if found is not None and len(rows) != len(found):
-            continue
-        # Each place has its own odd factor, modulo 2^64.
-        places = torch.arange(rows.shape[1], device=x.device) * 2 * 0x9E3779B97F4A7C1 + 1
-        sums = (rows.to(torch.int64) * places).sum(1)
-        mixed = sums ^ (sums >> 29)
-        found = mixed if found is None else found.to(mixed.device) * 31 + mixed
+        hashes = row_hashes(x, axis)
+        if found is None:
+            found = hashes
+        elif len(hashes) == len(found):
+            found = found.to(hashes.device) * 31 + hashes
     if found is None:
         return None
     mixed = (found ^ (found >> 31)) * 0x4F1BBCDCBFA53E0B

@@ -9,6 +9,8 @@ do the same on one path, as those of ``parallelize_module`` do, and ``forward`` 
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -23,16 +25,6 @@ _INSTEAD = (
     "Load the model without tp_plan, and cut it by torch.distributed.tensor.parallel."
     "parallelize_module, with a plan that leaves this module whole."
 )
-
-
-class _Restored:
-    """A handle, as hooks have one: gives a layer the function back that it had."""
-
-    def __init__(self, layer: Any, forward: Any):
-        self.layer, self.forward = layer, forward
-
-    def remove(self) -> None:
-        self.layer.forward = self.forward
 
 
 def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
@@ -62,7 +54,8 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
         by_features = name == "RowwiseParallel" and not isinstance(layer, nn.Embedding)
         found.append((layer, style, mesh, Shard(-1) if by_features else Replicate()))
     for layer, style, mesh, wanted in found:
-        handles.append(_Restored(layer, layer.__dict__.pop("forward")))
+        forward = layer.__dict__.pop("forward")
+        handles.append(SimpleNamespace(remove=partial(setattr, layer, "forward", forward)))
         handles.append(layer.register_forward_pre_hook(_before(style, mesh, wanted)))
         handles.append(layer.register_forward_hook(_after(style)))
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,23 +28,23 @@ from flash_clipping.capture.counts_of_samples import check_drawn
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.graphs import key as graph_key
-from flash_clipping.engine.graphs.graphed_step import Graph, GraphedStep, captures, take_over
-from flash_clipping.engine.graphs.key import PLAIN, are_odd
+from flash_clipping.engine.graphs.graphed_step import (
+    Graph,
+    GraphedStep,
+    captures,
+    take_over,
+    without_gradients,
+)
+from flash_clipping.engine.graphs.key import PLAIN, are_odd, key
 from flash_clipping.engine.graphs.warmup import rehearse
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.ops.runtime.upload import sources_kept
 
 #: Calls of one layout that run as they are before it is captured.
 WARMUP = 3
 
 
 def replay_calls(model: Any) -> None:
-    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``.
-
-    Raises:
-        ValueError: it is not wrapped, so that nobody stands between the loop and its forward.
-    """
+    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
     if not isinstance(model, GradSampleModuleFlashClipping):
         raise ValueError("cuda_graphs='auto': found wrap_model=False; expected wrap_model=True.")
     model._graphs = GraphedModel(model, model._module)
@@ -54,7 +52,7 @@ def replay_calls(model: Any) -> None:
 
 @dataclass
 class Use:
-    """What the loop did with one call of the model.
+    """The results of one call of the model that the loop used in backward.
 
     Attributes:
         grads: which of its results, by number among all of its leaves, got a gradient.
@@ -86,27 +84,22 @@ class GraphedModel(GraphedStep):
     """The calls of ``model``, replayed wherever that gives what running them would give.
 
     A call runs as it is where :class:`GraphedStep` would run as it is, and while the results of a
-    replayed call still wait for their backward. Graphs are given up for good, with one warning,
-    where the model waits for the device, draws random numbers on the host, has hooks of others, or
-    keeps tensors that are neither parameters nor buffers.
-
-    Args:
-        model: the wrapped model.
-        forward: its own forward.
-
-    Attributes:
-        off: why there are no graphs any more; ``None`` while there may be.
+    replayed call still wait for their backward. Graphs are given up for good, with one warning
+    (``off`` is why), where the model waits for the device, draws random numbers on the host, has
+    hooks of others, or keeps tensors that are neither parameters nor buffers.
     """
+
+    _kind = GraphedCall
 
     def __init__(self, model: Any, forward: Callable[..., Any]):
         super().__init__(forward, model, warmup=WARMUP)
         self.model: Any = model
         self.off: str | None = None
-        #: What the loop did with the last calls of each layout.
+        #: How the loop used the last calls of each layout.
         self._uses: dict[Hashable, list[Use]] = {}
         self._hooks = self._hooks_now()
-        #: The replayed call whose backward has not come yet.
-        self._waiting: weakref.ref[Replay] | None = None
+        #: Backward of the replayed call that waits for it, as long as anybody can ask for it.
+        self._waiting: weakref.ref[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self.model._session
@@ -117,7 +110,6 @@ class GraphedModel(GraphedStep):
             or not session.enabled
             or not torch.is_grad_enabled()
             or in_backward()
-            or session.saw_equal_samples()
         ):
             return self.step(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -128,16 +120,17 @@ class GraphedModel(GraphedStep):
             return self.step(*args, **kwargs)
         if (reason := self._reason(modules)) is not None:
             return self._give_up(reason, args, kwargs)
-        circumstances = graph_key.circumstances(modules, [self.model], device)
-        name = (str(structure), *map(graph_key.layout, leaves)), circumstances
+        name = key(leaves, structure, modules, [self.model], device)
         call: Any = self._graphs.get(name)
         if call is None:
+            if self._hooks_now() != self._hooks:  # hooks are part of the key
+                return self._give_up("it has hooks, which no replay would call", args, kwargs)
             uses = self._uses.setdefault(name, [])
             ready = len(uses) >= self.warmup and uses[-1] == uses[-2] and uses[-1].grads
-            if not ready or not self._has_room(circumstances) or self._is_in_use():
+            if not ready or not self._has_room(name[1]) or self._meets_others():
                 return self._run_and_learn(uses, args, kwargs)
             try:
-                call = self._capture_call(uses[-1], leaves, structure, modules, device, name[1])
+                call = self._capture_call(uses[-1], leaves, structure, name[1], modules, device)
             except FlashClippingError as error:
                 return self._give_up(str(error).splitlines()[0], args, kwargs)
             self._graphs[name] = call
@@ -148,11 +141,11 @@ class GraphedModel(GraphedStep):
     def __reduce__(self) -> Any:
         return type(None), ()  # copies and pickles of the model run without graphs
 
-    def _is_in_use(self) -> bool:
-        """Whether somebody keeps a call whose nodes of autograd's a capture would meet."""
+    def _meets_others(self) -> bool:
         session = self.model._session
-        leaves = [session.anchor, *self.model.trainable_parameters]
-        return session.live_calls() > 0 or any([has_lasting_node(leaf) for leaf in leaves])
+        return (
+            session.live_calls() > 0 or has_lasting_node(session.anchor) or super()._meets_others()
+        )
 
     # -- where graphs are exact ------------------------------------------------------------------
 
@@ -163,8 +156,6 @@ class GraphedModel(GraphedStep):
             return "it is sharded, or clipped in two passes"
         if model._session.units_of_calls.are_known:
             return "its privacy units are counted on the host"
-        if self._hooks_now() != self._hooks:
-            return "it has hooks, which no replay would call"
         own = {memory_id(x.untyped_storage()) for x in model._session.state()}
         for module in modules:
             if module is model:
@@ -198,16 +189,15 @@ class GraphedModel(GraphedStep):
     def _run_and_learn(self, uses: list[Use], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call as it is, and note what the loop does with its results."""
         output = self.step(*args, **kwargs)
-        use = Use()
-        for number, leaf in enumerate(pytree.tree_leaves(output)):
-            if _has_gradient(leaf):
-                leaf.register_hook(partial(self._note, use, number))
+        use, leaves = Use(), pytree.tree_leaves(output)
+        differentiable = _differentiable(leaves)
+        for number in differentiable:
+            leaves[number].register_hook(partial(self._note, use, number))
         uses.append(use)
         del uses[: -self.warmup]
-        leaves = pytree.tree_leaves(output)
-        if len(uses) < self.warmup - 1 or not any(_has_gradient(x) for x in leaves):
+        if len(uses) < self.warmup - 1 or not differentiable:
             return output
-        return _apart(output, AsItIs(leaves))
+        return _apart(output, differentiable, _backward_of(leaves))
 
     def _note(self, use: Use, number: int, grad: Tensor) -> None:
         session = self.model._session
@@ -219,28 +209,12 @@ class GraphedModel(GraphedStep):
 
     # -- capture ---------------------------------------------------------------------------------
 
-    def _capture_call(
-        self,
-        use: Use,
-        leaves: Sequence[Any],
-        structure: pytree.TreeSpec,
-        modules: list[nn.Module],
-        device: torch.device,
-        circumstances: Hashable,
-    ) -> GraphedCall:
-        """Record both graphs on copies of the arguments; nothing else happens.
-
-        Raises:
-            FlashClippingError: a replay would be something else.
-        """
-        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        inputs = [x for x in fixed if isinstance(x, Tensor)]
-        args, kwargs = pytree.tree_unflatten(fixed, structure)
-        call = GraphedCall(circumstances, device, inputs, owners=modules, use=use)
-        model, session = self.model, self.model._session
-        params = list(model.parameters())
-        before = [param.grad for param in params]
-        versions = [x._version for x in inputs]
+    def _capture_call(self, use: Use, *given: Any) -> GraphedCall:
+        """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`. Raises
+        ``FlashClippingError`` where a replay would be something else."""
+        call, args, kwargs = self._new_graph(*given)
+        call.use = use
+        session, device = self.model._session, call.device
         reduction = session.loss_reduction
         held: list[Any] = []
 
@@ -268,41 +242,20 @@ class GraphedModel(GraphedStep):
             forward()
             backward()
 
-        try:
-            for param in params:
-                param.grad = None
-            with captures(model):
-                rehearse(trial, model, [model], device)
-            held.clear()  # with the nodes of parameters on this stream
-            for param in params:
-                param.grad = None
-            with ExitStack() as stack:
-                captured = stack.enter_context(captures(model))
-                call.of_modules.append((model, captured))
-                call.sources = stack.enter_context(sources_kept())
-                self._record(call, forward, device)
-                replay_forward = call.replay
-                leaves = pytree.tree_leaves(held[0])
-                call.differentiable = {i for i, x in enumerate(leaves) if _has_gradient(x)}
-                call.output = pytree.tree_map_only(Tensor, Tensor.detach, held[0])
-                del leaves
-                self._record(call, backward, device)
-                call.replay, call.replay_backward = replay_forward, call.replay
+        with without_gradients(list(self.model.parameters())), captures(self.model):
+            rehearse(trial, self.model, [self.model], device)
+        held.clear()  # with the nodes of parameters on this stream
+        with self._capturing(call):
+            self._record(call, forward, device)
+            replay_forward = call.replay
+            call.differentiable = _differentiable(pytree.tree_leaves(held[0]))
+            call.output = pytree.tree_map_only(Tensor, Tensor.detach, held[0])
+            self._record(call, backward, device)
+            call.replay, call.replay_backward = replay_forward, call.replay
             held.clear()
-            if [x._version for x in inputs] != versions:
-                raise FlashClippingError("it changes its arguments in place")
-            leaves_out = pytree.tree_leaves(call.output)
-            if not all(x is None or isinstance(x, (Tensor, *PLAIN)) for x in leaves_out):
-                raise FlashClippingError("it returns something else than tensors")
-            call.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
-            if any(grad.layout != torch.strided for _, grad in call.grads):
-                raise FlashClippingError("it has sparse gradients")
-        finally:
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
-        memories = Counter(memory_id(grad.untyped_storage()) for _, grad in call.grads)
-        found = {memory_id(g.untyped_storage()): g.untyped_storage() for _, g in call.grads}
-        call.storages = [(memory, memories[key] + 1) for key, memory in found.items()]
+        leaves_out = pytree.tree_leaves(call.output)
+        if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves_out):
+            raise FlashClippingError("it returns something else than tensors")
         return call
 
     # -- replay ----------------------------------------------------------------------------------
@@ -314,7 +267,7 @@ class GraphedModel(GraphedStep):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        model, session = self.model, self.model._session
+        session = self.model._session
         tensors = batched_inputs(args, kwargs)
         draw = session.draw_of(tensors, False)
         call = session.begin_forward(tensors)
@@ -322,20 +275,18 @@ class GraphedModel(GraphedStep):
         call.counted_rows = session.padding.of_call(draw, False)
         check_drawn(session, call)
         call.ended = True
-        model.running_step.awaits_backward = True
+        self.model.running_step.awaits_backward = True
         with torch.no_grad():
-            given = [x for x in leaves if isinstance(x, Tensor)]
-            for mine, x in zip(graphs.inputs, given, strict=True):
-                mine.copy_(x, non_blocking=True)
+            self._fill(graphs, leaves)
             session.padding.before_replay(draw, graphs.device)
             graphs.replay()
-        self.replays += 1
-        replay = Replay(self, graphs, call)
-        self._waiting = weakref.ref(replay)
-        return _apart(graphs.output, replay)
+        backward = partial(self._replay_backward, graphs, call)
+        self._waiting = weakref.ref(backward)
+        return _apart(graphs.output, graphs.differentiable, backward)
 
-    def _replay_backward(self, replay: Replay, grads: Sequence[Tensor | None]) -> None:
-        graphs, call = replay.graphs, replay.call
+    def _replay_backward(
+        self, graphs: GraphedCall, call: ForwardCall, grads: Sequence[Tensor | None]
+    ) -> None:
         model, session = self.model, self.model._session
         given = {number: grad for number, grad in enumerate(grads) if grad is not None}
         problem = None
@@ -369,83 +320,54 @@ class GraphedModel(GraphedStep):
         self._waiting = None
 
 
-class Replay:
-    """One replayed call: lives until its backward has come, or nobody can ask for it."""
-
-    def __init__(self, model: GraphedModel, graphs: GraphedCall, call: ForwardCall):
-        self.model, self.graphs, self.call = model, graphs, call
-        self.differentiable = graphs.differentiable
-
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """``grads``: of every leaf of what the model returned."""
-        self.model._replay_backward(self, grads)
+def _differentiable(leaves: Sequence[Any]) -> set[int]:
+    return {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
-class AsItIs:
-    """One call that ran as it is.
+def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]:
+    """The model's own backward from its results, once.
 
     Autograd's nodes of parameters belong to the stream that they were made on, and live as long as
     somebody holds the loss. A capture needs new ones, so the loss is held apart from them.
     """
 
-    def __init__(self, results: Sequence[Any]):
-        self.results: Sequence[Any] | None = results
-        self.differentiable = {i for i, x in enumerate(results) if _has_gradient(x)}
-
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """The model's own backward, once."""
-        if self.results is None:
+    def backward(grads: Sequence[Tensor | None]) -> None:
+        if not leaves:
             raise RuntimeError(
                 "Trying to backward through the graph of a flash-clipped model a second time."
             )
-        given = [(x, g) for x, g in zip(self.results, grads, strict=True) if g is not None]
-        self.results = None
-        torch.autograd.backward([x for x, _ in given], [g for _, g in given])
+        given = [(x, grad) for x, grad in zip(leaves, grads, strict=True) if grad is not None]
+        leaves.clear()
+        torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
+
+    return backward
 
 
-@dataclass
-class _Places:
-    """Of a model's results: how many leaves, which are tensors, and which of these are
-    differentiable."""
-
-    count: int
-    of_tensors: list[int]
-    differentiable: list[bool]
-
-
-def _has_gradient(result: Any) -> bool:
-    return isinstance(result, Tensor) and result.requires_grad
-
-
-def _apart(output: Any, call: Replay | AsItIs) -> Any:
-    """Copies of what the model returned, whose backward is the call's."""
-    results, structure = pytree.tree_flatten(output)
-    places = [place for place, x in enumerate(results) if isinstance(x, Tensor)]
+def _apart(
+    output: Any, differentiable: set[int], backward: Callable[[Sequence[Tensor | None]], None]
+) -> Any:
+    """Copies of what the model returned. ``differentiable``: which of its leaves, by number, have a
+    gradient; ``backward``: takes the gradients of all leaves."""
+    leaves, structure = pytree.tree_flatten(output)
+    leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
     anchor = torch.empty(0, requires_grad=True)
-    tensors = [results[place].detach() for place in places]
-    apart = _Places(len(results), places, [place in call.differentiable for place in places])
-    copies = _Apart.apply(anchor, call, apart, *tensors)
-    for place, x in zip(places, copies, strict=True):
-        results[place] = x
-    return pytree.tree_unflatten(results, structure)
+    copies = _Apart.apply(anchor, backward, differentiable, *leaves)
+    return pytree.tree_unflatten(list(copies), structure)
 
 
 class _Apart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, call: Any, apart: _Places, *results: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.apart = call, apart
+        ctx: Any, anchor: Tensor, backward: Any, differentiable: set[int], *leaves: Any
+    ) -> tuple[Any, ...]:
+        ctx.of_call = backward
         ctx.set_materialize_grads(False)
-        copies = tuple(x.clone() for x in results)
-        pairs = zip(copies, apart.differentiable, strict=True)
-        ctx.mark_non_differentiable(*[x for x, has_gradient in pairs if not has_gradient])
+        copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in leaves)
+        others = [x for i, x in enumerate(copies) if i not in differentiable]
+        ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        of_results: list[Tensor | None] = [None] * ctx.apart.count
-        for place, grad in zip(ctx.apart.of_tensors, grads, strict=True):
-            of_results[place] = grad
-        ctx.call.backward(of_results)
+        ctx.of_call(grads)
         return (None,) * (3 + len(grads))

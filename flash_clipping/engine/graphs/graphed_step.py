@@ -24,8 +24,7 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.engine import norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.graphs import key as graph_key
-from flash_clipping.engine.graphs.key import are_odd, check_arguments, detached
+from flash_clipping.engine.graphs.key import are_odd, check_arguments, detached, key
 from flash_clipping.engine.graphs.warmup import refuse, rehearse
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.upload import sources_kept
@@ -65,6 +64,19 @@ def take_over(
         step.count_backward(total_B, draw)
     for coef in captured.coefs:
         model._session.non_finite.note(coef)
+
+
+@contextmanager
+def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Nothing in ``p.grad`` at first; afterwards what was there before."""
+    before = [param.grad for param in params]
+    try:
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
 
 
 #: Layouts of which the number of calls is remembered.
@@ -164,6 +176,8 @@ class GraphedStep:
         FlashClippingError: the step cannot be captured, or a replay would be something else.
     """
 
+    _kind = Graph
+
     def __init__(
         self,
         step: Callable[..., Any],
@@ -178,12 +192,9 @@ class GraphedStep:
                 "(the first call compiles kernels, the last shows whether the step waits for the "
                 "device) and 0."
             )
-        self.step = step
-        self.model = model
-        self.warmup = warmup
-        self.size = graphs
-        self.replays = 0
-        self.calls = 0
+        self.step, self.model = step, model
+        self.warmup, self.size = warmup, graphs
+        self.replays = self.calls = 0
         self._graphs: dict[Hashable, Graph] = {}
         self._met: OrderedDict[Hashable, int] = OrderedDict()
         #: Gradients of the last replay as they were handed out.
@@ -204,19 +215,18 @@ class GraphedStep:
         device = self._device(modules, leaves)
         if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
-        if any(m._session.units_of_calls.are_known for m in self._wrapped(modules)):
+        models = self._wrapped(modules)
+        if any(m._session.units_of_calls.are_known for m in models):
             refuse(
                 "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )
-        for wrapped in self._wrapped(modules):
+        for wrapped in models:
             if wrapped._sharded is not None:
                 wrapped._sharded.refuse("GraphedStep")
-        if any(m._session.saw_equal_samples() for m in self._wrapped(modules)):
-            return self._run(args, kwargs)  # no replay would look at samples that differ
-        circumstances = graph_key.circumstances(modules, self._wrapped(modules), device)
-        name = (str(structure), *map(graph_key.layout, leaves)), circumstances
+        name = key(leaves, structure, modules, models, device)
+        circumstances = name[1]
         graph = self._graphs.get(name)
         if graph is None:
             if (met := self._met.pop(name, 0)) < self.warmup:
@@ -224,18 +234,20 @@ class GraphedStep:
                     output = self._run(args, kwargs)
                     self._met[name] = min(met + 1, self.warmup - 1)
                 else:  # a failed capture would leave the device's allocator confused
-                    run, models = partial(self._run, args, kwargs), self._wrapped(modules)
+                    run = partial(self._run, args, kwargs)
                     output = rehearse(run, self._module(), models, device)
                     self._met[name] = self.warmup
                 if len(self._met) > REMEMBERED:
                     self._met.popitem(last=False)
                 return output
             self._met[name] = met
-            if not self._has_room(circumstances):
+            if not self._has_room(circumstances) or self._meets_others():
                 return self._run(args, kwargs)
-            if any([_has_lasting_node(param) for param in self._module().parameters()]):
-                return self._run(args, kwargs)
-            graph = self._capture(leaves, structure, circumstances, modules, device)
+            call = leaves, structure, circumstances, modules, device
+            graph, copies, named = self._new_graph(*call)
+            with self._capturing(graph):
+                work = partial(self.step, *copies, **named)
+                graph.output = detached(self._record(graph, work, device))
             self._graphs[name] = graph
         if not self._taken_back():
             return self._run(args, kwargs)
@@ -243,7 +255,7 @@ class GraphedStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step as it is."""
-        # Detached, so that nobody keeps nodes of autograd's graph: see _has_lasting_node.
+        # Detached, so that nobody keeps nodes of autograd's graph: see _meets_others.
         return detached(self.step(*args, **kwargs))
 
     # -- the model, and room for graphs ---------------------------------------------------------
@@ -260,15 +272,16 @@ class GraphedStep:
             return None
         devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
         if len(devices) > 1:
+            listed = " and ".join(sorted(map(str, devices)))
             raise ValueError(
-                f"GraphedStep: found parameters and arguments on {_listed(devices)}; expected one "
+                f"GraphedStep: found parameters and arguments on {listed}; expected one "
                 "device. Move the batch before the call; a model on several devices runs without "
                 "GraphedStep."
             )
         return devices.pop()
 
     def _module(self) -> nn.Module:
-        """What holds the parameters: Opacus' hooks (``wrap_model=False``) are no module."""
+        """The module with the parameters: Opacus' hooks (``wrap_model=False``) are none."""
         model = self.model
         return model if isinstance(model, nn.Module) else model._module
 
@@ -285,52 +298,55 @@ class GraphedStep:
                     del self._graphs[name]
         return len(self._graphs) < self.size
 
+    def _meets_others(self) -> bool:
+        """Whether somebody keeps a graph of autograd's that ends in a parameter.
+
+        Its last node belongs to the stream that it was made on. Every later backward uses it again,
+        and a capture, on a stream of its own, cannot; failing there would leave the device's
+        generator and allocator as if it still went on.
+        """
+        params = self._module().parameters()
+        return any([has_lasting_node(param) for param in params if param.requires_grad])
+
     # -- capture and replay -------------------------------------------------------------------
 
-    def _capture(
+    def _new_graph(
         self,
         leaves: Sequence[Any],
         structure: pytree.TreeSpec,
         circumstances: Hashable,
         modules: list[nn.Module],
         device: torch.device,
-    ) -> Graph:
-        """Record the kernels of the step on copies of its arguments; nothing else happens."""
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """A graph that nothing is recorded in, and copies of the arguments to record it with."""
         fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in fixed if isinstance(x, Tensor)]
-        graph = Graph(circumstances, device, inputs, owners=modules)
         args, kwargs = pytree.tree_unflatten(fixed, structure)
-        versions = [x._version for x in inputs]
+        return self._kind(circumstances, device, inputs, owners=modules), args, kwargs
+
+    @contextmanager
+    def _capturing(self, graph: Graph) -> Iterator[None]:
+        """Record ``graph`` inside, which gets the gradients; nothing outside of it changes."""
         params = list(self._module().parameters())
-        before = [param.grad for param in params]
-        with ExitStack() as stack:
-            for wrapped in self._wrapped(modules):
-                captured = stack.enter_context(captures(wrapped))
-                graph.of_modules.append((wrapped, captured))
+        with ExitStack() as stack, without_gradients(params):
+            for wrapped in self._wrapped(graph.owners):
+                graph.of_modules.append((wrapped, stack.enter_context(captures(wrapped))))
             graph.sources = stack.enter_context(sources_kept())
-            try:
-                for param in params:
-                    param.grad = None
-                output = self._record(graph, lambda: self.step(*args, **kwargs), device)
-                graph.output = detached(output)
-                if [x._version for x in inputs] != versions:
-                    refuse(
-                        "changes one of its arguments in place, and a replay works on copies of "
-                        "them. Return the new value"
-                    )
-                graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
-                if any([grad.layout != torch.strided for _, grad in graph.grads]):
-                    refuse("gives sparse gradients, whose size no graph can change")
-            finally:
-                for param, grad in zip(params, before, strict=True):
-                    param.grad = grad
+            yield
+            graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
+        if any([x._version for x in graph.inputs]):  # copies begin at 0
+            refuse(
+                "changes one of its arguments in place, and a replay works on copies of them. "
+                "Return the new value"
+            )
+        if any([grad.layout != torch.strided for _, grad in graph.grads]):
+            refuse("gives sparse gradients, whose size no graph can change")
         memories: dict[int, list[torch.UntypedStorage]] = {}
         for _, grad in graph.grads:
             memory = grad.untyped_storage()
             memories.setdefault(memory_id(memory), []).append(memory)
         # One reference for every gradient in it, and one for what asks.
         graph.storages = [(same[0], len(same) + 1) for same in memories.values()]
-        return graph
 
     def _record(self, graph: Graph, work: Callable[[], Any], device: torch.device) -> Any:
         """Capture what ``work`` launches."""
@@ -369,11 +385,8 @@ class GraphedStep:
         return output
 
     def _replay(self, graph: Graph, leaves: Sequence[Any]) -> Any:
-        self.replays += 1
-        inputs = [x for x in leaves if isinstance(x, Tensor)]
         with torch.no_grad():
-            for fixed, given in zip(graph.inputs, inputs, strict=True):
-                fixed.copy_(given, non_blocking=True)
+            inputs = self._fill(graph, leaves)
             draws = []
             for wrapped, _ in graph.of_modules:
                 session = wrapped._session
@@ -384,6 +397,14 @@ class GraphedStep:
                 take_over(wrapped, captured, draw)
             self._hand_out(graph)
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
+
+    def _fill(self, graph: Graph, leaves: Sequence[Any]) -> list[Tensor]:
+        """Copy the tensors of a call into those that its replay reads."""
+        self.replays += 1
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        for fixed, given in zip(graph.inputs, inputs, strict=True):
+            fixed.copy_(given, non_blocking=True)
+        return inputs
 
     def _hand_out(self, graph: Graph) -> None:
         """Add a replay's gradients to ``p.grad``."""
@@ -411,26 +432,7 @@ class GraphedStep:
                     vars(copy).update(vars(lent))
                     setattr(param, holder, copy)
                     if holder == "grad":
-                        for wrapped in self._of_graphs():
+                        for wrapped, _ in chain(*[g.of_modules for g in self._graphs.values()]):
                             wrapped.running_step.note_moved(param, lent)
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())
-
-    def _of_graphs(self) -> list[GradSampleHooksFlashClipping]:
-        """The wrapped models that graphs leave something on."""
-        found = [wrapped for graph in self._graphs.values() for wrapped, _ in graph.of_modules]
-        return list({id(wrapped): wrapped for wrapped in found}.values())
-
-
-def _has_lasting_node(param: nn.Parameter) -> bool:
-    """Whether somebody keeps a graph of autograd's that ends in this parameter.
-
-    Its last node belongs to the stream that it was made on. Every later backward uses it again, and
-    a capture, on a stream of its own, cannot; failing there would leave the device's generator and
-    allocator as if it still went on.
-    """
-    return param.requires_grad and has_lasting_node(param)
-
-
-def _listed(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(map(str, devices)))

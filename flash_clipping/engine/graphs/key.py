@@ -1,4 +1,4 @@
-"""What a graph is found by: the layout of arguments, and what Python decides on the way."""
+"""Keys of graphs: the layout of arguments, and everything that Python decides by on the way."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ from flash_clipping.ops.runtime.backend import matmul_settings
 SETTINGS = (bool, int, float, str)
 
 
-def layout(leaf: Any) -> Hashable:
-    """What of an argument a graph was captured for: all but the values of tensors."""
+def key(
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec,
+    modules: Sequence[nn.Module],
+    models: Sequence[GradSampleHooksFlashClipping],
+    device: torch.device,
+) -> tuple[Hashable, Hashable]:
+    """The key of a graph: the layout of arguments, and the circumstances of the call."""
+    layout = str(structure), *map(_layout, leaves)
+    return layout, _circumstances(modules, models, device)
+
+
+def _layout(leaf: Any) -> Hashable:
+    """All of an argument but the values of tensors."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
 
 
-def circumstances(
+def _circumstances(
     modules: Sequence[nn.Module],
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> Hashable:
-    """What Python decides on the way through the step."""
+    """All that Python decides by on the way through the step."""
     bounds: list[Hashable] = []
     for wrapped in models:
-        bound = wrapped.max_grad_norm
-        bounds += [
-            tuple(bound) if isinstance(bound, Sequence) else bound,
-            wrapped.clipping,
-            wrapped.loss_reduction,
-            wrapped._session.enabled,
-            wrapped._session.backend,
-            wrapped._session.padding.rows,
-        ]
+        bound, session = wrapped.max_grad_norm, wrapped._session
+        bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
+        bounds += [wrapped.loss_reduction, session.enabled, session.backend, session.padding.rows]
     return (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -65,13 +71,13 @@ def circumstances(
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Which memory a tensor of the model is, and how it is read."""
+    """The memory of a tensor of the model, and how it is read."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
-    and its hooks, by the numbers that PyTorch gives them."""
+    """A module's plain attributes (``training``, ``p``, ``eps``) and its hooks, by the numbers that
+    PyTorch gives them: what its forward may decide by."""
     hooks = tuple(chain.from_iterable(hooks_of_module(module)))
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
@@ -79,22 +85,18 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def _precision() -> list[str]:
-    """Of float32 matmuls and convolutions, by the newer of PyTorch's settings: once these are used,
-    it refuses to tell the older."""
+    """The precision of float32 matmuls and convolutions, by the newer settings: once these are
+    used, PyTorch refuses to tell the older."""
     convolutions: Any = torch.backends.cudnn
     return [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
 
 
-#: What arguments may hold besides tensors: what is known by its value.
+#: Types that arguments may hold besides tensors: these are known by their values.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def check_arguments(leaves: Sequence[Any]) -> None:
-    """Refuse arguments that are neither tensors nor plain values.
-
-    Raises:
-        TypeError: one is something else.
-    """
+    """Raise ``TypeError`` for arguments that are neither tensors nor plain values."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise TypeError(
@@ -116,11 +118,8 @@ def are_odd(leaves: Sequence[Any]) -> bool:
 
 
 def detached(output: Any) -> Any:
-    """Results without their history: tensors and ``None``, as a replay renews nothing else.
-
-    Raises:
-        TypeError: one is something else.
-    """
+    """Results without their history; ``TypeError`` unless they are tensors or ``None``, as a replay
+    renews nothing else."""
     for leaf in pytree.tree_leaves(output):
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(

@@ -24,11 +24,8 @@ def rehearse(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> Any:
-    """Run a step as it is, before it is captured.
-
-    Raises:
-        FlashClippingError: a replay would be something else.
-    """
+    """Run a step as it is, before it is captured; ``FlashClippingError`` where a replay would be
+    something else."""
     params = [p for p in module.parameters() if p.requires_grad]
     weights = [p._version for p in params]
     held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]

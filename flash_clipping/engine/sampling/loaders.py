@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,12 +53,9 @@ from flash_clipping.randomness.choices import subset
 class OrderedCollate:
     """A collate function that is refused unless it keeps order.
 
-    Samples in reverse order must give rows in reverse order. That is looked at in the first
-    batches, in every process that collates, until one had rows that differ.
-
-    Raises:
-        FlashClippingError: in a call, where rows come back in another order, or with other values:
-            nothing tells then which sample a row is of.
+    Samples in reverse order must give rows in reverse order; otherwise nothing tells which sample a
+    row is of. That is looked at in the first batches, in every process that collates, until one had
+    rows that differ.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], what: str):
@@ -72,7 +70,7 @@ class OrderedCollate:
         with torch.random.fork_rng(devices=[]):
             backward = self.wrapped_collator_fn(reverse)
         batch = self.wrapped_collator_fn(samples)
-        for rows, other in zip(_tensors(batch), _tensors(backward), strict=False):
+        for rows, other in zip(tensors_in(batch), tensors_in(backward), strict=False):
             if not rows.dim() or len(rows) != len(samples) or rows.shape != other.shape:
                 continue
             if not _are_equal(rows, other.flip(0)):
@@ -84,17 +82,6 @@ class OrderedCollate:
                 )
             self._is_known = self._is_known or not _are_equal(rows, other)
         return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Those of a batch, in its order; batches of tokenizers are mappings of their own."""
-    if isinstance(batch, Mapping):
-        batch = [*batch.values()]
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _tensors(part)
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
@@ -124,13 +111,14 @@ class PoissonLoader(DPDataLoader):
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
         process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
+        units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch.
         batch_first: accepted for compatibility; the batch axis is found.
         rand_on_empty: must be false.
         **kwargs: as in PyTorch.
 
     Raises:
-        ValueError: ``rand_on_empty``; processes whose loaders differ.
+        ValueError: ``rand_on_empty``; processes whose loaders differ, or that draw units.
     """
 
     def __init__(
@@ -143,41 +131,58 @@ class PoissonLoader(DPDataLoader):
         generator: Any = None,
         stream: SecretStream | None = None,
         process: Process | None = None,
+        units: UnitsOfRows | None = None,
         distributed: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
         **kwargs: Any,
     ):
         if rand_on_empty:
+            found = "in a private loader" if units is None else "with units"
             raise ValueError(
-                "rand_on_empty=True: found a request to put a made-up sample into batches without "
-                "samples. It would take part in the sum, which then changes by up to 2 C when a "
-                "sample is added to such a batch. Leave it out: batches without samples are served."
+                f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
+                "would take part in the sum, which then changes by up to 2 C when a sample is "
+                "added to such a batch. Leave it out: batches without samples are served."
             )
-        self.sample_rate = sample_rate
-        self.distributed = distributed
+        self.sample_rate, self.distributed = sample_rate, distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
-        options: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
-        options |= {"generator": generator, "stream": stream}
-        sampler: PoissonSampler
+        options: dict[str, Any] = {"steps": steps, "generator": generator, "stream": stream}
         process = Process() if process is None else process
-        if distributed and not process.is_plain:
-            raise ValueError(
-                f"data_loader: found {process.state_dict()} with a model of several processes. "
-                "Each would draw its own part of a batch, which no accountant here describes. "
-                "Train in one process."
-            )
-        if distributed:
+        sampler: PoissonSampler
+        if units is not None:
+            if distributed:
+                raise ValueError(
+                    "units: found with a model of several processes, each of which draws rows of "
+                    "its own. Train in one process; or make every item of the dataset a whole "
+                    "unit, and give make_private sample_of=... in the place of units."
+                )
+            sampler = UnitSampler(units=units, **options)
+        elif distributed:
+            if not process.is_plain:
+                raise ValueError(
+                    f"data_loader: found {process.state_dict()} with a model of several processes. "
+                    "Each would draw its own part of a batch, which no accountant here describes. "
+                    "Train in one process."
+                )
             _refuse_different(size, steps)
-            sampler = ShardedPoissonSampler(
-                total_size=size, rank=dist.get_rank(), world_size=dist.get_world_size(), **options
-            )
+            options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+            sampler = ShardedPoissonSampler(total_size=size, sample_rate=sample_rate, **options)
         else:
-            sampler = _sampler(process, num_samples=size, **options)
-        collate = plain_collate(collate_fn)
-        if isinstance(sampler, FixedShapeSampler):
-            collate = OrderedCollate(collate, "max_batch_size")
+            options |= {"num_samples": size, "sample_rate": sample_rate}
+            if process.max_batch_size is not None:
+                sampler = FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
+            elif process.sampling == "fixed_order":
+                sampler = FixedOrderSampler(**options)
+            elif process.sampling == "cyclic_poisson":
+                sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
+            else:
+                sampler = PoissonSampler(**options)
+        collate: Any = collate_fn or default_collate
+        while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
+            collate = collate.wrapped_collator_fn
+        if isinstance(sampler, FixedShapeSampler | UnitSampler):
+            collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
             self,
             dataset,
@@ -191,57 +196,31 @@ class PoissonLoader(DPDataLoader):
     def from_data_loader(
         cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
     ) -> Any:
-        """This loader for another one's data.
+        """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
 
         That one's own generator, which shuffled its batches, goes on seeding workers. It does not
         tell what is drawn: people set it to a number that everybody knows.
         """
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
-        loader = cls(
-            data_loader.dataset,
-            sample_rate=1 / len(data_loader),
-            collate_fn=data_loader.collate_fn,
-            drop_last=data_loader.drop_last,
-            generator=generator,
-            **settings_of(data_loader),
-            **kwargs,
-        )
+        names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
+        names += " prefetch_factor persistent_workers drop_last collate_fn"
+        options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
+        options.setdefault("sample_rate", 1 / len(data_loader))
+        loader = cls(data_loader.dataset, generator=generator, **options)
         if generator is None:
             loader.generator = data_loader.generator
         return loader
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        strict = self.batch_sampler.announce.strict
-        if not strict and not self.num_workers and getattr(self.collate_fn, "counts", True):
+        announce = self.batch_sampler.announce
+        if not (announce.strict or self.num_workers) and getattr(self.collate_fn, "counts", True):
             return batches  # the collate function announces them
-        return AnnouncedBatches(batches, self.batch_sampler, ahead=bool(self.num_workers))
-
-
-def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader loads; not what: dataset, sampling and collate function."""
-    names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
-    names += " prefetch_factor persistent_workers"
-    return {name: getattr(loader, name) for name in names.split()}
-
-
-def plain_collate(collate: Any) -> Callable[[list[Any]], Any]:
-    """The user's collate function, also of a loader that is private already."""
-    while hasattr(collate, "wrapped_collator_fn"):
-        collate = collate.wrapped_collator_fn
-    return collate or default_collate
-
-
-def _sampler(process: Process, **options: Any) -> PoissonSampler:
-    """What draws the batches of a process."""
-    if process.max_batch_size is not None:
-        return FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
-    if process.sampling == "fixed_order":
-        return FixedOrderSampler(**options)
-    if process.sampling == "cyclic_poisson":
-        return CyclicPoissonSampler(cycle=process.cycle, **options)
-    return PoissonSampler(**options)
+        # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
+        # given as soon as it is drawn, also where other iterators are in between.
+        pending = self.batch_sampler.pending if self.num_workers else None
+        return _announced(batches, announce, pending)
 
 
 class _AnnouncingCollate(CollateWithEmpty):
@@ -258,10 +237,9 @@ class _AnnouncingCollate(CollateWithEmpty):
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
-        #: Batches of such a dataset are announced by the loader; those of others' loaders are not.
-        self.counts = not callable(getattr(dataset, "__getitems__", None))
-        if announce.strict:
-            self.counts = False
+        #: Other batches, and those that are compared, are announced by the loader.
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        self.counts = not (fetches_batches or announce.strict)
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
@@ -271,43 +249,14 @@ class _AnnouncingCollate(CollateWithEmpty):
         return batch
 
 
-class AnnouncedBatches:
-    """An iterator over batches that workers have collated ahead, whose samples cannot be counted
-    when they are collated, or whose rows are compared with what the model is called with.
-    """
-
-    def __init__(
-        self,
-        batches: Any,
-        sampler: Any,
-        ahead: bool,
-        taken_apart: Callable[[Any, DrawnBatch], tuple[Any, DrawnBatch]] | None = None,
-    ):
-        self._batches = batches
-        # With workers, those of this epoch: its first batches are drawn by now. Without, a
-        # batch is given as soon as it is drawn, also where other iterators are in between.
-        pending = sampler.pending if ahead else None
-        # A function, which knows nothing of this object: a loop that is left ends it at once.
-        self._announced = _announced(batches, sampler.announce, pending, taken_apart)
-
-    def __iter__(self) -> AnnouncedBatches:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        return next(self._announced)
-
-
 def _announced(
-    batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None, taken_apart: Any
+    batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
+    """Batches that workers have collated ahead, whose samples cannot be counted when they are
+    collated, or whose rows are compared with what the model is called with."""
     try:
         for batch in batches:
             draw = announce.last if pending is None else pending.popleft()
-            if taken_apart is not None:
-                batch, draw = taken_apart(batch, draw)
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))
             announce(draw)
@@ -330,11 +279,8 @@ def _refuse_different(size: int, steps: int) -> None:
 
 
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
-    """Refuse a loader whose sampling can be neither replaced nor accounted for.
-
-    Raises:
-        ValueError: it samples in another way than all of the dataset alike, once per epoch.
-    """
+    """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
+    that samples in another way than all of the dataset alike, once per epoch."""
     if isinstance(loader.dataset, IterableDataset) and poisson_sampling:
         _refuse(
             f"its dataset is a {type(loader.dataset).__name__}, an IterableDataset",
@@ -379,40 +325,26 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         return
     sampler: Any = batches.sampler
     size = len(loader.dataset)
-    if isinstance(sampler, WeightedRandomSampler):
-        _refuse(
-            f"sampler={_name(sampler)}",
-            "Its weights give samples different probabilities, and epsilon is computed for one "
-            "that all share. Use DataLoader(dataset, batch_size=..., shuffle=True), and weights in "
-            "the loss of each sample",
-        )
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != size):
-        _refuse(
-            f"sampler=RandomSampler(replacement={sampler.replacement}, num_samples="
-            f"{len(sampler)}) over {size} samples",
-            "The sample rate would be another than batch_size / len(dataset). Use "
-            "DataLoader(dataset, batch_size=..., shuffle=True)",
-        )
-    if isinstance(sampler, SubsetRandomSampler):
-        _refuse(
-            f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples",
-            "The others would be sampled too, and counted. Use "
-            "DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=..., shuffle=True)",
-        )
-    if not poisson_sampling:
-        return
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and poisson_sampling:
         if not distributed and sampler.num_replicas > 1:
             _refuse(
                 f"a DistributedSampler for {sampler.num_replicas} processes, and a model of one",
                 "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel",
             )
-    elif type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != size:
+        return
+    is_plain = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size
+    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler)
+    found = f"{_name(sampler)}, with {len(sampler)} of {size} samples"
+    if isinstance(sampler, RandomSampler):
+        is_odd = sampler.replacement or len(sampler) != size
+        found = f"RandomSampler(replacement={sampler.replacement}, num_samples={len(sampler)})"
+        found += f" over {size} samples"
+    if is_odd or (poisson_sampling and not is_plain):
         _refuse(
-            f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples",
-            "Poisson sampling would replace it by one that draws all of the dataset alike. Use "
+            f"sampler={found}",
+            "Epsilon is for batches that draw all of the dataset alike, with one probability. Use "
             "DataLoader(dataset, batch_size=..., shuffle=True), with torch.utils.data.Subset for "
-            "a part of the data",
+            "a part of the data, and weights in the loss of each sample",
         )
 
 
@@ -424,25 +356,14 @@ def _name(thing: Any) -> str:
     return type(thing).__name__
 
 
-def is_accounted_for(loader: Any) -> bool:
-    """Whether batches are what the accountants assume: Poisson, or all of the data."""
-    return isinstance(loader.batch_sampler, _POISSON) or len(loader) == 1
-
-
 class UnitsOfRows:
-    """Which unit each row of a dataset belongs to.
+    """The unit that each row of a dataset belongs to.
 
     Args:
         units: ``[len(dataset)]``: the id of every row's unit, integers of any size.
         rows: how many rows the dataset has.
         sample_rate: the probability of every unit in every step.
         max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
-
-    Attributes:
-        count: how many units there are.
-
-    Raises:
-        ValueError: it is not one id for each row, or ``max_rows`` is below 1.
     """
 
     def __init__(
@@ -459,163 +380,56 @@ class UnitsOfRows:
         if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
             raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
         _, place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
+        #: How many units there are.
         self.count = len(sizes)
         self.sample_rate, self.max_rows = sample_rate, max_rows
         self._rows = place_of_row.argsort(stable=True)
         self._starts = [0, *sizes.cumsum(0).tolist()]
 
     def rows_of(self, unit: int, draw: Draw) -> list[int]:
-        """Rows of a unit; of one with too many, some that are drawn anew each time.
-
-        ``draw`` is the step's, of which the units themselves are tensor 0.
-        """
+        """Rows of a unit; of one with too many, some that are drawn anew each time."""
         rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
         if self.max_rows is not None and len(rows) > self.max_rows:
+            # The units themselves are tensor 0 of the step's draw.
             rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
         found: list[int] = rows.tolist()
         return found
 
 
 class UnitSampler(PoissonSampler):
-    """Every step draws every unit independently, with the same probability.
+    """Every step draws every unit independently, with the same probability; a batch is all rows of
+    those that were drawn."""
 
-    A batch is a list of pairs: a row's index in the dataset, and its unit's place in the batch.
-    """
+    is_strict = True
 
     def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
         super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
         self.units = units
-        self.announce = BatchSizeNotifier(strict=True)
 
-    def _samples(self, indices: list[Any]) -> int:
-        return indices[-1][1] + 1 if indices else 0
-
-    def _draw(self) -> list[Any]:
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
-        return [
-            (row, place)
-            for place, unit in enumerate(self._places(draw).tolist())
-            for row in self.units.rows_of(unit, draw)
-        ]
+        rows = [self.units.rows_of(unit, draw) for unit in self._places(draw).tolist()]
+        unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
+        indices = [*chain.from_iterable(rows)]
+        return indices, DrawnBatch(self.drawn, len(rows), len(indices), unit_R)
 
 
-class _OwnedRows(Dataset[Any]):
-    """A dataset whose rows go with the places of their units."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, pairs: list[tuple[int, int]]) -> tuple[list[int], Any]:
-        rows = [row for row, _ in pairs]
-        fetch = getattr(self.dataset, "__getitems__", None)
-        found = fetch(rows) if callable(fetch) else [self.dataset[row] for row in rows]
-        return [place for _, place in pairs], found
-
-
-class _UnitCollate:
-    """Collates rows as they would be without units, and the places of these beside them."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
-        self.wrapped_collator_fn = collate
-        self._collate = CollateWithEmpty(OrderedCollate(collate, "units"), dataset)
-
-    def __call__(self, fetched: tuple[list[int], Any]) -> tuple[Tensor, Any]:
-        places, rows = fetched
-        return torch.tensor(places, dtype=torch.int64), self._collate(rows)
-
-
-class UnitLoader(DataLoader[Any]):
-    """Another loader with a :class:`UnitSampler`; its batches are that loader's kind of batches.
-
-    Args:
-        loader: what to take all but the sampling from.
-        units: which unit each row of its dataset belongs to.
-        generator: a ``torch.Generator`` that seeds the draws; not the loader's own, which goes on
-            seeding workers.
-        stream: what to draw with; a new one with a key of its own if ``None``.
-        batch_first: accepted for compatibility.
-        distributed, rand_on_empty: must be false.
-
-    Raises:
-        ValueError: one of these is not.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        units: UnitsOfRows,
-        generator: Any = None,
-        *,
-        stream: SecretStream | None = None,
-        distributed: bool = False,
-        rand_on_empty: bool = False,
-        batch_first: bool = True,
-    ):
-        if distributed:
-            raise ValueError(
-                "units: found with a model of several processes, each of which draws rows of its "
-                "own. Train in one process; or make every item of the dataset a whole unit, and "
-                "give make_private sample_of=... in the place of units."
-            )
-        if rand_on_empty:
-            raise ValueError(
-                "rand_on_empty=True: found with units. A made-up row would be a unit that nobody "
-                "is. Leave it out: batches without rows are served."
-            )
-        dataset = plain_dataset(loader)
-        collate = plain_collate(loader.collate_fn)
-        self.sample_rate = units.sample_rate
-        sampler = UnitSampler(units=units, steps=len(loader), generator=generator, stream=stream)
-        super().__init__(
-            _OwnedRows(dataset),
-            batch_sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=_UnitCollate(collate, dataset),  # type: ignore[arg-type]
-            generator=loader.generator,
-            **settings_of(loader),
-        )
-
-    def __iter__(self) -> Any:
-        ahead = bool(self.num_workers)
-        return AnnouncedBatches(super().__iter__(), self.batch_sampler, ahead, _with_units)
-
-
-def _with_units(collated: tuple[Tensor, Any], draw: DrawnBatch) -> tuple[Any, DrawnBatch]:
-    """The batch, and what was drawn with the unit of each row."""
-    unit_R, batch = collated
-    return batch, replace(draw, unit_R=unit_R)
-
-
-def plain_dataset(loader: Any) -> Any:
-    """The user's dataset."""
-    dataset = loader.dataset
-    return dataset.dataset if isinstance(dataset, _OwnedRows) else dataset
-
-
-def refuse_units(
-    units: Any, max_rows: int | None, *, sample_of: Any, flash: bool, poisson: bool
-) -> None:
-    """Refuse arguments that do not go with ``units``.
-
-    Raises:
-        ValueError: units would be sampled otherwise than is accounted, or not at all.
-    """
-    if units is None:
-        if max_rows is not None:
+def refuse_units(given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of ``make_private`` that do not go with ``units``."""
+    if given["units"] is None:
+        if given["max_rows_per_unit"] is not None:
             raise ValueError(
                 "max_rows_per_unit: found a number without units=..., the unit of every row."
             )
         return
-    if not flash:
+    if given["grad_sample_mode"] != "flash":
         raise ValueError("units: found with another grad_sample_mode; only 'flash' clips units.")
-    if sample_of is not None:
+    if given["sample_of"] is not None:
         raise ValueError(
             "units and sample_of: found both. With units the loader says which unit each row "
             "belongs to; with sample_of an argument of the forward does, and items are units."
         )
-    if not poisson:
+    if not given["poisson_sampling"]:
         raise ValueError(
             "units: found with poisson_sampling=False; the loader would not draw units. Leave "
             "poisson_sampling at its default."
@@ -623,38 +437,28 @@ def refuse_units(
 
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
-    """Refuse steps on other batches than were drawn: parts of one, or several.
+    """Raise ``FlashClippingError`` for steps on other batches than were drawn.
 
-    Raises:
-        FlashClippingError: parts of one unit would be clipped one by one; or who is drawn in two
-            batches of one step would add twice the bound.
+    Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
+    add twice the bound.
     """
-    if module is None:
+    if module is None or not module._session.whole_batches:
         return
     if by_hand:
-        if module._session.whole_batches:
-            raise FlashClippingError(
-                "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
-                "one step for each (units, max_batch_size or batches in an order). A step of two "
-                "of them could hold one sample twice, and is accounted for as one. Call "
-                "optimizer.step() after every batch; for larger steps use a loader with a larger "
-                "batch_size. Nothing was released."
-            )
-        return
-    if module._session.units_of_calls.from_loader:
         raise FlashClippingError(
-            "BatchMemoryManager: found with make_private(units=...). It splits batches between any "
-            "two rows, so that parts of one unit would be clipped one by one, and a unit could add "
-            "several times the bound. Use a loader with a smaller batch_size, max_rows_per_unit, "
-            "or activation checkpointing (mode='two_pass')."
+            "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
+            "one step for each (units, max_batch_size or batches in an order). A step of two "
+            "of them could hold one sample twice, and is accounted for as one. Call "
+            "optimizer.step() after every batch; for larger steps use a loader with a larger "
+            "batch_size. Nothing was released."
         )
-    if module._session.whole_batches:
-        raise FlashClippingError(
-            "BatchMemoryManager: found with make_private(max_batch_size=...) or batches in an "
-            "order. It splits batches, and nobody could tell which parts are padding or which step "
-            "a part belongs to. Use a loader with a smaller batch_size, or activation "
-            "checkpointing (mode='two_pass')."
-        )
+    raise FlashClippingError(
+        "BatchMemoryManager: found with a loader whose batches must come whole (units, "
+        "max_batch_size or batches in an order). It splits them between any two rows: parts of one "
+        "unit would be clipped one by one, and nobody could tell which parts are padding or which "
+        "step a part belongs to. Use a loader with a smaller batch_size, max_rows_per_unit, or "
+        "activation checkpointing (mode='two_pass')."
+    )
 
 
 def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
@@ -668,15 +472,14 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):
         sampler.announce.follow(module)
-    elif not is_accounted_for(loader):
+    elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
     silent, account = 0, optimizer.step_hook
 
     def note_step(optimizer: Any) -> None:
         nonlocal silent
-        record = optimizer.step_record
-        draw = None if record is None else record.draw
+        draw = getattr(optimizer.step_record, "draw", None)
         if isinstance(sampler, OrderedSampler):
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
             sampler.taken += 1
@@ -685,11 +488,8 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             if draw is not None and draw.stepped:
                 _warn(engine, f"a second step on batch {draw.number} of the loader")
             elif draw is None and silent > sampler.drawn - sampler.announce.given:
-                _warn(
-                    engine,
-                    "a step on a batch that the loader which make_private returned did not give "
-                    "for it",
-                )
+                found = "a step on a batch that the loader which make_private returned did not give"
+                _warn(engine, f"{found} for it")
         if draw is not None:
             draw.stepped = True
         account(optimizer)

@@ -1,11 +1,9 @@
-"""What a step draws: samplers of batches of indices, from a secret stream of their own.
+"""Samplers of batches of indices, which draw from a secret stream of their own.
 
-The accountants assume that every step draws every sample independently with probability ``q``, the
-*sample rate* that they are told. The samplers here do exactly that, and nobody can guess what they
-draw: it is hidden who took part in a step, and on that the accountants' amplification rests.
-
-Other samplers are for processes that an accountant of ours knows: batches of one size, cut or
-filled up, and batches in an order, for noise that is correlated over steps.
+Accountants assume that every step draws every sample independently with the *sample rate* ``q``
+that they are told, and that nobody can guess who took part. Other samplers are for processes that
+an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
+noise that is correlated over steps.
 """
 
 from __future__ import annotations
@@ -22,19 +20,17 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.engine.noise_stream import stream_of
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
+from flash_clipping.randomness.stream import stream_of
 
 
 class BatchSizeNotifier:
     """Gives the wrapped model's ledger what the loader gives to the loop.
 
-    Args:
-        strict: whether forwards must be of such batches, row by row.
-
     Attributes:
+        strict: whether forwards must be of such batches, row by row.
         last: the batch that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
     """
@@ -56,7 +52,7 @@ class BatchSizeNotifier:
 
     @property
     def draws(self) -> Draws:
-        """Of the wrapped model; without one, of nobody."""
+        """The wrapped model's; without one, nobody's."""
         module = None if self._module is None else self._module()
         return Draws() if module is None else module._session.draws
 
@@ -88,8 +84,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         SeededNoiseWarning: ``generator`` was given.
     """
 
-    #: Which part of each draw is this process's.
+    #: The part of each draw that is this process's.
     shard = 0
+
+    #: Whether forwards must be of its batches, row by row.
+    is_strict = False
 
     def __init__(
         self,
@@ -107,34 +106,27 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
-        self.announce = BatchSizeNotifier()
+        self.announce = BatchSizeNotifier(self.is_strict)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.announce.draws.begin_epoch()
-        pending: deque[DrawnBatch] = deque()
-        self.pending = pending
+        self.pending = pending = deque[DrawnBatch]()
         try:
             for _ in range(self.steps):
-                indices = self._draw()
+                indices, self.announce.last = self._draw()
                 self.drawn += 1
-                self.announce.last = DrawnBatch(
-                    self._number(), self._samples(indices), len(indices)
-                )
                 pending.append(self.announce.last)
                 yield indices
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
 
-    def _number(self) -> int:
-        """Of the batch that was drawn last, from 0."""
-        return self.drawn - 1
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
+        """The next batch, and what is told of it."""
+        indices = self._batch(self.drawn)
+        return indices, DrawnBatch(self.drawn, len(indices), len(indices))
 
-    def _samples(self, indices: list[Any]) -> int:
-        """How many samples of the batch that was drawn last count."""
-        return len(indices)
-
-    def _draw(self) -> list[Any]:
-        """The next batch."""
+    def _batch(self, number: int) -> list[int]:
+        """The indices of a batch whose samples are all that was drawn."""
         indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
         return indices
 
@@ -168,8 +160,7 @@ class ShardedPoissonSampler(PoissonSampler):
     def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
         super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
         self.total_size = total_size
-        self.rank, self.world_size = rank, world_size
-        self.shard = rank
+        self.rank, self.world_size, self.shard = rank, world_size, rank
         self.gives_parts, self.is_last_part = False, True
         self._is_shared = False
         self._last: Draw | None = None
@@ -179,7 +170,7 @@ class ShardedPoissonSampler(PoissonSampler):
 
         Those of one ``rank`` draw the same batches, and each knows how many samples others have.
         """
-        self.num_samples = self._samples_of(rank, world_size)
+        self.num_samples = len(range(rank, self.total_size, world_size))
         self.rank, self.world_size, self.shard = rank, world_size, rank
         self.stream, self._is_shared = stream, True
 
@@ -197,41 +188,30 @@ class ShardedPoissonSampler(PoissonSampler):
                 self.is_last_part = number == parts - 1
                 yield indices[number::parts]
 
-    def _samples_of(self, rank: int, world_size: int) -> int:
-        return len(range(rank, self.total_size, world_size))
-
     def _largest(self) -> int:
         """Samples of the process that has most of the batch that was drawn last."""
         assert self._last is not None
-        counts = [
-            coin_tosses(
-                self._last, self._samples_of(rank, self.world_size), self.sample_rate, shard=rank
-            ).sum()
-            for rank in range(self.world_size)
-        ]
+        counts = []
+        for rank in range(self.world_size):
+            samples = len(range(rank, self.total_size, self.world_size))
+            counts.append(coin_tosses(self._last, samples, self.sample_rate, shard=rank).sum())
         return int(max(counts))
 
-    def _draw(self) -> list[int]:
+    def _batch(self, number: int) -> list[int]:
         self._last = self.stream.draw(Purpose.SAMPLING)
-        places = self._places(self._last)
-        indices: list[int] = (places * self.world_size + self.rank).tolist()
+        indices: list[int] = (self._places(self._last) * self.world_size + self.rank).tolist()
         return indices
 
 
 class FixedShapeSampler(PoissonSampler):
-    """Every step draws every sample independently, and takes at most so many of them.
+    """Every step draws every sample independently, and takes at most ``max_batch_size`` of them.
 
-    Of more than ``max_batch_size`` samples a uniformly random subset of that size is left. Of fewer
-    the batch is filled up with samples that were not drawn: other rows than those that count, so
-    that a rehearsal can tell rows apart. Rows that count are the first.
-
-    Args:
-        max_batch_size: rows of every batch.
-        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
-
-    Raises:
-        ValueError: ``max_batch_size`` is not between 1 and the number of samples.
+    Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
+    with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
+    rows apart. Rows that count are the first.
     """
+
+    is_strict = True
 
     def __init__(self, *, max_batch_size: int, **kwargs: Any):
         super().__init__(**kwargs)
@@ -241,51 +221,39 @@ class FixedShapeSampler(PoissonSampler):
                 f"the {self.num_samples} samples of the dataset."
             )
         self.max_batch_size = max_batch_size
-        self.announce = BatchSizeNotifier(strict=True)
-        self._counted = 0
 
-    def _draw(self) -> list[int]:
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
         mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
         counted = mask_N.nonzero().flatten()
         if len(counted) > self.max_batch_size:
             # Words of another nonce: which are left does not depend on which were drawn.
             counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
-        self._counted = len(counted)
         padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
         indices: list[int] = torch.cat([counted, padding]).tolist()
-        return indices
-
-    def _samples(self, indices: list[Any]) -> int:
-        return self._counted
+        return indices, DrawnBatch(self.drawn, len(counted), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
-    """Batches by the number of their step.
+    """Batches by the number of their step."""
 
-    Attributes:
-        taken: steps that were taken.
-    """
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.announce = BatchSizeNotifier(strict=True)
-        self.taken = 0
-        self._next = 0
+    is_strict = True
+    #: Steps that were taken.
+    taken = 0
+    _next = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         self._next = self.taken
         return super().__iter__()
 
-    def _number(self) -> int:
-        return self._next - 1
+    def _draw(self) -> tuple[list[int], DrawnBatch]:
+        number, self._next = self._next, self._next + 1
+        indices = self._batch(number)
+        return indices, DrawnBatch(number, len(indices), len(indices))
 
     def check_step(self, draw: DrawnBatch | None) -> None:
-        """Refuse a step on another batch than this step's.
-
-        Raises:
-            FlashClippingError: the loop has left one out, or took one twice.
-        """
+        """Raise ``FlashClippingError`` for a step on another batch than this step's: the loop has
+        left one out, or took one twice."""
         if draw is None or draw.number != self.taken:
             found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
@@ -297,34 +265,22 @@ class OrderedSampler(PoissonSampler):
 
 
 class FixedOrderSampler(OrderedSampler):
-    """Every epoch has the same batches in the same order; every sample is in one of them.
-
-    Which is drawn at random, once. Batches differ by one sample in size at most.
-    """
+    """Every epoch has the same batches in the same order, drawn at random, once; every sample is in
+    one of them. Batches differ by one sample in size at most."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         draw = self.stream.draw(Purpose.SAMPLING)
         self._order = subset(draw, self.num_samples, self.num_samples)
 
-    def _draw(self) -> list[int]:
-        number, self._next = self._next, self._next + 1
+    def _batch(self, number: int) -> list[int]:
         batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
         return batch
 
 
 class CyclicPoissonSampler(OrderedSampler):
-    """Samples are in groups, and each step draws from the next one.
-
-    The group of a sample is its number modulo ``cycle``. A step draws every sample of its group
-    independently, with probability ``cycle * sample_rate``.
-
-    Args:
-        cycle: how many groups there are.
-        **kwargs: as in :class:`~flash_clipping.engine.sampling.samplers.PoissonSampler`.
-
-    Raises:
-        ValueError: the probability would be above 1.
+    """Samples are in ``cycle`` groups, by their number modulo ``cycle``; each step draws from the
+    next one, every sample independently, with probability ``cycle * sample_rate``.
     """
 
     def __init__(self, *, cycle: int, **kwargs: Any):
@@ -337,8 +293,7 @@ class CyclicPoissonSampler(OrderedSampler):
             )
         self.cycle = cycle
 
-    def _draw(self) -> list[int]:
-        number, self._next = self._next, self._next + 1
+    def _batch(self, number: int) -> list[int]:
         group = number % self.cycle
         members = len(range(group, self.num_samples, self.cycle))
         draw = self.stream.draw(Purpose.SAMPLING)

@@ -18,11 +18,9 @@ from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
     Memo,
     accumulator,
-    by_kind,
+    busy_kinds,
     check_coefficients,
     checked_groups,
-    part_of,
-    remembered,
 )
 
 
@@ -63,13 +61,16 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    kinds = remembered(memo, "kinds", lambda: _busy_kinds(pairs))
+    memo = {} if memo is None else memo
+    kinds: list[list[int]] | None = memo.get("kinds")
+    if kinds is None:
+        kinds = memo["kinds"] = busy_kinds([(A, (G,)) for A, G in pairs])
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
         alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
-        sums = backends.run(run, backend, decides, alike, coef_B, part_of(memo, number))
+        sums = backends.run(run, backend, decides, alike, coef_B, memo.setdefault(number, {}))
         if alike is pairs:
             return sums
         results.update(zip(members, sums, strict=True))
@@ -78,13 +79,6 @@ def clipped_sums_many(
             A, G = pairs[idle]
             results[idle] = A.new_zeros((G.shape[2], A.shape[2]), dtype=accumulator(A, G))
     return [results[i] for i in range(len(pairs))]
-
-
-def _busy_kinds(pairs: Sequence[Pair]) -> list[list[int]]:
-    """:func:`by_kind` without what no kernel walks over: pairs without elements."""
-    busy = [i for i, (A, G) in enumerate(pairs) if A.numel() and G.numel()]
-    kinds = by_kind([(pairs[i][0], (pairs[i][1],)) for i in busy])
-    return [[busy[place] for place in members] for members in kinds]
 
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:

@@ -28,7 +28,7 @@ from flash_clipping.ops.runtime.tiles import operand
 
 COLUMNS = gl.constexpr(table.COLUMNS)
 POSITIONS = gl.constexpr(384)
-"""Of a tile's operands, in shared memory at one time."""
+"""Positions of a tile's operands in shared memory at one time."""
 PROMOTE = gl.constexpr(1024)
 """Positions after which a sample's product is added to the sum."""
 GROUP = gl.constexpr(8)
@@ -47,8 +47,7 @@ def _layer(table_ptr, layer, layers, count):
 
 @gluon.jit
 def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
-    """One warp: the operands of every step of every tile of this program. Positions past a
-    sample's last are zero."""
+    """One warp loads the operands of every step; positions past a sample's last are zero."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layers, count, B, T = grid
     A_tiles, G_tiles, _, full, empty = ring
@@ -65,19 +64,13 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
             for at in range(gl.maximum(step - STAGES, 0), step):
                 wait_loaded(at, full, STAGES)
             A = tma.make_tensor_descriptor(
-                A_ptr,
-                [B, T, d],
-                [A_stride_b, A_stride_t, 1],
-                [1, BLOCK_T, BLOCK],
-                A_tiles.type.layout,
-            )
+                A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1],
+                [1, BLOCK_T, BLOCK], A_tiles.type.layout,
+            )  # fmt: skip
             G = tma.make_tensor_descriptor(
-                G_ptr,
-                [B, T, p],
-                [G_stride_b, G_stride_t, 1],
-                [1, BLOCK_T, HALF],
-                G_tiles.type.layout,
-            )
+                G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1],
+                [1, BLOCK_T, HALF], G_tiles.type.layout,
+            )  # fmt: skip
             tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK)
             while item < end:
                 p0, d0 = place_of(item - first, tiles_p, tiles_d, GROUP)
@@ -128,8 +121,8 @@ def _clipped_sums_ring_kernel(
     layers, count, B, T,
     DTYPE: gl.constexpr, BLOCK_T: gl.constexpr,
 ):  # fmt: skip
-    """What ``triton._clipped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in rows on 16
-    bytes; ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
+    """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes;
+    ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK], layout)

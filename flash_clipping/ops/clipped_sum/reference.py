@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from flash_clipping.ops.row_scale.reference import row_scale
 from flash_clipping.ops.runtime.shapes import Memo, accumulator
-
-_dtype = operator.attrgetter("dtype")
 
 CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
@@ -25,10 +22,7 @@ def clipped_sums_many(
     for i, (A, _) in enumerate(pairs):
         by_input.setdefault(id(A), []).append(i)
     for members in by_input.values():
-        A_BTd, Gs = pairs[members[0]][0], []
-        for i in members:
-            Gs.append(pairs[i][1])
-        found = _of_one_input(A_BTd, Gs, coef_B)
+        found = _of_one_input(pairs[members[0]][0], [pairs[i][1] for i in members], coef_B)
         if len(members) == len(pairs):
             return found
         sums.update(zip(members, found, strict=True))
@@ -37,7 +31,7 @@ def clipped_sums_many(
 
 def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     dtype = accumulator(A_BTd, *Gs)
-    if {A_BTd.dtype, *map(_dtype, Gs)} == {dtype}:
+    if all([x.dtype == dtype for x in (A_BTd, *Gs)]):
         return _products(A_BTd, Gs, coef_B)
     per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
     samples = max(1, CONVERTED // max(1, per_sample))
@@ -51,7 +45,7 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
 
 
 def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    """Of operands of one dtype, in which it is summed as well."""
+    """Clipped sums of operands of one dtype, summed in that dtype."""
     # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
     # whether there is one; on a GPU looking would wait for the device.
     clean = coef_B.device.type != "cpu" or bool((coef_B == 0).any())
@@ -69,8 +63,8 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
 
 
 def _rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as ``[B·T, features]``. Any common order of rows gives the same sum, so operands laid
-    out time first are taken in that order, without a copy."""
+    """Both as ``[B·T, features]``, in the order in which no copy is needed: any gives the same
+    sum."""
     plain = x_BTf.is_contiguous() and y_BTf.is_contiguous()
     if not plain and _is_time_first(x_BTf) and _is_time_first(y_BTf):
         x_BTf, y_BTf = x_BTf.transpose(0, 1), y_BTf.transpose(0, 1)

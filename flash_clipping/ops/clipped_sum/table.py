@@ -1,4 +1,4 @@
-"""What a launch of the kernels for clipped sums walks over: a table of the operands of many layers.
+"""The table of many layers' operands that one launch of a clipped-sum kernel walks over.
 
 B samples, T positions, d input features, p output features.
 """
@@ -17,8 +17,8 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """``A_BTd`` and ``G_BTp`` of one layer."""
 
 COLUMNS = 10
-"""Of the table: address, strides of samples and positions, and width of G and of A; where the
-result goes; and the first of the layer's tiles."""
+"""Of a row: address, strides of samples and positions, and width of G, then of A; address of the
+result; first of the layer's tiles."""
 
 BLOCK = 128
 """Side of a tile of the result."""
@@ -32,7 +32,7 @@ keep the device busy, and little beside what letting go of these frees."""
 
 
 class Kind(NamedTuple):
-    """What the products of one launch have in common."""
+    """Properties that the products of one launch share."""
 
     B: int
     T: int
@@ -42,18 +42,14 @@ class Kind(NamedTuple):
     small: bool
 
 
-def kind_of(pair: Pair) -> Kind:
-    A, G = pair
-    B, T, d = A.shape
-    small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
-    return Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
-
-
 def kinds_of(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
     """The products of every kind, by their places in ``pairs``."""
     kinds: dict[Kind, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        kinds.setdefault(kind_of(pair), []).append(i)
+    for i, (A, G) in enumerate(pairs):
+        B, T, d = A.shape
+        small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
+        kind = Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
+        kinds.setdefault(kind, []).append(i)
     return kinds
 
 
@@ -98,7 +94,3 @@ class Products(Table):
         """Take the addresses of operands of the layout that the table was made for."""
         self.set_column(0, [G.data_ptr() for _, G in pairs])
         self.set_column(4, [A.data_ptr() for A, _ in pairs])
-
-    def write_to(self, results: Sequence[Tensor]) -> None:
-        """Where the results go."""
-        self.set_column(8, [result.data_ptr() for result in results])

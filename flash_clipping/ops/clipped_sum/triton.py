@@ -12,10 +12,8 @@ device ten microseconds takes the host longer than that to launch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -27,7 +25,7 @@ from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Pro
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.launches import has_gluon, launch
-from flash_clipping.ops.runtime.shapes import Memo, part_of, remembered
+from flash_clipping.ops.runtime.shapes import Memo
 from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
 
 
@@ -99,14 +97,6 @@ FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
 
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
-
-    return _clipped_sums_ring_kernel
-
-
 def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     tma = work.aligned and tiles.has_tma(device)
@@ -124,8 +114,12 @@ def clipped_sums_many(
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums: dict[int, Tensor] = {}
-    for kind, members in remembered(memo, "kinds", lambda: kinds_of(pairs)).items():
-        alike, of_kind = [pairs[i] for i in members], part_of(memo, kind)
+    memo = {} if memo is None else memo
+    kinds: dict[Kind, list[int]] | None = memo.get("kinds")
+    if kinds is None:
+        kinds = memo["kinds"] = kinds_of(pairs)
+    for kind, members in kinds.items():
+        alike, of_kind = [pairs[i] for i in members], memo.setdefault(kind, {})
         if kind.T == 1 and kind.small and kind.B > MOST_ROWS:
             with full_precision(coef_B.device):
                 products = reference.clipped_sums_many(alike, coef_B)
@@ -157,7 +151,7 @@ def launch_clipped_sums(
     device = coef_B.device
     config = config or config_for(work, kind, device)
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
-    work.write_to(results)
+    work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
     arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
@@ -166,16 +160,16 @@ def launch_clipped_sums(
     each = kind.small and not in_ring
     programs = work.count if each else min(work.count, tiles.sm_count(device))
     if in_ring:
+        from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
+
         launch(
-            _hopper_kernel(), programs,
-            *arguments,
+            _clipped_sums_ring_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], BLOCK_T=config.block_t,
             workspace=True, num_warps=4,
         )  # fmt: skip
     else:
         launch(
-            _clipped_sums_kernel, programs,
-            *arguments,
+            _clipped_sums_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,
             G_WHOLE=work.aligned and work.G_whole, A_WHOLE=work.aligned and work.A_whole,
             TMA=config.tma, LAYERS=most, COLUMNS=COLUMNS, BLOCK=BLOCK, BLOCK_T=config.block_t,

@@ -5,13 +5,12 @@ B samples, O output channels, C input channels of one group.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flash_clipping.ops.convolution import reference
 from flash_clipping.ops.convolution.geometry import Geometry as Geometry
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import check_coefficients
+from flash_clipping.ops.runtime.shapes import check_coefficients, in_one_dtype
 
 
 def laid_out(
@@ -88,7 +87,4 @@ def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         raise ValueError(f"G has {G.shape[1]} channels; expected a multiple of {groups} groups.")
     if x.get_device() != G.get_device():
         raise ValueError(f"x is on {x.device} and G is on {G.device}.")
-    if x.dtype != G.dtype:
-        common = torch.promote_types(x.dtype, G.dtype)
-        x, G = x.to(common), G.to(common)
-    return x, G
+    return in_one_dtype(x, G)

@@ -1,4 +1,4 @@
-"""How a convolution lies: what kernels and references must know beside its operands.
+"""Geometry of a convolution, as kernels and references need it beside the operands.
 
 B samples, O output channels, C input channels of one group, K offsets of the kernel, T output
 positions.
@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
         return math.prod(self.kernel)
 
     def settings(self) -> tuple[object, ...]:
-        """What PyTorch's own functions take after the operands: strides to groups."""
+        """Arguments of PyTorch's own functions after the operands: strides to groups."""
         no_output_padding = [0] * len(self.kernel)
         return self.stride, self.padding, self.dilation, False, no_output_padding, self.groups
 
@@ -94,11 +94,6 @@ class InThree(NamedTuple):
     is_flat: bool
     is_wide: bool
 
-    @property
-    def offsets(self) -> int:
-        """Elements of the window, K."""
-        return math.prod(self.kernel)
-
 
 def in_three(geometry: Geometry, x: Tensor) -> InThree:
     """The convolution of ``x``, over three axes; remembered by shape and strides."""
@@ -136,9 +131,3 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
         sees_each_once and at_one_distance,
         span >= 1 << 31,
     )
-
-
-def flat_positions(G: Tensor) -> Tensor:
-    """``[B, O, *out]`` as ``[B, O, T]``: a view where positions lie at one distance, as in every
-    memory format; else a copy."""
-    return G if G.dim() == 3 else G.flatten(2)

@@ -44,8 +44,7 @@ def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tenso
 
 
 def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
-    """What rounding may hide of squared norms that another product than the released one gave,
-    ``[B]`` (:mod:`flash_clipping.ops.certificate`)."""
+    """Error bounds of squared norms that are not those of the released product, ``[B]``."""
     dtype = accumulator(x, G)
     # ‖patch‖² of every position and group: a convolution of squares with ones.
     x_sq = x.to(dtype).square().unflatten(1, (geometry.groups, -1)).sum(2)
@@ -80,8 +79,8 @@ def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) ->
 
 
 def weight_grad(x: Tensor, G: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
-    """What PyTorch's own backward gives for the weight: samples added up, in the operands' dtype.
-    ``like`` gives shape only."""
+    """PyTorch's weight gradient: samples added up, in the operands' dtype. ``like`` gives shape
+    only."""
     if like is None:
         like = x.new_empty(geometry.weight_shape(x, G))
     wanted = [False, True, False]  # of input, weight and bias

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.convolution.geometry import Geometry, flat_positions, in_three
+from flash_clipping.ops.convolution.geometry import Geometry, InThree, in_three
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -179,11 +179,8 @@ class Config:
 
 @functools.lru_cache(maxsize=1024)
 def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  # noqa: E741
-    """By rule, not by search: few kernels, quick to compile. The same for all modes.
-
-    Chosen by what the compiler says for sm_90: in no mode does a tile spill, and of each there is
-    room for two programs or more on a multiprocessor, in registers as in shared memory.
-    """
+    """By rule, not by search: few kernels, quick to compile. The same for all modes, and so that
+    the compiler for sm_90 spills in none and fits two programs or more on a multiprocessor."""
     block_o = min(128 if O % 128 == 0 else 64, max(16, tiles.next_power_of_2(O)))
     block_n = min(64, max(16, tiles.next_power_of_2(C * K)))
     block_t = max(16, tiles.next_power_of_2(T))
@@ -193,7 +190,7 @@ def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  #
 
 
 FEWEST_CHANNELS = 16
-"""Of a group, for which laying them side by side is worth it."""
+"""Channels of a group from which on laying them side by side is worth it."""
 
 
 def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -249,10 +246,10 @@ def launch_convolution(
         Squared norms in parts ``[B, n]`` (nothing in mode ``"sum"``); and per-sample gradients
         ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in fp32.
     """
-    G = flat_positions(G)
+    G = G.flatten(2)  # a view in every memory format
     B, T = G.shape[0], G.shape[2]
     three = in_three(geometry, x)
-    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, three.offsets  # noqa: E741
+    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, geometry.offsets  # noqa: E741
     config = config or config_for(x.dtype, T, C, O, K)
     tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
     count = geometry.groups * tiles_o * tiles_n
@@ -274,7 +271,7 @@ def launch_convolution(
         each, tiles_o, tiles_n, geometry.groups,
         MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
         FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=three.is_wide or _span(G) >= 1 << 31,
+        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=_is_wide(three, G),
         BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
         PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -282,10 +279,10 @@ def launch_convolution(
     return parts, out
 
 
-def _span(G_BOT: Tensor) -> int:
-    """Elements from the first of a sample to its last."""
+def _is_wide(three: InThree, G_BOT: Tensor) -> bool:
+    """Whether a sample of x or of G spans more elements than 32 bits count."""
     _, O, T = G_BOT.shape  # noqa: E741
-    return (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2)
+    return three.is_wide or (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2) >= 1 << 31
 
 
 # Where the positions of a channel lie together, those that a window sees begin on any address, and
@@ -309,8 +306,7 @@ def _channels_last_kernel(
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """The same ``[B, C, *positions]`` with the channels of a position side by side; a copy where
-    they are not."""
+    """``[B, C, *positions]`` with a position's channels side by side; a copy where they are not."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     if not x[0, 0].is_contiguous():
@@ -341,12 +337,12 @@ def _depthwise_kernel(
     CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, one input channel for each output
-    channel: nothing for tensor cores to do.
+    """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, added up in fp32: one input
+    channel for each output channel leaves nothing for tensor cores to do.
 
-    A program owns some channels and offsets of one sample, reads its part of G once and ``x`` once
-    for every offset, and adds up in fp32. What it leaves is small, so it is kept. Axes of a tile:
-    offsets, then channels and positions, those that lie together last.
+    A program owns some channels and offsets of one sample, and reads its part of G once and ``x``
+    once for every offset. Axes of a tile: offsets, then channels and positions, those that lie
+    together last.
     """
     block = tl.program_id(0) % (blocks_o * blocks_k)
     b = (tl.program_id(0) // (blocks_o * blocks_k)).to(tl.int64)
@@ -389,10 +385,10 @@ def _depthwise_kernel(
 
 def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     """Per-sample gradients ``[B, O, 1, *kernel]`` in fp32."""
-    G = flat_positions(G)
+    G = G.flatten(2)
     B, O, T = G.shape  # noqa: E741
     three = in_three(geometry, x)
-    K = three.offsets
+    K = geometry.offsets
     channels_last = three.channels_last
     block_k = min(8, tiles.next_power_of_2(K))
     if channels_last:
@@ -409,7 +405,7 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
         *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
         *three.stride, *three.padding, *three.dilation,
         blocks_o, blocks_k,
-        CHANNELS_LAST=channels_last, WIDE=three.is_wide, BLOCK_O=block_o, BLOCK_K=block_k,
+        CHANNELS_LAST=channels_last, WIDE=_is_wide(three, G), BLOCK_O=block_o, BLOCK_K=block_k,
         BLOCK_T=block_t,
         num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_clipping.ops.embedding import reference
 from flash_clipping.ops.row_scale import row_scale
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import check_coefficients
+from flash_clipping.ops.runtime.shapes import as_rows, check_coefficients
 
 
 def embedding_sqnorms(
@@ -103,7 +103,7 @@ def tied_cross_term(
         ``[B]``, fp32 (float64 for float64).
     """
     ids_BT, Gemb_BTd = _as_positions(ids, Gemb)
-    Ahead_BSd, Ghead_BSV = _flatten_positions(Ahead), _flatten_positions(Ghead)
+    Ahead_BSd, Ghead_BSV = as_rows(Ahead, "Ahead"), as_rows(Ghead, "Ghead")
     if Ahead_BSd.shape[:2] != Ghead_BSV.shape[:2] or Ahead_BSd.shape[0] != ids_BT.shape[0]:
         raise ValueError(
             f"Ahead has shape {tuple(Ahead.shape)} and Ghead {tuple(Ghead.shape)} for ids of shape "
@@ -125,8 +125,4 @@ def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
             "one feature dimension."
         )
     ids_BT = ids.unsqueeze(1) if ids.dim() == 1 else ids.flatten(1)
-    return ids_BT, _flatten_positions(G)
-
-
-def _flatten_positions(x: Tensor) -> Tensor:
-    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    return ids_BT, as_rows(G, "G")

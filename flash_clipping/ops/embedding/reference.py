@@ -39,11 +39,8 @@ def embedding_sqnorms(
 
 
 def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """``[count, d]``: the sum of the rows ``[..., d]`` that have each index ``[...]``.
-
-    Equal indices are added in a fixed order on every device and with any number of threads, which
-    ``index_add_`` and ``index_put_`` do not promise.
-    """
+    """``[count, d]``: the sum of the rows ``[..., d]`` that have each index ``[...]``, in a fixed
+    order on every device, which ``index_add_`` and ``index_put_`` do not promise."""
     sums: Tensor = torch.ops.aten.embedding_dense_backward(rows, index, count, -1, False)
     return sums
 

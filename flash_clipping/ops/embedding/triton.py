@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.shapes import in_one_dtype
 from flash_clipping.ops.runtime.tiles import gdc_launch_dependents, gdc_wait
 
 MAX_RANKED = 4096
@@ -38,7 +39,7 @@ WARPS = 4
 UNSORTED = 128
 """Positions of a sample up to which they are taken in any order, by a launch instead of two."""
 BLOCK_BYTES = 256
-"""Of a row that such a program reads."""
+"""Bytes of a row that such a program reads."""
 LONG_RUN = 64
 """Positions that a row of the table has on average from which on one-hot vectors are faster."""
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -50,11 +51,8 @@ def _order_kernel(
     T, blocks, ids_stride_b, ids_stride_t,
     ROWS: tl.constexpr, IDS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A stable sort by counting: a position's rank is the number of those that come before it.
-
-    An entry is an id, times 2**32, and its position; what a sample has no positions for is
-    filled up with entries of id -1.
-    """
+    """A stable sort by counting: a position's rank is the number of those that come before it. An
+    entry is an id, times 2**32, plus its position; entries behind the last have id -1."""
     if EARLY:  # the next kernel may start, and waits as this one does before it reads
         gdc_launch_dependents()
         gdc_wait()
@@ -214,19 +212,15 @@ def _start(device: torch.device) -> dict[str, bool]:
 
 
 def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
-    """What the table is a linear map of: a way that does not mind long runs."""
+    """One-hot vectors, of which the table is a linear map: a way that does not mind long runs."""
     # Rows of a multiple of 16 bytes, which tensor descriptors want; no id is as high.
     width = tiles.cdiv(num_embeddings, 8) * 8
     return (ids_BT.unsqueeze(-1) == torch.arange(width, device=ids_BT.device)).to(G_BTd.dtype)
 
 
 def _in_order(ids_BT: Tensor) -> Tensor:
-    """Ids times 2**32 plus their positions, in order, and entries of id -1 to a multiple of
-    ``CHUNK``.
-
-    Stable, so that equal ids keep one order and their sums one rounding. One launch instead of
-    the several of ``torch.sort``; ids have 31 bits.
-    """
+    """Entries of :func:`_order_kernel`, a multiple of ``CHUNK`` of them. Stable, so that equal ids
+    keep one order and their sums one rounding; ids have 31 bits."""
     B, T = ids_BT.shape
     length = tiles.cdiv(T, CHUNK) * CHUNK
     if T > MAX_RANKED:
@@ -296,9 +290,7 @@ def tied_cross_term(
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`."""
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
     Ghead_BSV = tiles.with_unit_stride(Ghead_BSV)
-    if Gemb_BTd.dtype != Ahead_BSd.dtype:
-        common = torch.promote_types(Gemb_BTd.dtype, Ahead_BSd.dtype)
-        Gemb_BTd, Ahead_BSd = Gemb_BTd.to(common), Ahead_BSd.to(common)
+    Gemb_BTd, Ahead_BSd = in_one_dtype(Gemb_BTd, Ahead_BSd)
     B, T, d = Gemb_BTd.shape
     S, V = Ghead_BSV.shape[1:]
     if S == 0:

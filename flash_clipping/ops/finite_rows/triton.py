@@ -38,8 +38,7 @@ def finite_rows_kernel(
     N, F,
     IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows. What is written where all are finite is a copy, or nothing: the second reading of
-    a wide row comes from the cache."""
+    """Some rows; a wide row is read a second time, from the cache, to be copied."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (n < N)[:, None]
     at = n.to(tl.int64)[:, None] * F

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flash_clipping.ops.gram import reference
@@ -17,11 +18,8 @@ from flash_clipping.ops.runtime.shapes import (
     Memo,
     SqnormBlock,
     accumulator,
-    as_rows,
-    by_kind,
-    check_same_rows,
-    part_of,
-    remembered,
+    busy_kinds,
+    checked_groups,
 )
 
 
@@ -42,14 +40,9 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
         (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64). A sum that cancels may
         come out below zero by up to the second; one that overflows is inf or NaN.
     """
-    A_BTd = as_rows(A_BTd, "A")
-    Gs = [as_rows(G, "G") for G in Gs]
-    for G in Gs:
-        check_same_rows(A_BTd, G, "A", "G")
-    if not Gs:
-        none_LB = A_BTd.new_zeros((0, A_BTd.shape[0]), dtype=accumulator(A_BTd))
-        return none_LB, none_LB
-    return backends.run(reference.gram_sqnorms, backend, A_BTd, A_BTd, Gs)
+    ((_, sq_LB, doubt_LB),) = gram_blocks(checked_groups([(A_BTd, Gs)]), backend=backend)
+    assert doubt_LB is not None
+    return sq_LB, doubt_LB
 
 
 def gram_blocks(
@@ -62,14 +55,15 @@ def gram_blocks(
     cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
     same layout. Groups without layers have no rows.
     """
-    kinds = remembered(memo, "kinds", lambda: _busy_kinds(ready))
+    memo = {} if memo is None else memo
+    kinds: list[list[int]] | None = memo.get("kinds")
+    if kinds is None:
+        kinds = memo["kinds"] = busy_kinds(ready)
     blocks: list[SqnormBlock] = []
     for number, busy in enumerate(kinds):
-        if not busy:
-            continue
         groups = [ready[i] for i in busy]
         found = backends.run(
-            reference.gram_blocks, backend, groups[0][0], groups, part_of(memo, number)
+            reference.gram_blocks, backend, groups[0][0], groups, memo.setdefault(number, {})
         )
         if len(busy) < len(ready):
             found = [
@@ -81,12 +75,6 @@ def gram_blocks(
         for idle in {*range(len(ready))}.difference(*kinds):
             A_BTd, Gs = ready[idle]
             order = [(idle, layer) for layer in range(len(Gs))]
-            blocks.append(SqnormBlock(order, *gram_sqnorms(A_BTd, Gs, backend=backend)))
+            zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
+            blocks.append(SqnormBlock(order, zeros_LB, torch.zeros_like(zeros_LB)))
     return blocks
-
-
-def _busy_kinds(ready: Sequence[Group]) -> list[list[int]]:
-    """:func:`by_kind` without what no kernel walks over: groups without layers or rows."""
-    return [
-        [i for i in members if ready[i][1] and ready[i][0].numel()] for members in by_kind(ready)
-    ]

@@ -45,8 +45,8 @@ ROW_FLOOR = gl.constexpr(FLOOR)
 
 @gluon.jit
 def _item(item, inputs_ptr, B, rows):
-    """Of an item of the grid: the table's row of its input, first layer, layers, sample, tile, and
-    the tile's row and column. The order is that of ``triton._gram_kernel``."""
+    """Row of the table of an item's input, first layer, layers, sample, tile, its row and column;
+    in the order of ``triton._gram_kernel``."""
     slots = rows * (rows + 1) // 2
     slot = item % slots
     b = (item // slots % B).to(gl.int64)
@@ -106,8 +106,8 @@ def _load(table, grid, T, ring, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _step(at, product, ring, across, WHICH: gl.constexpr, ADD: gl.constexpr):
-    """Start a step's product and wait for the one before it; ``across``: how many stages lie
-    between a tile's columns and its rows."""
+    """Start a step's product and wait for the one before it; ``across``: stages between a tile's
+    columns and its rows."""
     tiles, full, _ = ring
     stage = at % STAGES
     wait_loaded(at, full, STAGES)
@@ -119,8 +119,8 @@ def _step(at, product, ring, across, WHICH: gl.constexpr, ADD: gl.constexpr):
 
 @gluon.jit
 def _add(AA, weight, rows_sq, product, of_input, on_diagonal, WHICH: gl.constexpr):
-    """A product of part of the features: of an input to its tile, of a layer to the sums, and on
-    the diagonal to the squared norms of its rows."""
+    """Add a product of some features: an input's to its tile, a layer's to the sums, and on the
+    diagonal to the squared norms of its rows."""
     if of_input:
         AA += product
     else:
@@ -222,8 +222,8 @@ def _gram_ring_kernel(
     groups, B, T, rows,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """What ``triton._gram_kernel`` does, for operands of one 16-bit ``DTYPE`` that have features,
-    in rows on 16 bytes; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
+    """``triton._gram_kernel`` for operands of one 16-bit ``DTYPE`` that have features, in rows on
+    16 bytes; launched with ``num_warps=4``, it leaves ``PARTS`` sums a tile."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, BLOCK_F], layout)
     full, empty = barriers(STAGES)

@@ -53,11 +53,10 @@ def _is_wide(G_BTp: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _quadratic_forms(AA_BTT: Tensor, G_BTp: Tensor) -> Tensor:
-    """``Σ (A Aᵀ) ∘ (G Gᵀ) = ⟨(A Aᵀ) G, G⟩``, ``[B]``.
+    """``Σ (A Aᵀ) ∘ (G Gᵀ) = ⟨(A Aᵀ) G, G⟩``, ``[B]``; products of long rows, which CPUs prefer.
 
-    The upper half of ``A Aᵀ`` is as the lower: of rows ``t`` in the first half and ``t'`` in the
-    second it is enough to count one order twice, which saves a quarter of the products. These are
-    of long rows, which a CPU multiplies faster than the short ones of ``G Gᵀ``.
+    ``A Aᵀ`` is symmetric: of rows ``t`` in the first half and ``t'`` in the second one order is
+    counted twice, which saves a quarter of the products.
     """
     _, T, p = G_BTp.shape
     half = T // 2

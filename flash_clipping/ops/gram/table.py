@@ -1,12 +1,12 @@
-"""What a launch of the gram kernels walks over: a table of the operands of many layers.
+"""The table of many layers' operands that one launch of a gram kernel walks over.
 
 B samples, T positions, d input features, p output features, L layers that read one input.
 """
 
 from __future__ import annotations
 
-import itertools
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,12 +36,12 @@ def launches_of(groups: Sequence[Group]) -> list[Launch]:
 
 
 class Kind(NamedTuple):
-    """What the groups of one launch have in common.
+    """Properties that the groups of one launch share.
 
     Attributes:
         aligned: whether descriptors can serve all operands.
-        whole: whether rows are multiples of 16 bytes as well. Not where there are descriptors:
-            nothing there depends on it, and layers of all widths are to share a launch.
+        whole: whether rows are multiples of 16 bytes as well; False where there are descriptors,
+            which do not depend on it.
     """
 
     B: int
@@ -56,11 +56,9 @@ class Kind(NamedTuple):
 class Rows:
     """A group's rows of the table: addresses, strides and widths of its operands.
 
-    Layers of very many features are shared out: slices of theirs stand for layers, each with an
-    input of its own. A squared norm is the sum of those of its slices.
+    Layers of very many features are cut into slices, each with an input of its own; the squared
+    norm is the sum of those of the slices.
     """
-
-    __slots__ = ("copied", "held", "input", "kind", "places", "shared_out", "slices", "width")
 
     def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
         G_dtype = Gs[0].dtype
@@ -70,8 +68,6 @@ class Rows:
         A, self.input, aligned = operand_row(A)
         self.held = [A]  # until the kernel has been launched
         widest = max(SLICE, SLICE_IN_INPUTS * A.shape[2])
-        #: How many slices every layer has.
-        self.slices: list[int] = []
         #: Every slice: its layer, where it begins in bytes, strides and width.
         self.places: list[tuple[int, int, int, int, int]] = []
         for layer, G in enumerate(Gs):
@@ -80,9 +76,7 @@ class Rows:
             aligned = aligned and G_aligned
             count = tiles.cdiv(width, widest)
             each = tiles.cdiv(width, 64 * count) * 64 if count > 1 else width
-            starts = range(0, max(1, width), max(1, each))
-            self.slices.append(len(starts))
-            for start in starts:
+            for start in range(0, max(1, width), max(1, each)):
                 offset = start * G.element_size()
                 place = (layer, offset, stride_b, stride_t, min(each, width - start))
                 self.places.append(place)
@@ -101,34 +95,15 @@ class Rows:
 
 
 class Launch:
-    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers.
-
-    Without addresses it serves every step of the same layout.
-    """
-
-    __slots__ = ("copied", "held", "inputs", "kind", "layers", "members", "order", "runs", "table")
+    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers."""
 
     def __init__(self, members: Sequence[int], groups: Sequence[Rows]) -> None:
-        self.members = members
         self.kind = groups[0].kind
         self.copied = any([group.copied for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
-        #: The table's rows for layers, in runs: how many, and whether they are slices of one layer.
-        self.runs: list[tuple[int, bool]] = []
-        for slices in itertools.chain.from_iterable(group.slices for group in groups):
-            if slices == 1 and self.runs and not self.runs[-1][1]:
-                self.runs[-1] = self.runs[-1][0] + 1, False
-            else:
-                self.runs.append((slices, slices > 1))
         #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
         self.inputs: list[int] = []
         self.layers: list[tuple[int, int, int]] = []
-        #: The layers, slices put together.
-        self.order = [
-            (index, layer)
-            for index, group in zip(members, groups, strict=True)
-            for layer in range(len(group.slices))
-        ]
         inputs: list[int] = []
         layers: list[int] = []
         for index, group in zip(members, groups, strict=True):
@@ -141,6 +116,16 @@ class Launch:
                 self.inputs.append(index)
                 inputs += (*group.input, place, each)
         self.table = array("q", inputs + layers)
+        slices = Counter((index, layer) for index, layer, _ in self.layers)
+        #: The layers, slices put together.
+        self.order = list(slices)
+        #: The table's rows for layers, in runs: how many, and whether they are slices of one layer.
+        self.runs: list[tuple[int, bool]] = []
+        for count in slices.values():
+            if count == 1 and self.runs and not self.runs[-1][1]:
+                self.runs[-1] = self.runs[-1][0] + 1, False
+            else:
+                self.runs.append((count, count > 1))
 
     def read(self, groups: Sequence[Group]) -> None:
         """Take the addresses of operands of the layout that the table was made for."""

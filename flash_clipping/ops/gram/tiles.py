@@ -1,5 +1,5 @@
-"""What both kernels for gram norms share: which tile a program has, where a sample's operand lies,
-and a launch's parameters.
+"""Shared by both kernels for gram norms: a program's tile, a sample's address, a launch's
+parameters.
 
 B samples, T positions, F features of one operand.
 """
@@ -49,8 +49,8 @@ def triangle(index):
 
 @triton.jit
 def tile_of(slot, rows, GROUP: tl.constexpr):
-    """Row and column of a tile. ``GROUP`` rows are walked together, column by column, so that
-    the programs at work at one time share what they read."""
+    """Row and column of a tile. ``GROUP`` rows are walked together, column by column: programs at
+    work at one time share what they read."""
     row, _ = triangle(slot)
     first = row // GROUP * GROUP
     height = min(GROUP, rows - first)

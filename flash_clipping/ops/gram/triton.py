@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -31,7 +30,7 @@ from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
-from flash_clipping.ops.runtime.shapes import Group, GroupSqnorms, Memo, SqnormBlock
+from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -85,7 +84,7 @@ def _group_tile(
     G_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one sample: ``A Aᵀ`` once, then every layer that reads ``A``. Tiles on the
-    diagonal leave their part of the spread as well (:mod:`flash_clipping.ops.certificate`)."""
+    diagonal leave their part of the spread as well."""
     row = inputs_ptr + group * 6
     first = tl.load(row + 4)
     layers = tl.load(row + 5)
@@ -122,8 +121,8 @@ def _gram_kernel(
     A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr, G_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of every sample of every group. The tiles of a sample are at work at one time,
-    so that its operands come from memory once."""
+    """Every tile of every sample of every group; a sample's tiles are at work at one time, so that
+    its operands come from memory once."""
     slots = rows * (rows + 1) // 2
     for item in range(tl.program_id(0), groups * B * slots, tl.num_programs(0)):
         slot = item % slots
@@ -154,21 +153,6 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
     return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
-
-
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.gram.hopper import _gram_ring_kernel
-
-    return _gram_ring_kernel
-
-
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
-    ((_, sq_LB, doubt_LB),) = gram_blocks([(A_BTd, Gs)])
-    assert doubt_LB is not None
-    return sq_LB, doubt_LB
 
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
@@ -209,18 +193,16 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
+        from flash_clipping.ops.gram.hopper import _gram_ring_kernel  # not every Triton can
+
         launch(
-            _hopper_kernel(),
-            programs,
-            *arguments,
+            _gram_ring_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[A_dtype],
-            workspace=True,
-            num_warps=4,
-        )
+            workspace=True, num_warps=4,
+        )  # fmt: skip
     else:
         launch(
-            _gram_kernel, programs,
-            *arguments,
+            _gram_kernel, programs, *arguments,
             BLOCK=config.block, BLOCK_F=config.block_f, PROMOTE=config.promote, GROUP=8,
             A_DTYPE=tiles.TL_DTYPE[A_dtype], G_DTYPE=tiles.TL_DTYPE[G_dtype], TMA=config.tma,
             ALIGNED=aligned, WHOLE=whole, PARTS=parts, A_PRECISION=tiles.dot_precision(A_dtype),

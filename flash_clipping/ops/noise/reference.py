@@ -81,16 +81,16 @@ def _rounded_to(noisy: Tensor, grid: float) -> None:
 
 
 def cells(dtype: torch.dtype) -> float:
-    """How many cells of a grid there are on either side of 0: their numbers are exact, and so are
-    the halves between them."""
+    """Cells of a grid on either side of 0: their numbers are exact, and so are the halves
+    between."""
     return 2.0**51 if dtype == torch.float64 else 2.0**22
 
 
 def _noise(
     sums: Sequence[Tensor], std: float, draw: Draw, numbers: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Parts of all sums' noise: which sum, from which element on, and the noise in the sum's
-    accumulator; its memory is used again for the next."""
+    """Parts of all sums' noise: which sum, its first element, and the noise in the sum's
+    accumulator, in memory that is used again for the next part."""
     transform = _BoxMuller(std, accumulator(sums[0]))
     for words_N16, pieces in _words([summed.numel() for summed in sums], draw, numbers):
         noise = transform(words_N16)
@@ -101,8 +101,7 @@ def _noise(
 def _words(
     sizes: Sequence[int], draw: Draw, numbers: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, list[tuple[int, int, int, int]]]]:
-    """Chunks of words, and whose their normals are: index, first element, place, length. Small
-    tensors share a chunk."""
+    """Chunks of words, and whose their normals are: index, first element, place, length."""
     words_N16 = torch.empty(CHUNK, BLOCK_WORDS, dtype=torch.int32)
     pieces: list[tuple[int, int, int, int]] = []
     used = 0

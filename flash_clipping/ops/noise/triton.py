@@ -81,8 +81,8 @@ def _key_words(key_ptr, i: tl.constexpr):
 
 @triton.jit
 def words(key_ptr, counter, n0, n1, n2):
-    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: what the
-    first round makes of the rest is computed once for all blocks of a thread."""
+    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: the rest
+    of the first round is computed once for all blocks of a thread."""
     k0, k1 = _key_words(key_ptr, 0)
     k2, k3 = _key_words(key_ptr, 1)
     k4, k5 = _key_words(key_ptr, 2)
@@ -195,23 +195,10 @@ def noisy_means(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty."""
-    results: list[Tensor] = []
-    for start in range(0, len(sums), MOST):
-        part = slice(start, start + MOST)
-        results += _launched(sums[part], std, divisor, draw, numbers[part], grid, dtype)
-    return results
-
-
-def _launched(
-    sums: Sequence[Tensor],
-    std: float,
-    divisor: float,
-    draw: Draw,
-    numbers: Sequence[tuple[int, int]],
-    grid: float,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """The same of up to :data:`MOST`, by one launch."""
+    if len(sums) > MOST:
+        options = grid, dtype
+        first = noisy_means(sums[:MOST], std, divisor, draw, numbers[:MOST], *options)
+        return first + noisy_means(sums[MOST:], std, divisor, draw, numbers[MOST:], *options)
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (_HEADER + 6 * width)))

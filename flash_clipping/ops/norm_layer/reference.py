@@ -32,11 +32,8 @@ def norm_backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """``dx``, and those of ``Σ_t G·x̂`` and ``Σ_t G`` that are wanted, in that order.
-
-    These sums come in ``n`` parts for a kernel's convenience, ``[0 to 2, B, n, d]``; here in one.
-    See :func:`flash_clipping.ops.norm_layer.norm_backward`.
-    """
+    """``dx``, and the wanted ones of ``Σ_t G·x̂`` and ``Σ_t G``, in that order, ``[0 to 2, B, n,
+    d]``: in ``n`` parts for a kernel's convenience, here in one."""
     B, T, d = x_BTd.shape
     mean_BT, rstd_BT = None if mean is None else mean.reshape(B, T), rstd.reshape(B, T)
     dtype = accumulator(x_BTd)
@@ -114,7 +111,7 @@ def _sample_by_sample(
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
-    """Of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
+    """Mean of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
     if weight_d is None:
         return x_BTd.mean(-1, keepdim=True)
     return (x_BTd @ weight_d).unsqueeze(-1) / x_BTd.shape[-1]

@@ -35,10 +35,8 @@ def _norm_kernel(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of rows of one sample; sums over rows stay in registers until its end.
-
-    What the layer does not have or nobody wants is None, which a kernel sees when it is compiled.
-    """
+    """One chunk of rows of one sample; sums over rows stay in registers until its end. Pointers of
+    what the layer does not have, or nobody wants, are None."""
     HAS_MEAN: tl.constexpr = mean_ptr is not None
     HAS_WEIGHT: tl.constexpr = weight_ptr is not None
     INPUT_GRAD: tl.constexpr = dx_ptr is not None

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from flash_clipping.ops.outer import reference
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import as_rows, by_kind, check_coefficients, check_same_rows
+from flash_clipping.ops.runtime.shapes import (
+    by_kind,
+    check_coefficients,
+    checked_groups,
+    in_one_dtype,
+)
 
 
 def outer_sqnorms(
@@ -38,11 +43,8 @@ def outer_sqnorms(
         ``[B]`` squared norms in fp32 (float64 for float64), and ``[B, p, d]`` gradients in G's
         dtype or None.
     """
-    A_BTd, G_BTp = as_rows(A_BTd, "A"), as_rows(G_BTp, "G")
-    check_same_rows(A_BTd, G_BTp, "A", "G")
-    if A_BTd.dtype != G_BTp.dtype:
-        common = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
-        A_BTd, G_BTp = A_BTd.to(common), G_BTp.to(common)
+    ((A_BTd, (G_BTp,)),) = checked_groups([(A_BTd, [G_BTp])])
+    A_BTd, G_BTp = in_one_dtype(A_BTd, G_BTp)
     parts_Bn, grads_Bpd = backends.run(reference.outer_sqnorms, backend, A_BTd, A_BTd, G_BTp, store)
     return parts_Bn if in_parts else parts_Bn.sum(1), grads_Bpd
 
@@ -53,9 +55,7 @@ def outer_grads(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
     One product of a library: where ``p`` or ``d`` is small it is faster than a kernel that squares
     and sums as well, and takes the host a quarter of the time.
     """
-    if A_BTd.dtype != G_BTp.dtype:
-        common = torch.promote_types(A_BTd.dtype, G_BTp.dtype)
-        A_BTd, G_BTp = A_BTd.to(common), G_BTp.to(common)
+    A_BTd, G_BTp = in_one_dtype(A_BTd, G_BTp)
     if not torch.is_grad_enabled() and backends.is_always_precise(A_BTd):
         return torch.bmm(G_BTp.mT, A_BTd)  # as in every step: context managers take a while
     with torch.no_grad(), backends.full_precision(A_BTd.device):
@@ -86,7 +86,7 @@ def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Ten
     A coefficient of 0 excludes its sample, whatever the gradient holds: inf and NaN too.
     """
     check_coefficients(coef_B, grads, "grads")
-    return backends.run(reference.weighted_sum, backend, grads, grads, coef_B)
+    return backends.run(reference.weighted_sums_many, backend, grads, [grads], coef_B)[0]
 
 
 def weighted_sums_many(

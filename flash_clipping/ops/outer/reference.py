@@ -41,20 +41,11 @@ def _sqnorms(grads_Bpd: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grads_Bpd, dim=(1, 2)).square_()
 
 
-def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.outer.weighted_sum`."""
-    return _weighted_sum(grads, coef_B, _all_count(coef_B))
-
-
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
-    all_count = _all_count(coef_B)
+    # Whether no coefficient is 0, as far as looking costs nothing: on a CPU.
+    all_count = coef_B.is_cpu and not bool((coef_B == 0).any())
     return [_weighted_sum(tensor, coef_B, all_count) for tensor in grads]
-
-
-def _all_count(coef_B: Tensor) -> bool:
-    """Whether no coefficient is 0, as far as looking costs nothing: on a CPU."""
-    return coef_B.is_cpu and not bool((coef_B == 0).any())
 
 
 def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tables import Table, firsts_of
-from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp
+from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp, tile_in_groups
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
@@ -52,11 +52,8 @@ def _outer_kernel(
     for tile in tl.range(tl.program_id(0), B * per_sample, tl.num_programs(0), flatten=FLATTEN):
         b = tile // per_sample
         rest = tile % per_sample
-        first = (rest // (GROUP * tiles_d)) * GROUP
-        height = min(tiles_p - first, GROUP)
-        within = rest % (GROUP * tiles_d)
-        p0 = (first + within % height) * BLOCK_P
-        d0 = (within // height) * BLOCK_D
+        tile_p, tile_d = tile_in_groups(rest, tiles_p, tiles_d, GROUP)
+        p0, d0 = tile_p * BLOCK_P, tile_d * BLOCK_D
         product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
         total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
         for step in range(0, tl.cdiv(T, BLOCK_T)):
@@ -95,14 +92,9 @@ def _outer_kernel(
         tl.store(partial_ptr + parts, sum_by_warp(squares, BLOCK_P, PARTS))
 
 
-def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
-    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
-    return launch_outer(A_BTd, G_BTp, store)
-
-
 @dataclass(frozen=True)
 class Config:
-    """A launch's parameters, open to benchmarks."""
+    """A launch's parameters."""
 
     block_p: int = 128
     block_d: int = 128
@@ -135,16 +127,13 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
     return Config(block_p, block_d)
 
 
-def launch_outer(
-    A_BTd: Tensor, G_BTp: Tensor, store: bool, config: Config | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The same with the launch's parameters open to benchmarks."""
+def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
+    """See :func:`flash_clipping.ops.outer.outer_sqnorms`."""
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
     tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
-    config = config or config_for(A_BTd.dtype, T, d, p, store, tma)
-    tma = tma and config.tma
+    config = config_for(A_BTd.dtype, T, d, p, store, tma)
     tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
     tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
@@ -201,9 +190,9 @@ def _weighted_sum_kernel(
 
 
 def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
-    """The same elements, those of a sample one after the other: a view of gradients as kernels for
-    convolutions leave them (K offsets of a window before C channels), else a copy. And K and C;
-    1 and 1 where elements are in their parameter's order."""
+    """The same elements, those of a sample one after the other, and K and C (1 and 1: in the
+    parameter's order): a view of gradients as kernels for convolutions leave them (K offsets of a
+    window before C channels), else a copy."""
     if grads[0].is_contiguous():
         return grads, 1, 1
     if grads.dim() > 3:
@@ -251,10 +240,13 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     first = grads[0]
     B = coef_B.shape[0]
     sizes = [tensor.numel() // B for tensor in grads]
+    # One launch walks over contiguous tensors of one dtype on 16 bytes.
     plain = len(grads) > 1 and all([size % 8 == 0 for size in sizes])
     if plain:
         lying, Ks, Cs = zip(*[_in_memory_order(tensor) for tensor in grads], strict=True)
-        plain = tiles.lie_plainly(lying)
+        plain = all(
+            [x.dtype == first.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in lying]
+        )
     if not plain:
         return [weighted_sum(tensor, coef_B) for tensor in grads]
     outs = [first.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]

@@ -49,8 +49,8 @@ def row_sums(
 
 
 def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
-    """Whether all means and rstds are as layers leave them: one of each for every row, in fp32, one
-    after the other. Then a layout need not tell of them, of which there are two for each layer."""
+    """Whether means and rstds are as layers leave them: one for every row, in fp32, one after the
+    other. A memo need not tell of such."""
     B, T, _ = rows_BTn.shape
     return all(
         [
@@ -67,25 +67,21 @@ def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | N
 
 def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
     first = rows[0]
-    for x in rows:
-        if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
-            raise ValueError(
-                f"row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
-                f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
-            )
     if len(normalized) != len(rows):
         raise ValueError(
             f"row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
             "expected one, or None, for each."
         )
-    dtypes: set[torch.dtype] = set()
-    for x_hat in normalized:
-        if x_hat is not None:
-            dtypes.add(x_hat.x_BTn.dtype)
+    dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"row_sums takes normalized tensors of one dtype; found {found}.")
     for x, x_hat in zip(rows, normalized, strict=True):
+        if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
+            raise ValueError(
+                f"row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
+                f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
+            )
         if x_hat is None:
             continue
         if x_hat.x_BTn.shape != x.shape:

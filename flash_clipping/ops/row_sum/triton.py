@@ -61,10 +61,8 @@ def _row_sums_kernel(
     DTYPE: tl.constexpr, X_DTYPE: tl.constexpr, TENSORS: tl.constexpr, WIDEST: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` elements of one sample of one tensor, and the part of its norm that they are.
-
-    Every tensor has room for ``widest`` parts in ``squares``, ``[B, P, widest]``.
-    """
+    """``BLOCK`` elements of one sample of one tensor, and their part of its norm. Every tensor has
+    room for ``widest`` parts in ``squares``, ``[B, P, widest]``."""
     pid = tl.program_id(0)
     block = pid % blocks
     b = (pid // blocks).to(tl.int64)

@@ -1,1 +1,1 @@
-"""What all operations share: the choice of a backend, launches, tables, costs."""
+"""Shared by all operations: the choice of a backend, launches, tables, costs."""

@@ -44,8 +44,8 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class _EndOfStep(threading.local):
-    """Of the backward pass whose end runs in this thread, if one does: which implementation was
-    chosen, by the backend asked for and the tensor's kind; where products are precise already."""
+    """During the end of a backward pass in this thread: the implementations chosen, by backend and
+    kind of tensor, and the device type on which products are precise already."""
 
     chosen: dict[tuple[str, torch.dtype, bool], str] | None = None
     precise_on = ""
@@ -134,21 +134,18 @@ def run(
         return _run_reference(reference, tensor, args, kwargs)
     if _broken and (name, tensor.dtype) in _broken:
         return _run_reference(reference, tensor, args, kwargs)
-    reason = _import_error()
+    reason, failure = _import_error(), None
     if reason is None:
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
             if torch.is_grad_enabled() or not _is_on_current_device(tensor):
-                with torch.no_grad(), _on_device(tensor):
+                with torch.no_grad(), torch.cuda.device_of(tensor):
                     return kernel(*args, **kwargs)
             return kernel(*args, **kwargs)  # as in every step: context managers take a while
         except _NOT_OURS:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            failure: Exception | None = error
-    else:
-        failure = None
+            reason, failure = f"{type(error).__name__}: {error}", error
     _warn_once(name, reason, failure)
     _broken.add((name, tensor.dtype))
     return _run_reference(reference, tensor, args, kwargs)
@@ -168,14 +165,8 @@ def _run_reference(
 
 
 def _is_on_current_device(tensor: Tensor) -> bool:
+    """Where Triton launches; that need not be where the tensor is."""
     return not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if _is_on_current_device(tensor):
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def _warn_once(name: str, reason: str, error: Exception | None) -> None:

@@ -19,20 +19,23 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Machine:
-    """What one kind of hardware is good at, relative to its own weight-gradient matmul."""
+    """Rates of one kind of hardware, relative to its own weight-gradient matmul.
+
+    Attributes:
+        flop_per_byte: matmul rate over copy bandwidth (bytes read plus bytes written).
+        gram_overhead: features that take as long as a Gram tile does besides its features.
+        outer_overhead: positions that take as long as an outer tile does besides its positions.
+        store_overhead: the same where the tile is kept.
+        tile: side of a Gram tile: rows are padded to it, and the diagonal tiles are half waste.
+    """
 
     flop_per_byte: float
-    """Weight-gradient matmul rate over copy bandwidth (bytes read plus bytes written)."""
     gram_rate: float
     outer_rate: float
     gram_overhead: int
-    """Features that would take as long as what every Gram tile costs besides its features."""
     outer_overhead: int
-    """Positions that would take as long as what every outer tile costs besides its positions."""
     store_overhead: int
-    """The same where the tile is kept."""
     tile: int
-    """Side of a Gram tile: rows are padded to it, and the diagonal tiles are half waste."""
 
 
 # One H200, bf16 (python -m benchmarks kernels): weight gradients at 800 TFLOP/s, copies at
@@ -71,9 +74,8 @@ CPU = Machine(
     tile=1,
 )
 
-# Kernels for segments, whose loads are masked at the end of every segment.
-SEGMENTS_HALF = replace(GPU_HALF, gram_overhead=200, outer_overhead=80)
 SEGMENTS_SINGLE = replace(GPU_SINGLE, gram_rate=1.0, outer_rate=1.0)
+"""Kernels for segments mask their loads at the end of every segment."""
 
 CONVOLUTION_FLOP_PER_BYTE = {True: 60.0, False: 8.0}
 """Rate of convolutions' kernels over copy bandwidth: of 16-bit operands (True) and wider. These
@@ -121,33 +123,6 @@ def costs(
     }
 
 
-def choose(
-    *,
-    B: int,
-    T: int,
-    d: int,
-    p: int,
-    itemsize: int,
-    may_store: bool,
-    shared: int = 1,
-    machine: Machine | None = None,
-) -> str:
-    """``"rank_one"``, ``"gram"``, ``"outer"`` or ``"outer_store"``, whichever is cheapest.
-
-    Args:
-        may_store: the caller can keep per-sample gradients until the coefficients are known.
-        shared: how many layers read the same input, so that each bears its part of ``A Aᵀ``.
-        machine: constants; those of an H200 for this ``itemsize`` when left out.
-    """
-    if T == 1:
-        return "rank_one"
-    machine = machine or machine_for("cuda", itemsize)
-    candidates = costs(B=B, T=T, d=d, p=p, itemsize=itemsize, shared=shared, machine=machine)
-    if not may_store or not may_hold_gradients(T, d, p, shared):
-        del candidates["outer_store"]
-    return min(candidates, key=candidates.__getitem__)
-
-
 @functools.lru_cache(maxsize=4096)
 def choose_on(
     device_type: str,
@@ -160,11 +135,19 @@ def choose_on(
     may_store: bool,
     shared: int = 1,
 ) -> str:
-    """:func:`choose` with the constants of a kind of device, remembered: steps ask it again."""
+    """``"rank_one"``, ``"gram"``, ``"outer"`` or ``"outer_store"``, whichever is cheapest.
+
+    Args:
+        may_store: the caller can keep per-sample gradients until the coefficients are known.
+        shared: how many layers read the same input, so that each bears its part of ``A Aᵀ``.
+    """
+    if T == 1:
+        return "rank_one"
     machine = machine_for(device_type, itemsize)
-    return choose(
-        B=B, T=T, d=d, p=p, itemsize=itemsize, may_store=may_store, shared=shared, machine=machine
-    )
+    candidates = costs(B=B, T=T, d=d, p=p, itemsize=itemsize, shared=shared, machine=machine)
+    if not may_store or not may_hold_gradients(T, d, p, shared):
+        del candidates["outer_store"]
+    return min(candidates, key=candidates.__getitem__)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,7 +172,7 @@ def longest_for_gram(d: int, p: int, itemsize: int) -> int:
     For kernels on a GPU (:mod:`flash_clipping.ops.segments`), which decide on the device, segment
     by segment: ``L² (d + p)`` against ``2 L d p`` for L rows, both in whole tiles.
     """
-    machine = SEGMENTS_HALF if itemsize <= 2 else SEGMENTS_SINGLE
+    machine = GPU_HALF if itemsize <= 2 else SEGMENTS_SINGLE
     tile = machine.tile
 
     def gram(blocks: int) -> float:

@@ -1,5 +1,5 @@
-"""What kernels for Hopper share: a ring of stages in shared memory, which one warp loads ahead of
-others that multiply.
+"""A ring of stages in shared memory, for kernels on Hopper: one warp loads ahead of others that
+multiply.
 
 Where the same warps load and multiply, every operand of every tile begins with an empty pipeline,
 and the tensor cores wait while sums are rounded or added up. Here one warp loads from tile to tile
@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from flash_clipping.ops.runtime.tiles import tile_in_groups
 
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 
@@ -72,10 +74,8 @@ def release(step, empty, STAGES: gl.constexpr):
 @gluon.jit
 def place_of(tile, tiles_p, tiles_d, GROUP: gl.constexpr):
     """First row and column of a tile; those that are at work at one time share what they read."""
-    first = tile // (GROUP * tiles_d) * GROUP
-    height = gl.minimum(tiles_p - first, GROUP)
-    within = tile % (GROUP * tiles_d)
-    return (first + within % height) * BLOCK, within // height * BLOCK
+    row, column = tile_in_groups(tile, tiles_p, tiles_d, GROUP)
+    return row * BLOCK, column * BLOCK
 
 
 @gluon.jit

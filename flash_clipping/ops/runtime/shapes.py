@@ -5,23 +5,20 @@ B samples, T positions, d input features, p output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-
-Kept = TypeVar("Kept")
 
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
 
 Memo: TypeAlias = dict[Any, Any]
-"""What an operation keeps for operands of one layout: tables without their addresses, and what is
-launched together. Whoever hands the same memo again answers for it that all operands agree with
+"""Kept by an operation for operands of one layout: tables without addresses, and which operands
+share a launch. A caller who passes the same memo again guarantees that all operands agree with
 those before in dtype, shape, device and :data:`ALIGNMENT`, in strides along axes of more than one
-element, in their order, and in which of them lie in the same memory; not for statistics
-(:class:`Normalized`)."""
+element, in their order, and in which of them share memory; not statistics (:class:`Normalized`)."""
 
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16
@@ -57,31 +54,20 @@ class Normalized(NamedTuple):
     rstd: Tensor
 
 
-def remembered(memo: Memo | None, key: object, make: Callable[[], Kept]) -> Kept:
-    """What the memo has under the key; made, and kept if there is a memo, where it has nothing."""
-    if memo is None:
-        return make()
-    if key not in memo:
-        memo[key] = make()
-    found: Kept = memo[key]
-    return found
-
-
-def part_of(memo: Memo | None, key: object) -> Memo | None:
-    """The memo of one of several launches."""
-    return None if memo is None else memo.setdefault(key, {})
-
-
 def by_kind(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that one implementation can serve together: one device, the same dtypes.
-
-    Which implementation runs, and on which device it launches, is decided by one tensor for all.
-    """
+    """Indices of groups that one implementation serves together: one device, the same dtypes."""
     kinds: dict[object, list[int]] = {}
     for index, (A, Gs) in enumerate(groups):
         kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
         kinds.setdefault(kind, []).append(index)
     return list(kinds.values())
+
+
+def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
+    """:func:`by_kind` without groups that have no elements, or no layers."""
+    busy = [i for i, (A, Gs) in enumerate(groups) if A.numel() and any([G.numel() for G in Gs])]
+    kinds = by_kind([groups[i] for i in busy])
+    return [[busy[place] for place in members] for members in kinds]
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
@@ -90,6 +76,14 @@ def accumulator(*tensors: Tensor) -> torch.dtype:
         if tensor.dtype == torch.float64:
             return torch.float64
     return torch.float32
+
+
+def in_one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes."""
+    if x.dtype == y.dtype:
+        return x, y
+    common = torch.promote_types(x.dtype, y.dtype)
+    return x.to(common), y.to(common)
 
 
 def as_rows(x: Tensor, name: str) -> Tensor:
@@ -106,25 +100,19 @@ def as_rows(x: Tensor, name: str) -> Tensor:
     return x.flatten(1, -2)
 
 
-def check_same_rows(x: Tensor, y: Tensor, x_name: str, y_name: str) -> None:
-    """Both are ``[B, T, features]`` with the same B and T, on one device."""
-    if x.shape[:-1] != y.shape[:-1]:
-        raise ValueError(
-            f"{x_name} has shape {tuple(x.shape)} and {y_name} has shape {tuple(y.shape)}; all "
-            "dimensions but the last must agree."
-        )
-    # Comparing devices takes longer than all the rest.
-    if x.get_device() != y.get_device():
-        raise ValueError(f"{x_name} is on {x.device} and {y_name} is on {y.device}.")
-
-
 def checked_groups(groups: Sequence[Group]) -> list[Group]:
     """The groups with operands ``[B, T, features]``, which agree in B, T and device."""
     ready: list[Group] = []
     for A, Gs in groups:
         A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
         for G in Gs_BTp:
-            check_same_rows(A_BTd, G, "A", "G")
+            if A_BTd.shape[:-1] != G.shape[:-1]:
+                raise ValueError(
+                    f"A has shape {tuple(A_BTd.shape)} and G has shape {tuple(G.shape)}; all "
+                    "dimensions but the last must agree."
+                )
+            if A_BTd.get_device() != G.get_device():
+                raise ValueError(f"A is on {A_BTd.device} and G is on {G.device}.")
         ready.append((A_BTd, Gs_BTp))
     return ready
 

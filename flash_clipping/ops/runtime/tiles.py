@@ -1,4 +1,4 @@
-"""What the kernels share: facts about the device, rules for launches, and tile loads.
+"""Shared by kernels: facts about the device, rules for launches, and tile loads.
 
 B samples, T positions, F features.
 """
@@ -6,7 +6,6 @@ B samples, T positions, F features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -35,34 +34,23 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def sm_count(device: torch.device) -> int:
+    """How many programs a persistent grid has on a tensor's device: one for each multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _generation(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
-
-
-def _index_of(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()
-
-
-def sm_count(device: torch.device) -> int:
-    """How many programs a persistent grid has: one for each multiprocessor."""
-    return _sm_count(_index_of(device)) if device.type == "cuda" else INTERPRETED_PROGRAMS
-
-
 def generation(device: torch.device) -> int:
     """Major compute capability of a GPU by NVIDIA (8: Ampere and Ada, 9: Hopper); 0 of all else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
-    return _generation(_index_of(device))
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether tiles can be fetched by the tensor memory accelerator (Hopper and later; the
-    interpreter plays it)."""
+    """Whether descriptors can fetch tiles (Hopper and later; the interpreter plays it)."""
     with_descriptors = hasattr(tl, "make_tensor_descriptor")
     return with_descriptors and (device.type != "cuda" or generation(device) >= 9)
 
@@ -73,8 +61,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one it depends on has ended (programmatic
-    dependent launch), and wait for it where it reads."""
+    """Whether a kernel can start before the one it waits for has ended (PDL)."""
     return generation(device) >= 9 and VERSION >= (3, 6) and gdc_wait is not None
 
 
@@ -105,16 +92,10 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def lie_plainly(tensors: Sequence[Tensor]) -> bool:
-    """Whether one launch can walk over all of these: one dtype, contiguous, on 16 bytes."""
-    dtype = tensors[0].dtype
-    return all([x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors])
-
-
 @triton.jit
 def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Which row of a table (:mod:`flash_clipping.ops.runtime.tables`) a program is for: the last
-    column says where each row's begin. ``ROWS``: a power of 2 not below ``rows``."""
+    """The row of a table (:mod:`flash_clipping.ops.runtime.tables`) that a program is for; the last
+    column holds each row's first program. ``ROWS``: a power of 2 not below ``rows``."""
     index = tl.arange(0, ROWS)
     firsts = tl.load(table_ptr + (index + 1) * COLUMNS - 1, mask=index < rows, other=1 << 40)
     return tl.sum(tl.where(firsts <= program, 1, 0), 0) - 1
@@ -122,8 +103,8 @@ def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
-    """Row and column of a tile. ``GROUP`` rows of tiles are walked together, so that programs at
-    work at one time share what they read."""
+    """Row and column of a tile. ``GROUP`` rows of tiles are walked together: programs at work at
+    one time share what they read."""
     first = (tile // (GROUP * tiles_d)) * GROUP
     height = min(tiles_p - first, GROUP)
     within = tile % (GROUP * tiles_d)
@@ -134,9 +115,9 @@ def tile_in_groups(tile, tiles_p, tiles_d, GROUP: tl.constexpr):
 def operand(row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """Address, strides of samples and positions, and width, from four columns of a table's row.
 
-    What the compiler must know to move 16 bytes at a time: that address and strides are multiples
-    of that (``ALIGNED``), and the width too (``WHOLE``). It rounds masks to what it was told of the
-    width, so that must be true of every row.
+    To move 16 bytes at a time the compiler must know that address and strides are multiples of that
+    (``ALIGNED``), and the width (``WHOLE``). It rounds masks to what it was told of the width, so
+    that must be true of every row.
     """
     X_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
     stride_b = tl.load(row + 1)
@@ -161,12 +142,11 @@ def load_tile(
     if TMA:
         return source.load([b, t, f]).reshape(ROWS, COLUMNS)
     else:
-        rows = t + tl.arange(0, ROWS)
-        columns = f + tl.arange(0, COLUMNS)
+        row = t + tl.arange(0, ROWS)
+        column = f + tl.arange(0, COLUMNS)
         # A sample may hold more than 2**31 elements (a vocabulary's gradient at long T).
         start = source + b.to(tl.int64) * stride_b
-        pointers = start + rows.to(tl.int64)[:, None] * stride_t + columns[None, :]
-        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < F), other=0.0)
+        return load_rows(start, row.to(tl.int64), stride_t, column, row < T, column < F)
 
 
 @triton.jit
@@ -178,7 +158,7 @@ def load_rows(X_ptr, row, stride, column, in_rows, in_columns):
 
 @triton.jit
 def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
-    """The same the other way round, in the matrix's own dtype."""
+    """Store ``[rows, columns]`` in the matrix's dtype; nothing outside."""
     at = X_ptr + row[:, None] * stride + column[None, :]
     inside = in_rows[:, None] & in_columns[None, :]
     tl.store(at, x.to(X_ptr.dtype.element_ty), mask=inside)
@@ -186,11 +166,10 @@ def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """``x.to(DTYPE)`` of an fp32 tile.
+    """``x.to(DTYPE)`` of an fp32 tile, two numbers by one instruction.
 
-    What is stored through a descriptor and read as well, the compiler rounds number by number, on
-    a unit that takes 16 of them a cycle on Hopper: 4 to 6 % of the time of a kernel that keeps what
-    it multiplies. Two by one instruction go through the ordinary ones.
+    The compiler rounds a tile that is both stored by a descriptor and read number by number, on a
+    unit that takes 16 a cycle on Hopper: 4 to 6 % of such a kernel's time.
     """
     if IN_PAIRS and DTYPE.is_bf16():
         return tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""Rows of one sample that lie anywhere: which belong together, and what is computed of them.
+"""Rows of one sample that stand anywhere: which belong together, their norms and their sums.
 
 Tokens that a router sent to an expert, documents packed end to end, several rows of one user: every
 row belongs to a sample, and perhaps to one of several matrices (its *group*). Rows of one group and
@@ -59,10 +59,8 @@ class Segments:
         if groups * samples < 1 << 31:
             key_N = key_N.int()  # half as long to sort
         self.samples, self.groups, self.is_sorted = samples, groups, is_sorted
-        self._place_N: Tensor | None = None
         if is_sorted:
-            self._key_N = key_N
-            self.order_N = torch.arange(len(key_N), device=key_N.device)
+            self._key_N, self.order_N = key_N, torch.arange(len(key_N), device=key_N.device)
         else:
             self._key_N, self.order_N = torch.sort(key_N, stable=True)
         edges = torch.arange(groups * samples + 1, dtype=key_N.dtype, device=key_N.device)
@@ -93,28 +91,26 @@ class Segments:
 
     @functools.cached_property
     def lists(self) -> Lists:
-        """What kernels read of these segments."""
+        """The lists that kernels read, of segments."""
         return Lists(self.starts, len(self))
 
     @property
     def of_groups(self) -> Lists:
-        """The same of the rows of each group; there must be samples."""
+        """The lists of groups; there must be samples."""
         return self.lists.joined(self.samples)
 
-    @property
+    @functools.cached_property
     def place_N(self) -> Tensor:
         """Where each of the layer's own rows is among the sorted ones."""
-        if self._place_N is None:
-            places = torch.arange(len(self), device=self.order_N.device)
-            self._place_N = torch.empty_like(self.order_N).index_copy_(0, self.order_N, places)
-        return self._place_N
+        places = torch.arange(len(self), device=self.order_N.device)
+        return torch.empty_like(self.order_N).index_copy_(0, self.order_N, places)
 
     def unsorted(self, X_Nf: Tensor) -> Tensor:
         """Sorted rows in the layer's own order."""
         return X_Nf[self.place_N]
 
     def by_sample(self, of_segments_S: Tensor) -> Tensor:
-        """What is known of every segment, ``[S, ...]``, added up for every sample: ``[B, ...]``."""
+        """Values of segments ``[S, ...]``, added up for every sample: ``[B, ...]``."""
         return of_segments_S.unflatten(0, (self.groups, self.samples)).sum(0)
 
     def both(self, other: Segments) -> tuple[Segments, Tensor]:
@@ -137,9 +133,8 @@ def segment_sqnorms(
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
 
-    Of short segments through Gram matrices, of long ones through the product itself: the first
-    costs ``L² (d + p)``, the second ``2 L d p`` for L rows. Which is less is decided on the device,
-    segment by segment.
+    Short segments go through Gram matrices, long ones through the product itself: ``L² (d + p)``
+    against ``2 L d p`` for L rows, decided on the device, segment by segment.
 
     Args:
         A, G: ``[N, d]`` and ``[N, p]``.
@@ -166,7 +161,7 @@ def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto"
     """``Σ g_n a_nᵀ`` over the rows of every segment, ``[B, E, p, d]`` in the operands' dtype."""
     B, E = segments.samples, segments.groups
     if not _has_rows(A, G, segments):
-        return _no_products(A, G, B * E).unflatten(0, (B, E))
+        return _no_products(A, G, B, E)
     run = reference.segment_grads
     return backends.run(run, backend, _decides(A, G), A, G, segments.lists, B)
 
@@ -180,21 +175,18 @@ def grouped_sums(
 
     A row whose coefficient is 0, or that belongs to no sample, adds nothing, whatever it holds.
     """
+    if not _has_rows(A, G, segments):
+        return _no_products(A, G, segments.groups, is_wide=coef_B is not None)
     if coef_B is None:
-        if not _has_rows(A, G, segments):
-            return _no_products(A, G, segments.groups)
         run = reference.products
         return backends.run(run, backend, _decides(A, G), A, G, segments.of_groups)
-    if not _has_rows(A, G, segments):
-        size = segments.groups, G.X.shape[1], A.X.shape[1]
-        return A.X.new_zeros(size, dtype=accumulator(A.X, G.X))
     sums = reference.grouped_sums
     return backends.run(sums, backend, _decides(A, G), A, G, segments.lists, coef_B)
 
 
-def _no_products(A: Rows, G: Rows, count: int) -> Tensor:
-    size = count, G.X.shape[1], A.X.shape[1]
-    return A.X.new_zeros(size, dtype=torch.promote_types(A.X.dtype, G.X.dtype))
+def _no_products(A: Rows, G: Rows, *lead: int, is_wide: bool = False) -> Tensor:
+    dtype = accumulator(A.X, G.X) if is_wide else torch.promote_types(A.X.dtype, G.X.dtype)
+    return A.X.new_zeros((*lead, G.features, A.features), dtype=dtype)
 
 
 def grouped_linear(

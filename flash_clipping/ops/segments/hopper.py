@@ -31,7 +31,7 @@ from flash_clipping.ops.runtime.ring import (
 )
 
 ROWS = gl.constexpr(32)
-"""Of a block: what is loaded at one time."""
+"""Rows of a block, which is loaded at one time."""
 STAGES = gl.constexpr(12)
 SPLIT_STAGES = gl.constexpr(8)
 PROMOTE = gl.constexpr(32)
@@ -122,9 +122,8 @@ def grouped_sums_ring_kernel(
     items, B, M, d, p, A_width, G_width,
     DTYPE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """What ``triton.grouped_sums_kernel`` does, for operands of one 16-bit ``DTYPE`` in blocks;
-    with ``SPLIT`` of rows that are multiplied by their coefficients, for which B is 1. Launched
-    with ``num_warps=4``."""
+    """``triton.grouped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in blocks. With ``SPLIT``
+    rows are multiplied by their coefficients, and B is 1. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = _stages(SPLIT)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, BLOCK], layout)

@@ -1,16 +1,15 @@
 """The kernels for segments, by the names of :mod:`flash_clipping.ops.segments.reference`: nothing
-here waits for how long segments are. Those for norms stand in ``norms.py``.
+here waits for how long segments are.
 
-N rows, M blocks of rows, S segments, E groups, B samples, d input features, p output features, F
-features of one operand. Rows are sorted by segment; an operand may lie unsorted, with the place of
-every sorted row beside it.
+N rows, M blocks of rows or entries of a list, S segments, E groups, B samples, d input features, p
+output features, F features of one operand. Rows are sorted by segment; an operand may lie unsorted,
+with the place of every sorted row beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import functools
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,22 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping._compat import grouped_mm
-from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops import certificate
+from flash_clipping.ops.certificate import FLOOR
+from flash_clipping.ops.gram.tiles import triangle
+from flash_clipping.ops.runtime import cost, tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.tiles import tile_in_groups
-from flash_clipping.ops.segments.norms import PROMOTED, segment_sqnorms as segment_sqnorms
-from flash_clipping.ops.segments.operands import (
-    Config,
-    Operands,
-    of_segments,
-    operands_of,
-    places,
-    row_sums,
-    stride,
-)
 from flash_clipping.ops.segments.reference import sum_dtype
 from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 
+PROMOTED = 1024
+"""Rows, or features, after which a product is added to a sum in fp32: tensor cores truncate."""
+GATHERED_ONCE = 512
+"""Rows of a segment, on average, from which on operands are put in order before norms are taken."""
+SPREAD_ROWS = 64
+ROW_FLOOR = tl.constexpr(FLOOR)
 SUMMED = 256
 """Rows that one program adds up."""
 NARROW = 64
@@ -44,39 +42,312 @@ SPLIT_BELOW = 96
 """Rows of a segment, on average, below which these are multiplied by their coefficients."""
 
 
-def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
-    """See :func:`flash_clipping.ops.segments.grouped_sums`."""
-    operands, S = operands_of(A, G), len(lists)
-    coef_B = coef_B.float().contiguous()
-    size = S // len(coef_B), operands.p, operands.d
-    out = torch.empty(size, dtype=torch.float32, device=A.X.device)
-    is_wide = min(operands.d, operands.p) > NARROW
-    if is_wide and has_ring(operands):
-        split = operands.dtype == torch.bfloat16 and operands.rows < SPLIT_BELOW * S
-        ring_sums(operands, lists, coef_B, out, split)
-    else:
-        config = sums_config(operands, operands.rows / S)
-        launch_sums(operands, lists, coef_B, out, config)
+@dataclass(frozen=True)
+class Config:
+    """A launch's parameters, open to benchmarks.
+
+    Attributes:
+        block: rows, or features, of a tile; ``block_d``: input features, where they differ.
+        step: rows, or features, that are multiplied at one time.
+    """
+
+    block: int = 128
+    step: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    block_d: int = 128
+
+
+def operands_of(A: Rows, G: Rows) -> tuple[Rows, Rows]:
+    """Both in one dtype, as one product takes them, and with features next to each other."""
+    dtype = torch.promote_types(A.X.dtype, G.X.dtype)
+    A_X, G_X = (tiles.with_unit_stride(rows.X.to(dtype)) for rows in (A, G))
+    return Rows(A_X, A.places_N), Rows(G_X, G.places_N)
+
+
+def tensors(A: Rows, G: Rows) -> tuple[Tensor | None, ...]:
+    """The first four arguments of a kernel."""
+    return A.X, G.X, A.places_N, G.places_N
+
+
+def sizes(A: Rows, G: Rows) -> tuple[int, int, int, int]:
+    """Features of both, and how far apart their rows are."""
+    return A.features, G.features, A.stride, G.stride
+
+
+@triton.jit
+def places(rows_ptr, n, inside, stride):
+    """Where sorted rows begin in an operand; ``rows_ptr`` is None where it lies sorted."""
+    if rows_ptr is not None:
+        n = tl.load(rows_ptr + n, mask=inside, other=0)
+    return n.to(tl.int64) * stride
+
+
+def row_sums(X_Nf: Tensor, begin_M: Tensor, end_M: Tensor) -> Tensor:
+    """``[M, f]`` in fp32: rows from ``begin`` to ``end`` added up."""
+    rows = Rows(tiles.with_unit_stride(X_Nf))
+    runs, F = len(begin_M), rows.features
+    out = torch.empty((runs, F), dtype=torch.float32, device=X_Nf.device)
+    block = min(128, tiles.next_power_of_2(F))
+    programs = runs * tiles.cdiv(F, block)
+    if programs:
+        arguments = (rows.X, begin_M, end_M, out, F, rows.stride)
+        launch(row_sums_kernel, programs, *arguments, ROWS=32, BLOCK=block, num_warps=4)
     return out
 
 
-def has_ring(operands: Operands) -> bool:
-    """Whether :mod:`flash_clipping.ops.segments.hopper` multiplies these."""
-    is_half = operands.dtype != torch.float32
-    return is_half and tiles.is_hopper(operands.A.device) and has_gluon()
+def of_segments(parts_Mf: Tensor, firsts: Tensor) -> Tensor:
+    """Parts that blocks have left, added up for every segment in order."""
+    return row_sums(parts_Mf, firsts[:-1], firsts[1:])
 
 
-def sums_config(operands: Operands, rows_each: float) -> Config:
+@triton.jit
+def row_sums_kernel(
+    X_ptr, begin_ptr, end_ptr, out_ptr, F, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``Σ x_n`` over a run of rows, some columns of it."""
+    parts = tl.cdiv(F, BLOCK)
+    run = tl.program_id(0) // parts
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(end_ptr + run)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(tl.load(begin_ptr + run), end, ROWS):
+        n = first + tl.arange(0, ROWS)
+        at = n.to(tl.int64)[:, None] * stride + columns[None, :]
+        x = tl.load(X_ptr + at, mask=(n < end)[:, None] & (columns < F)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    tl.store(out_ptr + run.to(tl.int64) * F + columns, total, mask=columns < F)
+
+
+# -- norms: of short segments by Gram matrices, of long ones by products ---------------------------
+
+
+def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
+    A, G = operands_of(A, G)
+    rows, S = A.size, len(lists)
+    if rows > GATHERED_ONCE * S:  # products read a row more often than Gram matrices
+        A, G = Rows(A.sorted()), Rows(G.sorted())
+    longest = cost.longest_for_gram(A.features, G.features, A.X.element_size())
+    of_short_S2 = _short_ones(A, G, lists, longest)
+    # Among so many rows there are at most so many of more than `longest`.
+    long_ones = min(S, rows // (longest + 1))
+    if not long_ones:
+        sq_S, spread_S = of_short_S2.unbind(1)
+        return sq_S.contiguous(), certificate.doubt(spread_S)
+    ranked_S, is_short_S = lists.longest_first_S, lists.lengths_S <= longest
+    sq_of_rank = _long_ones(A, G, lists, long_ones, longest)
+    rank_S = torch.empty_like(ranked_S)
+    rank_S[ranked_S] = torch.arange(S, device=ranked_S.device)
+    long_S1 = _spread(A, G, lists, longest)
+    sq_S = torch.where(is_short_S, of_short_S2[:, 0], sq_of_rank[rank_S.clamp(max=long_ones - 1)])
+    spread_S = torch.where(is_short_S, of_short_S2[:, 1], long_S1[:, 0])
+    return sq_S, certificate.doubt(spread_S)
+
+
+def _short_ones(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
+    """Squared norms and spreads of segments by Gram matrices, ``[S, 2]``."""
+    step = 32 if A.X.dtype == torch.float32 else 64
+    few_rows = A.size <= 256 * max(1, len(lists))
+    config = Config(64, step, num_warps=4, num_stages=4) if few_rows else Config(128, step)
+    pairs = lists.pairs(config.block, longest)
+    parts_M2 = torch.empty((len(pairs.of_M), 2), dtype=torch.float32, device=A.X.device)
+    launch(
+        gram_kernel, len(pairs.of_M),
+        *tensors(A, G), lists.starts, pairs.of_M, pairs.firsts, parts_M2, len(lists), *sizes(A, G),
+        BLOCK=config.block, BLOCK_F=step, PROMOTE=PROMOTED // step,
+        PRECISION=tiles.dot_precision(A.X.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return of_segments(parts_M2, pairs.firsts)
+
+
+def _long_ones(A: Rows, G: Rows, lists: Lists, ranks: int, longest: int) -> Tensor:
+    """Squared norms by products of the longest segments, ``[R]``, where above ``longest``."""
+    config = Config(step=32 if A.X.dtype == torch.float32 else 64)
+    tiles_d, tiles_p = (tiles.cdiv(f, config.block) for f in (A.features, G.features))
+    parts = torch.empty((ranks, tiles_d * tiles_p), dtype=torch.float32, device=A.X.device)
+    launch(
+        outer_kernel, parts.numel(),
+        *tensors(A, G), lists.starts, lists.longest_first_S, parts, longest + 1, *sizes(A, G),
+        BLOCK=config.block, BLOCK_T=config.step, PROMOTE=PROMOTED // config.step, GROUP=8,
+        PRECISION=tiles.dot_precision(A.X.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return parts.sum(1)
+
+
+def _spread(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
+    """``Σ ‖a_n‖ ‖g_n‖`` of segments of more than ``longest`` rows, ``[S, 1]``."""
+    blocks = lists.blocks(SPREAD_ROWS, above=longest)
+    parts_M1 = torch.empty((len(blocks.of_M), 1), dtype=torch.float32, device=A.X.device)
+    launch(
+        spread_kernel, len(parts_M1),
+        *tensors(A, G), blocks.begin_M, blocks.end_M, parts_M1, *sizes(A, G),
+        BLOCK=SPREAD_ROWS, BLOCK_F=64,
+        num_warps=4,
+    )  # fmt: skip
+    return of_segments(parts_M1, blocks.firsts)
+
+
+@triton.jit
+def gram_kernel(
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, starts_ptr, of_ptr, firsts_ptr, out_ptr,
+    segments, d, p, A_stride, G_stride,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pair of blocks of a segment: its part of the squared norm, and of the spread."""
+    entry = tl.program_id(0)
+    segment = tl.load(of_ptr + entry)
+    if segment < segments:
+        i, j = triangle(entry - tl.load(firsts_ptr + segment))
+        start = tl.load(starts_ptr + segment)
+        end = tl.load(starts_ptr + segment + 1)
+        n_i = start + i * BLOCK + tl.arange(0, BLOCK)
+        n_j = start + j * BLOCK + tl.arange(0, BLOCK)
+        in_i, in_j = n_i < end, n_j < end
+        at_i = places(A_rows_ptr, n_i, in_i, A_stride)
+        at_j = places(A_rows_ptr, n_j, in_j, A_stride)
+        AA = _products_of_rows(A_ptr, at_i, at_j, in_i, in_j, d, BLOCK, BLOCK_F, PROMOTE, PRECISION)
+        at_i = places(G_rows_ptr, n_i, in_i, G_stride)
+        at_j = places(G_rows_ptr, n_j, in_j, G_stride)
+        GG = _products_of_rows(G_ptr, at_i, at_j, in_i, in_j, p, BLOCK, BLOCK_F, PROMOTE, PRECISION)
+        times = tl.where(i == j, 1.0, 2.0)  # a block below the diagonal stands for two
+        tl.store(out_ptr + 2 * entry, tl.sum(tl.sum(AA * GG, 1), 0) * times)
+        spread = 0.0
+        if i == j:
+            diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+            A_sq = tl.sum(tl.where(diagonal, AA, 0.0), 1) + d * ROW_FLOOR
+            G_sq = tl.sum(tl.where(diagonal, GG, 0.0), 1) + p * ROW_FLOOR
+            spread = tl.sum(tl.where(in_i, tl.sqrt(A_sq * G_sq), 0.0), 0)
+        tl.store(out_ptr + 2 * entry + 1, spread)
+
+
+@triton.jit
+def _products_of_rows(
+    X_ptr,
+    at_i, at_j, in_i, in_j, F,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``x_i · x_j`` of a block's rows with another's; 0 for rows outside."""
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(0, tl.cdiv(F, BLOCK_F)):
+        f = step * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+        x = tl.load(X_ptr + at_i[:, None] + f, mask=in_i[:, None] & (f < F), other=0.0)
+        y = tl.load(X_ptr + at_j[:, None] + f, mask=in_j[:, None] & (f < F), other=0.0)
+        product = tl.dot(x, tl.trans(y), product, input_precision=PRECISION)
+        # The accumulator of the tensor cores truncates (gram/triton.py).
+        if step % PROMOTE == PROMOTE - 1:
+            total += product
+            product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    return total + product
+
+
+@triton.jit
+def outer_kernel(
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, starts_ptr, longest_ptr, out_ptr,
+    shortest, d, p, A_stride, G_stride,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``Gᵀ A`` of a segment of at least ``shortest`` rows, squared and summed; the
+    place of a shorter one is not written, and never read."""
+    tiles_p, tiles_d = tl.cdiv(p, BLOCK), tl.cdiv(d, BLOCK)
+    tile = tl.program_id(0) % (tiles_p * tiles_d)
+    segment = tl.load(longest_ptr + tl.program_id(0) // (tiles_p * tiles_d))
+    start = tl.load(starts_ptr + segment)
+    end = tl.load(starts_ptr + segment + 1)
+    if end - start >= shortest:
+        row, column = tile_in_groups(tile, tiles_p, tiles_d, GROUP)
+        rows = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+        columns = column * BLOCK + tl.arange(0, BLOCK)[None, :]
+        product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for step in range(0, tl.cdiv(end - start, BLOCK_T)):
+            n = start + step * BLOCK_T + tl.arange(0, BLOCK_T)
+            inside = n < end
+            at = places(G_rows_ptr, n, inside, G_stride)[:, None]
+            g = tl.load(G_ptr + at + rows, mask=inside[:, None] & (rows < p), other=0.0)
+            at = places(A_rows_ptr, n, inside, A_stride)[:, None]
+            a = tl.load(A_ptr + at + columns, mask=inside[:, None] & (columns < d), other=0.0)
+            product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
+            if step % PROMOTE == PROMOTE - 1:
+                total += product
+                product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        total += product
+        tl.store(out_ptr + tl.program_id(0), tl.sum(tl.sum(total * total, 1), 0))
+
+
+@triton.jit
+def spread_kernel(
+    A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, begin_ptr, end_ptr, out_ptr,
+    d, p, A_stride, G_stride,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """``Σ ‖a_n‖ ‖g_n‖`` over the rows of a block."""
+    block = tl.program_id(0)
+    begin = tl.load(begin_ptr + block)
+    end = tl.load(end_ptr + block)
+    if begin < end:  # else it is not used
+        n = begin + tl.arange(0, BLOCK)
+        inside = n < end
+        at = places(A_rows_ptr, n, inside, A_stride)
+        A_sq = _squared_rows(A_ptr, at, inside, d, BLOCK, BLOCK_F)
+        at = places(G_rows_ptr, n, inside, G_stride)
+        G_sq = _squared_rows(G_ptr, at, inside, p, BLOCK, BLOCK_F)
+        tl.store(out_ptr + block, tl.sum(tl.where(inside, tl.sqrt(A_sq * G_sq), 0.0), 0))
+
+
+@triton.jit
+def _squared_rows(X_ptr, at, inside, F, BLOCK: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Squared norms of rows, enlarged as the certificate asks."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tl.cdiv(F, BLOCK_F)):
+        f = step * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+        x = tl.load(X_ptr + at[:, None] + f, mask=inside[:, None] & (f < F), other=0.0)
+        x = x.to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    return squares + F * ROW_FLOOR
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
+    """See :func:`flash_clipping.ops.segments.grouped_sums`."""
+    A, G = operands_of(A, G)
+    rows, S = A.size, len(lists)
+    coef_B = coef_B.float().contiguous()
+    size = S // len(coef_B), G.features, A.features
+    out = torch.empty(size, dtype=torch.float32, device=A.X.device)
+    is_wide = min(A.features, G.features) > NARROW
+    is_half = A.X.dtype != torch.float32
+    if is_wide and is_half and tiles.is_hopper(A.X.device) and has_gluon():
+        split = A.X.dtype == torch.bfloat16 and rows < SPLIT_BELOW * S
+        ring_sums(A, G, lists, coef_B, out, split)
+    else:
+        launch_sums(A, G, lists, coef_B, out, sums_config(A, G, rows / S))
+    return out
+
+
+def sums_config(A: Rows, G: Rows, rows_each: float) -> Config:
     """For segments of so many rows on average. Tiles of low ranks are as narrow as these."""
-    block, block_d = (min(128, max(16, tiles.next_power_of_2(f))) for f in (operands.p, operands.d))
+    block, block_d = (min(128, max(16, tiles.next_power_of_2(rows.features))) for rows in (G, A))
     warps = 4 if min(block, block_d) <= NARROW else 8
-    if operands.dtype == torch.float32 or rows_each <= 96:
+    if A.X.dtype == torch.float32 or rows_each <= 96:
         return Config(block, 32, warps, num_stages=4, block_d=block_d)
     return Config(block, 64, warps, num_stages=3, block_d=block_d)
 
 
 def launch_sums(
-    operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
+    A: Rows,
+    G: Rows,
+    lists: Lists,
+    coef_B: Tensor,
+    out: Tensor,
+    config: Config,
+    turned: int = 1,
 ) -> None:
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
@@ -86,76 +357,60 @@ def launch_sums(
     each = PROMOTED // config.step
     launch(
         grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
-        *operands.tensors(), longest_groups_first(lists, B), blocks.firsts, blocks.begin_M,
+        *tensors(A, G), lists.joined(B).longest_first_S, blocks.firsts, blocks.begin_M,
         blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (place_M % each == each - 1), out, B,
-        turned, E // turned, *operands.sizes(),
-        **operands.options(), BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step,
-        GROUP=8, PRECISION=tiles.dot_precision(operands.dtype),
+        turned, E // turned, *sizes(A, G),
+        BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step, GROUP=8,
+        PRECISION=tiles.dot_precision(A.X.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def longest_groups_first(lists: Lists, samples: int) -> Tensor:
-    """Groups in an order such that a launch ends on short ones."""
-    return lists.joined(samples).longest_first_S
+def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
+    """Sums on Hopper, of copies in blocks. ``split``: times their coefficients, in two parts."""
+    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel  # not every Triton can
 
-
-def ring_sums(operands: Operands, lists: Lists, coef_B: Tensor, out: Tensor, split: bool) -> None:
-    """Sums on Hopper: of copies that lie in blocks. ``split``: these are multiplied by their
-    coefficients, in two parts."""
     (E, p, d), B = out.shape, len(coef_B)
-    blocks = (lists.joined(B) if split else lists).blocks(RING_ROWS)
-    coef_N = coefficient_of_rows(lists, coef_B)
-    A, A_places, is_gathered = operands.A, operands.A_places, operands.A_gathered
-    A_Mf, _ = in_blocks(A, A_places, is_gathered, blocks, coef_N)
-    G, G_places, is_gathered = operands.G, operands.G_places, operands.G_gathered
-    G_Mf, rest_Mf = in_blocks(G, G_places, is_gathered, blocks, coef_N, split)
+    groups = lists.joined(B)
+    blocks = (groups if split else lists).blocks(RING_ROWS)
+    coef_N = coef_B[lists.segment_N % B]
+    A_Mf, _ = in_blocks(A, blocks, coef_N)
+    G_Mf, rest_Mf = in_blocks(G, blocks, coef_N, split)
     items = E * tiles.cdiv(p, 128) * tiles.cdiv(d, 128)
     launch(
-        _hopper_kernel(), min(items, tiles.sm_count(out.device)),
-        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, longest_groups_first(lists, B), items,
+        grouped_sums_ring_kernel, min(items, tiles.sm_count(out.device)),
+        A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, groups.longest_first_S, items,
         1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
-        DTYPE=tiles.TL_DTYPE[A.dtype], SPLIT=split,
+        DTYPE=tiles.TL_DTYPE[A.X.dtype], SPLIT=split,
         workspace=True, num_warps=4,
     )  # fmt: skip
 
 
-def coefficient_of_rows(lists: Lists, coef_B: Tensor) -> Tensor:
-    """``[N]``: the coefficient of every sorted row's sample; of rows of none, anything."""
-    return coef_B[lists.segment_N % len(coef_B)]
-
-
 def in_blocks(
-    X: Tensor, places: Tensor, gathered: bool, blocks: Blocks, coef_N: Tensor, split: bool = False
+    rows: Rows, blocks: Blocks, coef_N: Tensor, split: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, and zeros: behind the last row of what
-    blocks are of, and for rows whose coefficient is 0. Blocks that are not used are not written.
+    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes. Zeros stand behind the last row of a
+    segment or group, and for rows whose coefficient is 0; blocks that are not used are not written.
+
+    Args:
+        coef_N: coefficients of sorted rows; those of rows of no sample may be anything.
 
     Returns:
-        The rows, twice; or with ``split`` the rows times their coefficients, and what rounding took
-        from that.
+        The rows, twice; with ``split`` rows times coefficients, and what rounding took from that.
     """
-    F, each = X.shape[1], 16 // X.element_size()
-    width = -(-F // each) * each
-    M = len(blocks.of_M)
+    X, F, M = rows.X, rows.features, len(blocks.of_M)
+    each = 16 // X.element_size()
+    width = tiles.cdiv(F, each) * each
     out = X.new_empty((M * RING_ROWS, width))
     rest = torch.empty_like(out) if split else out
     block = 256
     launch(
         blocks_kernel, M * tiles.cdiv(F, block),
-        X, places, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, stride(X), width,
-        GATHERED=gathered, SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
+        X, rows.places_N, blocks.begin_M, blocks.end_M, coef_N, out, rest, F, rows.stride, width,
+        SPLIT=split, ROWS=RING_ROWS, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out, rest
-
-
-@functools.cache
-def _hopper_kernel() -> Any:
-    # Not by every Triton, and not before it is wanted.
-    from flash_clipping.ops.segments.hopper import grouped_sums_ring_kernel
-
-    return grouped_sums_ring_kernel
 
 
 @triton.jit
@@ -163,12 +418,12 @@ def grouped_sums_kernel(
     A_ptr, G_ptr, A_rows_ptr, G_rows_ptr, group_ptr, firsts_ptr, begin_ptr, end_ptr, coef_ptr,
     ends_product_ptr, out_ptr,
     samples, turned, apart, d, p, A_stride, G_stride,
-    A_GATHERED: tl.constexpr, G_GATHERED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. What the tensor
-    cores add up is one segment's product, or a part of it; its coefficient is applied to that, in
-    fp32. A block whose coefficient is 0 is not read."""
+    """One tile of a group's ``Σ coef(n) g_n a_nᵀ``, a block of rows at a time. The tensor cores add
+    up one segment's product, or a part of it; its coefficient meets that in fp32. A block whose
+    coefficient is 0 is not read."""
     tiles_p, tiles_d = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
     tile = tl.program_id(0) % (tiles_p * tiles_d)
     group = tl.load(group_ptr + tl.program_id(0) // (tiles_p * tiles_d))
@@ -184,10 +439,10 @@ def grouped_sums_kernel(
         begin = tl.load(begin_ptr + block)
         n = begin + tl.arange(0, BLOCK_T)
         inside = n < tl.where(coef != 0, tl.load(end_ptr + block), begin)
-        at = places(G_rows_ptr, n, inside, G_stride, G_GATHERED)[:, None]
+        at = places(G_rows_ptr, n, inside, G_stride)[:, None]
         within = inside[:, None] & (rows < p)[None, :]
         g = tl.load(G_ptr + at + rows[None, :], mask=within, other=0.0)
-        at = places(A_rows_ptr, n, inside, A_stride, A_GATHERED)[:, None]
+        at = places(A_rows_ptr, n, inside, A_stride)[:, None]
         within = inside[:, None] & (columns < d)[None, :]
         a = tl.load(A_ptr + at + columns[None, :], mask=within, other=0.0)
         product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
@@ -207,10 +462,10 @@ def grouped_sums_kernel(
 def blocks_kernel(
     X_ptr, rows_ptr, begin_ptr, end_ptr, coef_ptr, out_ptr, rest_ptr,
     F, stride, width,
-    GATHERED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a block, and zeros up to ``ROWS``; for rows whose coefficient is 0 as well. Rows come
-    to lie ``width`` apart. ``SPLIT``: times the coefficient, rounded, and what rounding took."""
+    """Rows of a block, ``width`` apart, and zeros up to ``ROWS`` and for coefficients of 0.
+    ``SPLIT``: times the coefficient, rounded, and what rounding took."""
     parts = tl.cdiv(F, BLOCK)
     block = tl.program_id(0) // parts
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
@@ -220,7 +475,7 @@ def blocks_kernel(
         n = begin + tl.arange(0, ROWS)
         coef = tl.load(coef_ptr + n, mask=n < end, other=0.0)
         inside = coef != 0
-        at = places(rows_ptr, n, inside, stride, GATHERED)[:, None] + columns[None, :]
+        at = places(rows_ptr, n, inside, stride)[:, None] + columns[None, :]
         x = tl.load(X_ptr + at, mask=inside[:, None] & (columns < F)[None, :], other=0.0)
         row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         place = row[:, None] * width + columns[None, :]
@@ -239,8 +494,7 @@ def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
 
 
 def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
-    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype: by a library
-    where it can."""
+    """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]``: by a library where it can."""
     A_Nd, G_Np = A.sorted(), G.sorted()
     library = grouped_mm(G_Np.mT, A_Nd, len(lists))
     if library is not None:
@@ -253,22 +507,21 @@ def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
 def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_grads`; of low ranks by one kernel, which
     writes each gradient where it belongs."""
-    operands = operands_of(A, G)
-    if min(operands.d, operands.p) > NARROW:
+    if min(A.features, G.features) > NARROW:
         grads = products(A, G, lists)
         return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
-    size = samples, len(lists) // samples, operands.p, operands.d
-    out = torch.empty(size, dtype=operands.dtype, device=A.X.device)
+    A, G = operands_of(A, G)
+    out = A.X.new_empty((samples, len(lists) // samples, G.features, A.features))
     ones = torch.ones(1, device=A.X.device)
-    config = sums_config(operands, operands.rows / len(lists))
-    launch_sums(operands, lists, ones, out.flatten(0, 1), config, turned=samples)
+    config = sums_config(A, G, A.size / len(lists))
+    launch_sums(A, G, lists, ones, out.flatten(0, 1), config, turned=samples)
     return out
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_linear`: by a library where it can."""
-    N, (E, p, d) = len(X_Nd), W_Epd.shape
-    X_Nd = tiles.with_unit_stride(X_Nd)
+    X = Rows(tiles.with_unit_stride(X_Nd))
+    X_Nd, N, (E, p, d) = X.X, X.size, W_Epd.shape
     library = grouped_mm(X_Nd, W_Epd, E)
     if library is not None:
         out = library(X_Nd, W_Epd.mT, offs=lists.ends)
@@ -278,7 +531,7 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
         blocks = lists.blocks(config.block)
         launch(
             grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, config.block),
-            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, stride(X_Nd),
+            X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, X.stride,
             *W_Epd.stride(),
             BLOCK=config.block, BLOCK_D=config.step, PRECISION=tiles.dot_precision(X_Nd.dtype),
             num_warps=config.num_warps, num_stages=config.num_stages,
@@ -291,14 +544,14 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
 
 def sums_of_tokens(X_Nf: Tensor, rows_Mk: Tensor, end: Tensor, weight_Mk: Tensor | None) -> Tensor:
     """See :func:`flash_clipping.ops.segments.sums_of_tokens`."""
-    X_Nf = tiles.with_unit_stride(X_Nf)
-    (tokens, k), F = rows_Mk.shape, X_Nf.shape[1]
+    X = Rows(tiles.with_unit_stride(X_Nf))
+    (tokens, k), F = rows_Mk.shape, X.features
     weights = rows_Mk if weight_Mk is None else weight_Mk.contiguous()
     out = torch.empty((tokens, F), dtype=sum_dtype(X_Nf, weight_Mk), device=X_Nf.device)
     block = min(1024, tiles.next_power_of_2(F))
     launch(
         tokens_kernel, tokens * tiles.cdiv(F, block),
-        X_Nf, rows_Mk, end, weights, out, k, F, stride(X_Nf),
+        X.X, rows_Mk, end, weights, out, k, F, X.stride,
         WEIGHTED=weight_Mk is not None, BLOCK=block,
         num_warps=4,
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""What operations on segments read: an operand's rows, and lists of the parts of segments, made on
-the device.
+"""An operand's rows, and lists of the parts of segments, made on the device.
 
 How long segments are is known to the device alone, and changes from step to step. So lists are as
 long as they could become for so many rows and segments, and say of each entry whether it is used.
@@ -10,14 +9,16 @@ N rows, S segments, M entries of a list.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.runtime.shapes import Memo
+
 
 class Rows(NamedTuple):
-    """An operand's sorted rows, perhaps not put in order yet: row n is row ``places[n]`` of X.
+    """An operand's sorted rows: row n is row ``places[n]`` of X, or row n where there are none.
 
     Tokens that k experts read lie there once, and not k times.
     """
@@ -29,6 +30,15 @@ class Rows(NamedTuple):
     def size(self) -> int:
         """N."""
         return len(self.X if self.places_N is None else self.places_N)
+
+    @property
+    def features(self) -> int:
+        return self.X.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row of X to the next."""
+        return self.X.stride(0) if len(self.X) > 1 else self.features
 
     def between(self, i: int, j: int) -> Tensor:
         """Sorted rows from i to j."""
@@ -74,7 +84,7 @@ class Lists:
 
     def __init__(self, starts: Tensor, rows: int):
         self.starts, self.rows = starts.contiguous(), rows
-        self._made: dict[tuple[str, int, int], Any] = {}
+        self._made: Memo = {}
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -94,37 +104,53 @@ class Lists:
 
     @functools.cached_property
     def segment_N(self) -> Tensor:
-        """``[N]``, int32: the segment of every row; of those of none, one that is empty or the
-        last."""
+        """``[N]``, int32: every row's segment; for rows of none an empty one, or the last."""
         row_N = torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
         return torch.searchsorted(self.starts, row_N, right=True, out_int32=True) - 1
 
     def joined(self, each: int) -> Lists:
         """So many segments, one after the other, as one."""
-        key = "joined", each, 0
+        key = "joined", each
         if key not in self._made:
             self._made[key] = Lists(self.starts[::each], self.rows)
-        return self._made[key]
+        return self._made[key]  # type: ignore[no-any-return]
 
     def blocks(self, size: int, above: int = -1) -> Blocks:
         """Blocks of at most ``size`` rows, of segments of more than ``above`` rows."""
         key = "blocks", size, above
         if key not in self._made:
-            chosen_S = None if above < 0 else self.lengths_S > above
-            self._made[key] = blocks_of(self.starts, self.rows, size, chosen_S)
-        return self._made[key]
+            self._made[key] = self._blocks(size, above)
+        return self._made[key]  # type: ignore[no-any-return]
 
     def pairs(self, size: int, longest: int) -> Work:
         """Pairs of blocks, of one segment each, of segments of at most ``longest`` rows."""
         key = "pairs", size, longest
         if key not in self._made:
             self._made[key] = self._pairs(size, longest)
-        return self._made[key]
+        return self._made[key]  # type: ignore[no-any-return]
+
+    def _blocks(self, size: int, above: int) -> Blocks:
+        entries_S = (self.lengths_S + (size - 1)) // size
+        if above >= 0:
+            entries_S = entries_S * (self.lengths_S > above)
+        S = len(entries_S)
+        # Every segment may have one block that is not full.
+        of_M, firsts = work_list(entries_S, self.rows // size + min(S, self.rows))
+        of_some_M = of_M.clamp(max=max(0, S - 1))
+        place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
+        begin_M = self.starts[of_some_M] + (place_M - firsts[of_some_M]) * size
+        stop_M = self.starts[of_some_M + 1]
+        end_M = torch.minimum(begin_M + size, stop_M)
+        used_M = of_M < S
+        begin_M, end_M = begin_M * used_M, end_M * used_M
+        return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
 
     def _pairs(self, size: int, longest: int) -> Work:
         blocks_S = (self.lengths_S + (size - 1)) // size
         pairs_S = blocks_S * (blocks_S + 1) // 2 * (self.lengths_S <= longest)
-        most = most_pairs(self.rows, len(self), min(longest, self.rows), size)
+        # Of n blocks there are n (n + 1) / 2 pairs, and n - 1 of the blocks are full.
+        blocks = -(-min(longest, self.rows) // size)
+        most = min(len(self), self.rows) + self.rows * (blocks + 2) // (2 * size) + 1
         return work_list(pairs_S, most)
 
 
@@ -143,33 +169,3 @@ class Blocks(NamedTuple):
     of_M: Tensor
     firsts: Tensor
     last_M: Tensor
-
-
-def blocks_of(starts: Tensor, rows: int, size: int, chosen_S: Tensor | None = None) -> Blocks:
-    """Blocks of at most ``size`` rows of all segments, or of those that are chosen.
-
-    Args:
-        starts: ``[S + 1]``: where every segment begins.
-        rows: how many rows there are, N.
-    """
-    entries_S = (starts.diff() + (size - 1)) // size
-    if chosen_S is not None:
-        entries_S = entries_S * chosen_S
-    S = len(entries_S)
-    # Every segment may have one block that is not full.
-    of_M, firsts = work_list(entries_S, rows // size + min(S, rows))
-    of_some_M = of_M.clamp(max=max(0, S - 1))
-    place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
-    begin_M = starts[of_some_M] + (place_M - firsts[of_some_M]) * size
-    stop_M = starts[of_some_M + 1]
-    end_M = torch.minimum(begin_M + size, stop_M)
-    used_M = of_M < S
-    begin_M, end_M = begin_M * used_M, end_M * used_M
-    return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
-
-
-def most_pairs(rows: int, segments: int, longest: int, size: int) -> int:
-    """How many pairs of blocks there can be in all segments of at most ``longest`` rows: of n
-    blocks ``n (n + 1) / 2``, and n - 1 of them are full."""
-    blocks = -(-longest // size)
-    return min(segments, rows) + rows * (blocks + 2) // (2 * size) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,21 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture import batch_axis
+from flash_clipping.capture.proof import prove as proofs
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.capture.proof.layout import ROUTED, SEVERAL, SampleLayout, Table
+from flash_clipping.capture.proof.layout import ROUTED, SEVERAL, Table
+from flash_clipping.capture.proof.observe import Finding
 from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import probe
+from flash_clipping.capture.proof.probe import Probed, probe
 from flash_clipping.capture.proof.prove import settle
 from flash_clipping.capture.proof.runs import Subject
 
 
 @contextlib.contextmanager
 def nothing_else_is_shown() -> Iterator[None]:
-    """Rehearsals find the order of rows, and refuse nothing of what they see."""
+    """A probe finds the order of rows, and nothing is refused."""
+
+    def settled(subject: Subject, findings: Sequence[Finding], _: Any) -> None:
+        paths = {finding.read[0] for finding in findings}
+        with contextlib.suppress(FlashClippingError):
+            settle(subject.root, subject.session, probe(subject), paths)
+
     with (
-        mock.patch.object(batch_axis, "_findings", lambda *_: []),
-        mock.patch.object(batch_axis, "_check_reached", lambda *_: None),
+        mock.patch.object(proofs, "_settle_findings", settled),
         mock.patch.object(Gate, "examine", lambda *_: None),
     ):
         yield
@@ -65,9 +71,10 @@ def prove(
     root, session = wrapped._module, wrapped._session
     forward = getattr(root.forward, "original", root.forward)
     subject = Subject(root, forward, session, args, kwargs)
-    layouts: Mapping[str, Sequence[SampleLayout]] = {} if audit else probe(subject).layouts
+    probed = Probed({}) if audit else probe(subject)
+    layouts = probed.layouts
     if settles:
-        settle(root, session, layouts)
+        settle(root, session, probed)
     table = replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
     if table.unfit and not table.outputs:
         irregular = [

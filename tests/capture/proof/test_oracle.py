@@ -209,6 +209,38 @@ def test_time_first() -> None:
     assert why_refused(mixes, x, batch_first=False)
 
 
+@pytest.mark.parametrize("classes", range(2, 6))
+def test_time_first_with_as_many_classes_as_some_batch_has_samples(classes: int) -> None:
+    class Last(nn.Module):
+        """Reads ``[T, B, d]`` and returns ``[B, classes]``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(K, classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh().mean(0)
+
+    assert table_of(Last(), torch.randn(T, 4, K), batch_first=False).outputs == (0,)
+
+
+@pytest.mark.parametrize("samples", [4, 6])
+def test_another_output_with_as_many_entries_as_a_batch_has_samples(samples: int) -> None:
+    """Scores of tokens for four experts: in a batch of four samples these are no samples."""
+
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.router = nn.Linear(K, 3), nn.Linear(K, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.router(x.flatten(0, 1))
+            return self.layer(x) * scores.softmax(1).amax(1).view(len(x), -1, 1), scores
+
+    table = table_of(Scored(), torch.randn(samples, T, K))
+    assert 0 in table.outputs and not table.unfit
+
+
 class Pairs(Around):
     """Each sample's own outputs, and similarities of all pairs."""
 

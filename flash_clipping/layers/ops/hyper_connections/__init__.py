@@ -23,7 +23,7 @@ DEFAULT = Settings()
 
 
 class Connections(NamedTuple):
-    """What a position's streams say.
+    """Results of :func:`hyper_connections`.
 
     Attributes:
         h_BSD: what the layer reads, in the dtype of the streams.
@@ -49,8 +49,7 @@ class Gradients(NamedTuple):
         x_BSnD: in the dtype of ``x``; None if not asked for.
         phi_BmK: of every sample; None if not asked for, as the next.
         gamma_BnD: of every sample.
-        alpha_BS3: a row for every position; a sample's gradient is their sum.
-        bias_BSm: a row for every position; a sample's gradient is their sum.
+        alpha_BS3, bias_BSm: a row for every position; a sample's gradient is their sum.
         mix_BSm: of the product ``x·gamma`` with ``phi``: with ``x·gamma``, ``phi_BmK`` once more.
 
     All but the first in fp32 (float64 for float64).
@@ -132,18 +131,12 @@ def hyper_connections_backward(
     ``dgamma_b = Σ_m P_b·phi``.
 
     Args:
-        x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings: as in forward.
         inv_BS, mix_BSm: what forward returned.
         dh_BSD, dpost_BSn, dcomb_BSnn: gradients of its results.
         input_grad, matrix_grad: whether those of ``x``, and of ``phi`` and ``gamma``, are wanted.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
-    Raises:
-        ValueError: shapes, devices or settings that do not fit.
-
-    Guarantees:
-        Bitwise equal from run to run. No wait for the device. A sample's gradients depend on that
-        sample alone.
+    Other arguments, errors and guarantees are those of :func:`hyper_connections`. A sample's
+    gradients depend on that sample alone.
     """
     params = _checked(x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings)
     B, S, n, D = x_BSnD.shape
@@ -180,11 +173,17 @@ def _checked(
     _check_shape("alpha", alpha, (3,), x)
     _check_shape("bias", bias, (m,), x)
     _check_shape("gamma", gamma, (n, D), x)
+    checked_settings(settings)
+    return phi, alpha, bias, gamma
+
+
+def checked_settings(settings: Settings) -> Settings:
     if settings.iterations < 1 or not (settings.norm_eps > 0 and settings.hc_eps > 0):
         raise ValueError(
-            f"found {settings}; expected at least one iteration, and norm_eps and hc_eps above 0."
+            f"hyper-connections: found {settings}; expected at least one iteration, and norm_eps "
+            "and hc_eps above 0."
         )
-    return phi, alpha, bias, gamma
+    return settings
 
 
 def _check_shape(name: str, found: Tensor, expected: tuple[int, ...], x: Tensor) -> None:

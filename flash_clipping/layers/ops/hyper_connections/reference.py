@@ -18,7 +18,7 @@ Parameters: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Settings(NamedTuple):
-    """What is not learnt.
+    """Settings that are not learnt.
 
     Attributes:
         norm_eps: added to the mean square of a position.
@@ -32,10 +32,7 @@ class Settings(NamedTuple):
 
 
 def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
-    """``h, post, comb, inv, mix``.
-
-    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
-    """
+    """``h, post, comb, inv, mix``; see :func:`.hyper_connections.hyper_connections`."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     wide = accumulator(x_BSnD)
     x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
@@ -56,10 +53,7 @@ def hyper_connections_backward(
     input_grad: bool,
     matrix_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``.
-
-    See :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections_backward`.
-    """
+    """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     inv_BS, mix_BSm = saved
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
@@ -107,11 +101,8 @@ def sinkhorn(logits_BSnn: Tensor, eps: float, iterations: int) -> list[Tensor]:
 def sinkhorn_backward(
     logits_BSnn: Tensor, dcomb_BSnn: Tensor, eps: float, iterations: int
 ) -> Tensor:
-    """Gradient of the logits.
-
-    Of ``after = before / d`` with ``d = Σ before + eps`` it is
-    ``dbefore = (dafter - Σ dafter·after) / d``, the sums along the axis that was normalised.
-    """
+    """Gradient of the logits. Each step is ``after = before / d`` with ``d = Σ before + eps``, so
+    ``dbefore = (dafter - Σ dafter·after) / d``, the sums along the axis that was normalised."""
     matrices, grad = sinkhorn(logits_BSnn, eps, iterations), dcomb_BSnn
     for step in range(2 * iterations - 1, 0, -1):
         before, after = matrices[step - 1], matrices[step]
@@ -128,7 +119,7 @@ def _axis(step: int) -> int:
 
 
 def _logits(mix_BSm: Tensor, inv_BS: Tensor, alpha_3: Tensor, bias_m: Tensor) -> Tensor:
-    n = streams_of(mix_BSm.shape[-1])
+    n = _streams_of(mix_BSm)
     return mix_BSm * inv_BS.unsqueeze(-1) * _by_logit(alpha_3, n) + bias_m
 
 
@@ -139,11 +130,10 @@ def _by_logit(alpha_3: Tensor, n: int) -> Tensor:
 
 def _sections(logits_BSm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of ``pre``, of ``post``, and of ``comb`` as matrices."""
-    n = streams_of(logits_BSm.shape[-1])
+    n = _streams_of(logits_BSm)
     pre, post, res = logits_BSm.split([n, n, n * n], -1)
     return pre, post, res.unflatten(-1, (n, n))
 
 
-def streams_of(m: int) -> int:
-    """How many streams have ``m = n² + 2n`` logits."""
-    return round((m + 1) ** 0.5) - 1
+def _streams_of(logits_BSm: Tensor) -> int:
+    return round((logits_BSm.shape[-1] + 1) ** 0.5) - 1  # m + 1 = (n + 1)²

@@ -78,10 +78,8 @@ def staircase(k: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def exact_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded sum, and what it lacks of the sum: both are exact (Knuth's two-sum).
-
-    Order by the first, then by the second, is the order of the sums themselves.
-    """
+    """The rounded sum, and what it lacks: both exact (Knuth's two-sum). Sums are ordered by the
+    first, then by the second."""
     total = x + y
     of_y = total - x
     rest = (x - (total - of_y)) + (y - of_y)

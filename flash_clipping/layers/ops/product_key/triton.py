@@ -21,7 +21,7 @@ from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.ops.runtime.launches import launch
 
 ELEMENTS = 1024
-"""Of an axis or of candidates, that a program has, if that is more than one row."""
+"""Elements of an axis, or candidates, of a program, if that is more than one row."""
 MOST_ROWS = 8
 INTERPRETED_ROWS = 64  # the interpreter takes as long for one row as for many
 OF_WARP = 1024
@@ -50,11 +50,8 @@ def _mirrored(bits, SIGN: tl.constexpr):
 def _best_of_axis(
     logits, inside, rank, w: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """The logit at each of the ranks ``[C]`` and its entry, ``[R, C]``; and, ``[R, 1]``,
-    ``log Σ exp(logit - greatest)``.
-
-    Of an axis with a NaN or ``+inf``, or with nothing but ``-inf``, the last is NaN.
-    """
+    """Logit and entry at each of the ranks ``[C]``, ``[R, C]`` each; and ``[R, 1]``, ``log Σ
+    exp(logit - greatest)``: NaN for an axis with NaN, ``+inf`` or nothing but ``-inf``."""
     NARROW: tl.constexpr = logits.dtype.primitive_bitwidth == 16
     NONE: tl.constexpr = -(2**31) if NARROW else -(2**63)  # below every key
     column = tl.arange(0, S)[None, :]
@@ -150,10 +147,8 @@ def _grad_of_axis(
     s: tl.constexpr, k: tl.constexpr, IS_X: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Softmax times the sum everywhere, and then once more, with their own, the chosen entries.
-
-    Several choices of one entry all write the sum of them all, added up in one order.
-    """
+    """Softmax times the sum everywhere; then the chosen entries once more, with their own. Choices
+    of one entry all write the same sum, added up in one order."""
     row = n.to(tl.int64)
     place = tl.arange(0, K)[None, :]
     at = row[:, None] * k + place

@@ -111,32 +111,21 @@ def stream_mix_backward(
     B, S, n, D = x_BSnD.shape
     x, y = x_BSnD.contiguous(), y_BSD.contiguous()
     dx, dy = torch.empty_like(x), torch.empty_like(y)
-    dpost_BSn = torch.empty((B, S, n), dtype=torch.float32, device=x.device)
-    dcomb_BSnn = torch.empty((B, S, n, n), dtype=torch.float32, device=x.device)
+    dpost_BSn = x.new_empty((B, S, n), dtype=torch.float32)
+    dcomb_BSnn = x.new_empty((B, S, n, n), dtype=torch.float32)
+    most = COLUMNS if n <= 4 else COLUMNS // 2  # registers
     launch(
-        _stream_mix_grad_kernel,
-        B * S,
-        x,
-        y,
-        post_BSn.contiguous(),
-        comb_BSnn.contiguous(),
-        grad_BSnD.contiguous(),
-        dx,
-        dy,
-        dpost_BSn,
-        dcomb_BSnn,
-        D,
-        *_strides(n, transposed),
-        N_STREAMS=n,
-        STREAMS=tiles.next_power_of_2(n),
-        COLUMNS=_columns(D) if n <= 4 else min(COLUMNS // 2, _columns(D)),  # registers
+        _stream_mix_grad_kernel, B * S,
+        x, y, post_BSn.contiguous(), comb_BSnn.contiguous(), grad_BSnD.contiguous(), dx, dy,
+        dpost_BSn, dcomb_BSnn, D, *_strides(n, transposed),
+        N_STREAMS=n, STREAMS=tiles.next_power_of_2(n), COLUMNS=min(most, _columns(D)),
         num_warps=4,
-    )
+    )  # fmt: skip
     return dx, dy, dpost_BSn, dcomb_BSnn
 
 
 def _strides(n: int, transposed: bool) -> tuple[int, int]:
-    """Of ``comb``, along the stream that is read and the stream that is written."""
+    """Strides of ``comb`` along the stream that is read and the stream that is written."""
     return (n, 1) if transposed else (1, n)
 
 

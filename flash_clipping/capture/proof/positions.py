@@ -1,97 +1,34 @@
-"""Do documents of one row reach each other? A rehearsal shows it.
+"""Do documents of one row reach each other?
 
 Before the first step with two documents or more, and when the model is called with other kinds of
 arguments, it runs on the batch as it is, and again with other tokens in some documents; their
 places stay. What layers read at the positions of all others must stay as it was. Documents are
-changed all but one (the first, the last, one between), and every second one.
+changed all but one (the first, the last, one between), and every second one. In a last run all
+inputs change, places as well: what stays then does not derive from the inputs.
 
 ``R`` rows of the batch, ``T`` positions of each, ``N = R·T``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flash_clipping.capture.forward_call import Read
-from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.capture.rehearsal import MODELS_OWN, Rehearsals, Run
-from flash_clipping.capture.row_values import are_alike, digest_of, is_low
-from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.taint import Taint
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.reads import Reads
+from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.row_values import are_alike
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Relative difference from which on a position was reached from another document. Kernels compute
 #: rows of one batch alike whatever the others hold, but experts that get other numbers of rows.
 REACHED, REACHED_LOW = 1e-5, 1e-2
-
-
-@dataclass
-class _Note:
-    """What one read was: a few numbers for every position, and whether it derives from inputs."""
-
-    digest_N: Tensor | None
-    tainted: bool
-    low: bool
-
-
-@dataclass
-class PositionWitness:
-    """Notes what layers read in one rehearsal."""
-
-    taint: Taint
-    positions: int
-    notes: dict[Read, _Note] = field(default_factory=dict)
-    offsets: Tensor | None = None
-
-    def note(self, read: Read, rows: Tensor, given: Sequence[Any]) -> None:
-        """A layer reads these rows, ``[N, ...]``, of what it was given."""
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        tainted = any(x in self.taint for x in tensors) or rows.requires_grad
-        with self.taint.looking_away():
-            digest_N = digest_of(rows if rows.dim() > 1 else rows.unsqueeze(1), 0)
-        self.notes[read] = _Note(digest_N, tainted, is_low(rows))
-
-    def reads_samples(
-        self, read: Read, x: Tensor, axis: int, *, rows: int | None = None, **_: Any
-    ) -> bool:
-        """Of what a module's own parameters meet, which has got positions as rows."""
-        if (x.shape[axis] if rows is None else rows) != self.positions:
-            return False
-        if rows is None:
-            with self.taint.looking_away():
-                self.notes[read] = _Note(digest_of(x, axis), True, is_low(x))
-        return True
-
-    def forget(self, path: str) -> None:
-        for read in [read for read in self.notes if read[0] == path]:
-            del self.notes[read]
-
-
-class _PositionRehearsals(Rehearsals):
-    """Runs of one model on one batch, and on that batch with other tokens."""
-
-    def __init__(self, units: Units, *given: Any):
-        super().__init__(*given)
-        self.units: Units | None = units
-
-    def witness(self, taint: Taint, size: Callable[[], int]) -> Any:
-        assert self.units is not None
-        return PositionWitness(taint, len(self.units.map))
-
-    def run(self, *args: Any, **kwargs: Any) -> Run:
-        """With other tokens other documents may not be finite: that is none of the step's."""
-        assert self.units is not None
-        try:
-            return super().run(*args, **kwargs)
-        finally:
-            self.units.forget_lost()
 
 
 def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,15 +40,7 @@ def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(map(of, args)), tuple((name, of(x)) for name, x in sorted(kwargs.items()))
 
 
-def rehearse_positions(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    units: Units,
-    watched: int,
-) -> None:
+def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     """See that every layer reads positions in order, and documents do not reach each other.
 
     Leaves in ``session.units_of_calls`` what was shown, for so many ``watched`` parameters.
@@ -119,42 +48,69 @@ def rehearse_positions(
     Raises:
         FlashClippingError: they do, or it cannot be seen; all layers are named.
     """
-    known = session.units_of_calls
-    kind = watched, _kind_of_call(args, kwargs)
+    known = subject.session.units_of_calls
+    kind = watched, _kind_of_call(subject.args, subject.kwargs)
     if kind in known.apart or not len(units.map):
         return
-    runs = _PositionRehearsals(units, root, forward, session, args, kwargs)
-    sources = _sources(units, args, kwargs)
+    runs = Runs(subject, batched_inputs(subject.args, subject.kwargs))
+    runs.units = units
+    sources = _sources(units, subject.args, subject.kwargs)
     try:
-        whole = runs.run(None, sources)
+        whole = _read(runs, subject, units, lambda x: x, [])
     except MODELS_OWN as error:
         if isinstance(error, FlashClippingError | torch.OutOfMemoryError):
             raise
         return  # the forward itself will raise it
-    if whole.refused is not None:
-        raise whole.refused
-    notes: dict[Read, Any] = {**whole.notes}
-    _refuse_constants(notes)
-    known.proven = {read[0] for read in notes}
-    index_N = units.map.index_M.cpu()  # a rehearsal may wait for the device
+    known.proven = {read[0] for read in whole}
+    index_N = units.map.index_M.cpu()  # a proof may wait for the device
     documents = index_N[index_N >= 0].unique()
+    nothing_N = torch.zeros(len(index_N), dtype=torch.bool)
+    content = _content(units, sources)
+    others: list[tuple[Reads, Tensor, Tensor]] = []
+    try:
+        for kept in _kept(documents.tolist()) if len(documents) > 1 else ():
+            kept_N = torch.isin(index_N, torch.tensor(kept))
+            stays_N = kept_N | (index_N < 0)  # padding is nobody's
+            change = partial(other_tokens, stays_N)
+            others.append((_read(runs, subject, units, change, content), kept_N, ~stays_N))
+        change = partial(other_tokens, nothing_N)
+        moved = [reads for reads, _, _ in others]
+        moved.append(_read(runs, subject, units, change, sources))
+    except MODELS_OWN as error:
+        if isinstance(error, FlashClippingError):
+            raise
+        raise FlashClippingError(
+            "the model: units are parts of rows, and it could not be seen whether documents "
+            f"reach each other: with other tokens it raised {type(error).__name__}: {error}"
+        ) from error
+    _refuse_constants(whole, moved)
     if len(documents) < 2:
         return
-    content = _content(units, sources)
-    for kept in _kept(documents.tolist()):
-        kept_N = torch.isin(index_N, torch.tensor(kept))
-        stays_N = kept_N | (index_N < 0)  # padding is nobody's
-        try:
-            run = runs.run(partial(other_tokens, stays_N), content)
-        except MODELS_OWN as error:
-            raise FlashClippingError(
-                "the model: units are parts of rows, and it could not be seen whether documents "
-                f"reach each other: with other tokens it raised {type(error).__name__}: {error}"
-            ) from error
-        if run.refused is not None:
-            raise run.refused
-        _compare(notes, {**run.notes}, kept_N, ~stays_N)
+    for reads, kept_N, moved_N in others:
+        _compare(whole, reads, kept_N, moved_N)
     known.apart.add(kind)
+
+
+def _read(
+    runs: Runs,
+    subject: Subject,
+    units: Units,
+    change: Callable[[Tensor], Tensor],
+    sources: list[Tensor],
+) -> Reads:
+    """What layers read where these inputs are changed."""
+    ids = {id(x) for x in sources}
+    reads = Reads()
+    try:
+        given = map_tensors(
+            lambda x: change(x) if id(x) in ids else x, (subject.args, subject.kwargs)
+        )
+        _, refused = runs.look(given, reads)
+    finally:
+        units.forget_lost()  # other documents may not be finite: that is none of the step's
+    if refused is not None:
+        raise refused
+    return reads
 
 
 def _sources(units: Units, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -216,8 +172,17 @@ def other_tokens(stays_N: Tensor, x: Tensor) -> Tensor:
     return torch.where(stays_N1, flat, changed.to(flat.dtype)).view(x.shape)
 
 
-def _refuse_constants(notes: dict[Read, _Note]) -> None:
-    paths = dict.fromkeys(read[0] for read, note in notes.items() if not note.tainted)
+def _refuse_constants(whole: Reads, others: list[Reads]) -> None:
+    """Refuse layers that read the same whatever the inputs are."""
+    paths = {
+        read[0]: None
+        for read, a in whole.items()
+        if all(
+            (b := other.get(read)) is None
+            or (a.digest is not None and b.digest is not None and torch.equal(a.digest, b.digest))
+            for other in others
+        )
+    }
     if paths:
         raise FlashClippingError(
             f"{', '.join(paths)}: units are parts of rows (sample_of with a map of positions), and "
@@ -228,9 +193,7 @@ def _refuse_constants(notes: dict[Read, _Note]) -> None:
         )
 
 
-def _compare(
-    whole: dict[Read, Any], other: dict[Read, Any], kept_N: Tensor, moved_N: Tensor
-) -> None:
+def _compare(whole: Reads, other: Reads, kept_N: Tensor, moved_N: Tensor) -> None:
     """What layers read of documents that were kept must have stayed, and have changed elsewhere."""
     reached: dict[str, None] = {}
     changed = False
@@ -239,12 +202,12 @@ def _compare(
         if b is None:
             reached[read[0]] = None
             continue
-        if a.digest_N is None or b.digest_N is None:
+        if a.digest is None or b.digest is None:
             continue
         different = REACHED_LOW if a.low or b.low else REACHED
-        if not are_alike(a.digest_N[kept_N], b.digest_N[kept_N], different):
+        if not are_alike(a.digest[kept_N], b.digest[kept_N], different):
             reached[read[0]] = None
-        if not torch.equal(a.digest_N[moved_N], b.digest_N[moved_N]):
+        if not torch.equal(a.digest[moved_N], b.digest[moved_N]):
             changed = True
     if reached:
         raise FlashClippingError(

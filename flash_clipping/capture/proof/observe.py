@@ -1,0 +1,325 @@
+"""Which reads of tapped layers are samples, and which are the same for all samples.
+
+The model runs on the batch as it is, and once more on other samples of it: one sample less, or one
+more, in reverse order, one of them extreme; where it runs on one size only, on as many. What has a
+row for each sample in both runs are samples. What has as many rows in both, and the same values,
+and does not derive from an input, is a constant (positions, tables): a layer that reads it computes
+a function of parameters alone (:mod:`flash_clipping.capture.proxies`). All else is a *finding*:
+rows that are not one for each sample, or with other values for the same samples. Findings prove
+nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.capture.proof.prove`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from flash_clipping.capture.forward_call import Evidence
+from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.reads import Note, Read, Reads
+from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.errors import FlashClippingError, to_adapt, to_freeze
+
+#: How often the model runs at most, where an answer that was taken from sizes was wrong: layers
+#: behind it have read something else than they will.
+ATTEMPTS = 6
+
+#: Layers that an error names.
+NAMED = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A read that derives from the samples and has not one row for each of them.
+
+    Attributes:
+        words: what was found.
+        of_values: whether it is the values of the rows that differ, not their number.
+        may_be_parts: whether there may be as many rows for every sample.
+    """
+
+    read: Read
+    words: str
+    of_values: bool = False
+    may_be_parts: bool = False
+
+
+@dataclass
+class Look:
+    """The model on one batch: how many samples there are, and what was read.
+
+    Attributes:
+        refused: what ended the run before its time.
+        places: of samples that stand in the first look as well, as rows of this one; and their
+            numbers there.
+    """
+
+    size: int
+    reads: Reads
+    refused: FlashClippingError | None = None
+    places: tuple[list[int], list[int]] = ([], [])
+
+
+@dataclass
+class Observed:
+    """What two runs have shown.
+
+    Attributes:
+        subject: the call, with what is known of its samples now.
+        findings: reads that are not one row for each sample.
+        whole: the run of the batch as it is; ``None`` if it could not be run.
+        is_compared: whether the model ran on another batch.
+    """
+
+    subject: Subject
+    findings: list[Finding] = field(default_factory=list)
+    whole: Look | None = None
+    is_compared: bool = False
+
+
+def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
+    """Leave in ``session.evidence`` which reads are samples.
+
+    Raises:
+        FlashClippingError: by a tapped layer, whatever is taken for samples.
+    """
+    evidence, corrected = subject.session.evidence, set[str]()
+    for _ in range(ATTEMPTS):
+        try:
+            whole, other = _look(subject, runs, seed)
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:
+            return Observed(subject)  # its own forward will raise it
+        wrong = _conclude(evidence, whole, other)
+        if not wrong:
+            break
+        corrected |= wrong
+        # Layers behind them have read something else.
+        evidence.forget({*evidence.reads} - corrected)
+    if other is not None:
+        _sum_up(evidence, whole, other)
+    refused = next((look.refused for look in (whole, other) if look and look.refused), None)
+    if refused is not None:
+        raise refused
+    if whole.reads.offsets is not None:
+        subject = replace(subject, offsets=(whole.reads.offsets, whole.size))
+    return Observed(subject, _findings(whole, other), whole, other is not None)
+
+
+def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
+    """The batch as it is, and another one if the model runs on any.
+
+    Raises:
+        whatever the model raises on the batch as it is.
+    """
+    reads = Reads()
+    given = subject.args, subject.kwargs
+    try:
+        size, refused = runs.look(given, reads, seed)
+    except FlashClippingError:
+        raise
+    except MODELS_OWN:
+        if not runs.marks_inputs:
+            raise
+        runs.marks_inputs, reads = False, Reads()
+        size, refused = runs.look(given, reads, seed)
+    whole = Look(size, reads, refused)
+    offsets = None if reads.offsets is None else (reads.offsets, size)
+    for samples, order, extreme in _others(replace(subject, offsets=offsets)):
+        reads = Reads()
+        try:
+            size, refused = runs.look(samples.batch(order, extreme), reads, seed)
+        except (torch.OutOfMemoryError, FlashClippingError):
+            raise
+        except MODELS_OWN:
+            continue
+        if size == len(order):
+            rows = [place for place in range(size) if place != extreme]
+            return whole, Look(size, reads, refused, (rows, [order[place] for place in rows]))
+    return whole, None
+
+
+def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], int | None]]:
+    """Other batches that the model may run on: samples, their order, and the extreme place.
+
+    An input may have as many rows as there are samples by chance: positions, a mask that all
+    samples share. That takes another axis of that size, and a model that runs on another number
+    of samples with that input as it is. Without such an axis the rows are the samples', and
+    what would be left as it is could carry some of them into all others.
+    """
+    samples = subject.samples()
+    size = samples.count
+    less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
+    orders = [less, more] if size > 2 else [more, less]
+    for extreme in (0, None):  # on which it may not be finite
+        for narrow in range(4) if samples.is_ambiguous and subject.offsets is None else (0,):
+            for order in orders:
+                if order:
+                    yield subject.samples(narrow), order, extreme if len(order) > 1 else None
+        if size > 1:
+            yield samples, more[:size], extreme
+
+
+# -- conclusions ----------------------------------------------------------------------------------
+
+
+def _fits(a: Note, size: int) -> bool:
+    return a.rows == size or (a.folded and size > 0 and a.rows % size == 0 and a.rows > 0)
+
+
+def _follows(a: Note, whole: Look, b: Note, other: Look) -> bool:
+    """Whether the rows of a read are as many as samples, or as many for each, in both runs."""
+    if a.folded:
+        return _fits(a, whole.size) and b.rows * whole.size == a.rows * other.size
+    return a.rows == whole.size and b.rows == other.size
+
+
+def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
+    """Whether a read is samples."""
+    if other is None or b is None:
+        return a.answer
+    if a.beside or b.beside:
+        return _fits(a, whole.size) and _fits(b, other.size)
+    if a.sure or b.sure:
+        return True
+    if _follows(a, whole, b, other):
+        return whole.size != other.size or a.answer or not a.is_alike(b)
+    return a.rows != b.rows or not a.is_alike(b)
+
+
+def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[str]:
+    """Note what two runs have shown, read by read; returns the layers that were given a wrong
+    answer, of which nothing is known behind that."""
+    answers: dict[str, list[list[bool]]] = {}
+    wrong: set[str] = set()
+    for read, a in sorted(whole.reads.items()):
+        path, call, place = read
+        b = None if other is None else other.reads.get(read)
+        if (other is not None and b is None) or path in wrong:
+            continue  # the model does something else now and then
+        answer = _answer(a, whole, b, other)
+        if answer is not a.answer or (b is not None and answer is not b.answer):
+            wrong.add(path)
+        calls = answers.setdefault(path, [])
+        while len(calls) <= call:
+            calls.append([])
+        if place == len(calls[call]):  # what comes after a gap is not known
+            calls[call].append(answer)
+    evidence.forget(answers)
+    evidence.reads.update(answers)
+    return wrong
+
+
+def _sum_up(evidence: Evidence, whole: Look, other: Look) -> None:
+    """Note the layers all of whose reads are samples, and those that read constants alone."""
+    uncertain = {read[0] for read in whole.reads.keys() ^ other.reads.keys()}
+    for path, calls in evidence.reads.items():
+        if path in uncertain:
+            continue
+        if all(map(all, calls)):
+            evidence.proven.add(path)
+        elif all(answers == [place > 0 for place in range(len(answers))] for answers in calls):
+            evidence.constants.add(path)
+
+
+def _findings(whole: Look, other: Look | None) -> list[Finding]:
+    """Reads that derive from the samples and have not a row for each of them."""
+    findings = []
+    for read, a in whole.reads.items():
+        if a.beside or not a.answer:
+            continue
+        if other is None:  # by its shape alone
+            if not _fits(a, whole.size):
+                words = f"what it reads has {a.rows} rows for a batch of {whole.size}"
+                parts = whole.size > 0 and a.rows % whole.size == 0
+                findings.append(Finding(read, words, may_be_parts=parts))
+            continue
+        b = other.reads.get(read)
+        if b is None or b.beside:
+            continue
+        if not _follows(a, whole, b, other):
+            still = "still " if a.rows == b.rows else ""
+            words = (
+                f"what it reads has {a.rows} rows for a batch of {whole.size}, and {still}{b.rows} "
+                f"for a batch of {other.size}"
+            )
+            parts = a.rows * other.size == b.rows * whole.size and a.rows % whole.size == 0
+            findings.append(Finding(read, words, may_be_parts=parts))
+        elif not a.is_alike(b, _rows(a, whole, other.places[1]), _rows(b, other, other.places[0])):
+            sizes = {
+                -1: "with one sample less",
+                0: "with one sample twice",
+                1: "with one sample more",
+            }
+            words = (
+                "what it reads has a row for each sample, but other values for the same samples "
+                f"in a batch {sizes[other.size - whole.size]}, in reverse order"
+            )
+            findings.append(Finding(read, words, of_values=True))
+    return findings
+
+
+def _rows(note: Note, look: Look, samples: Sequence[int]) -> Tensor:
+    """The rows of these samples, of which each may have several that lie together."""
+    parts = note.rows // look.size
+    return torch.tensor([b * parts + part for b in samples for part in range(parts)])
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def refusal(findings: Sequence[Finding], root: nn.Module, batch_first: bool) -> str:
+    """One error that names every layer."""
+    by_path: dict[str, str] = {}
+    for finding in findings:
+        by_path.setdefault(finding.read[0], finding.words)
+    lines = [f"{path}: {words}" for path, words in by_path.items()]
+    if len(lines) > NAMED:
+        lines[NAMED:] = [f"... and {len(lines) - NAMED} more layers"]
+    rows = any(not finding.of_values for finding in findings)
+    values = any(finding.of_values for finding in findings)
+    axis = "first" if batch_first else "second"
+    parts = all(finding.may_be_parts or finding.of_values for finding in findings)
+    declare = "declare modules whose rows are parts of samples (folded_modules=[...]); "
+    advice = []
+    if rows:
+        advice.append(
+            "The rows are not samples, and parameters of these layers have no per-sample "
+            f"gradients. Keep the batch the {axis} axis of what a layer reads and other axes "
+            f"(windows, positions) behind it; {declare if parts else ''}give them a rule of their "
+            "own (flash_clipping.register_rule); or freeze their parameters, or train LoRA on "
+            "other layers alone."
+        )
+    if values:
+        advice.append(
+            "Rows are in another order than the samples, were chosen among those of all samples "
+            "(sorted, shuffled, routed to experts), or depend on other samples (a mean over the "
+            "batch). Keep the order of the batch and compute each sample by itself, or freeze "
+            "the parameters of these layers."
+        )
+    # Adapters would not help where the model itself mixes samples.
+    instead = to_freeze(*by_path) if values else _instead(root, [*by_path])
+    return "\n".join((*lines, *advice)) + instead
+
+
+def _instead(root: nn.Module, paths: list[str]) -> str:
+    """Lines that leave these layers out: freeze them, or train adapters of others."""
+    refused = {path.partition(" (")[0] for path in paths}
+    output = getattr(root, "get_output_embeddings", lambda: None)()
+    names = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if module is not output
+    ]
+    last = {name.rpartition(".")[2] for name in names if name in refused}
+    others = [name for name in names if name.rpartition(".")[2] not in last]
+    attention = [name for name in others if "attn" in name.lower() or "attention" in name.lower()]
+    targets = sorted({name.rpartition(".")[2] for name in attention or others})
+    adapted = to_adapt(targets) if targets and not hasattr(root, "peft_config") else ""
+    return to_freeze(*sorted(paths)) + adapted
