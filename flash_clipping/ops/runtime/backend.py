@@ -83,13 +83,6 @@ def is_triton_available() -> bool:
     return _import_error() is None and (torch.cuda.is_available() or is_interpreting())
 
 
-def asked_for(backend: str) -> str:
-    """``backend``, or what the environment variable says instead of ``"auto"``."""
-    if backend == "auto":
-        return os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
-    return backend
-
-
 def resolve(backend: str, tensor: Tensor) -> str:
     """Turn ``backend`` into ``"triton"`` or ``"torch"`` for an operation on ``tensor``.
 
@@ -99,8 +92,9 @@ def resolve(backend: str, tensor: Tensor) -> str:
     Raises:
         ValueError: an unknown name, or ``"triton"`` for a tensor that no kernel can read.
     """
-    source = ENVIRONMENT_VARIABLE if backend == "auto" else "backend"
-    backend = asked_for(backend)
+    source = "backend"
+    if backend == "auto":
+        source, backend = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
     if backend not in BACKENDS:
         raise ValueError(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
     if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
