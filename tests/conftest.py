@@ -74,6 +74,7 @@ RUN_BEFORE = (
     "bags_of_samples",
     "folded",
     "compared_samples",
+    "experts",
     "units",
     "units_refused",
     "row_layouts",

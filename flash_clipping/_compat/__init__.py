@@ -75,7 +75,6 @@ from flash_clipping._compat.tensors import (
     plain_functions as plain_functions,
     pytree as pytree,
     references_to as references_to,
-    weak_storage as weak_storage,
 )
 from flash_clipping._compat.triton import (
     compiled_kernel as compiled_kernel,

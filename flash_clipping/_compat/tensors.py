@@ -23,11 +23,6 @@ references_to: Callable[[int], int] = needed("_C._storage_Use_Count")
 #: Whether two tensors share a storage. Without: an error.
 is_alias_of: Callable[[Tensor, Tensor], bool] = needed("_C._is_alias_of")
 
-#: Keeps a storage's id from being used again, not its memory. Without: its memory as well.
-weak_storage: Callable[[torch.UntypedStorage], Any] = find(
-    load("torch.multiprocessing.reductions"), "StorageWeakRef"
-) or (lambda storage: storage)
-
 #: Context: torch functions see subclasses as plain tensors. Without: an error.
 plain_functions: Callable[[], Any] = needed("_C.DisableTorchFunctionSubclass")
 

@@ -39,6 +39,8 @@ def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
         return args[0].fill_(1)
+    if name == "bernoulli" and len(args) > 1 and not isinstance(args[1], Tensor):
+        return torch.ones_like(args[0])  # dropout under vmap
     result = func(*args, **kwargs)
     if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
         return result

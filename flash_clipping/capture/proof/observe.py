@@ -22,6 +22,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError, to_adapt, to_freeze
 
 #: How often the model runs at most, where an answer that was taken from sizes was wrong: layers
@@ -88,6 +89,7 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         FlashClippingError: by a tapped layer, whatever is taken for samples.
     """
     evidence, corrected = subject.session.evidence, set[str]()
+    by_generic_rule = {tap: tap.generic for tap in taps_of(subject.root)}
     for _ in range(ATTEMPTS):
         try:
             whole, other = _look(subject, runs, seed)
@@ -99,6 +101,8 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         if not wrong:
             break
         corrected |= wrong
+        for tap, generic in by_generic_rule.items():
+            tap.generic = generic  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
         evidence.forget({*evidence.reads} - corrected)
     if other is not None:
@@ -121,11 +125,14 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
     given = subject.args, subject.kwargs
     try:
         size, refused = runs.look(given, reads, seed)
+        again = refused is not None
     except FlashClippingError:
         raise
     except MODELS_OWN:
         if not runs.marks_inputs:
             raise
+        again = True
+    if again and runs.marks_inputs:  # it may mind that inputs require gradients
         runs.marks_inputs, reads = False, Reads()
         size, refused = runs.look(given, reads, seed)
     whole = Look(size, reads, refused)
@@ -268,6 +275,20 @@ def _rows(note: Note, look: Look, samples: Sequence[int]) -> Tensor:
     """The rows of these samples, of which each may have several that lie together."""
     parts = note.rows // look.size
     return torch.tensor([b * parts + part for b in samples for part in range(parts)])
+
+
+def taps_of(root: nn.Module) -> Iterator[Tap]:
+    """The taps that stand in for forwards of a model's modules."""
+    for module in root.modules():
+        if (tap := tap_of(module)) is not None:
+            yield tap
+
+
+def tap_of(module: nn.Module) -> Tap | None:
+    """The tap that stands in for a module's forward."""
+    forward = vars(module).get("forward")
+    tap = getattr(forward, "__self__", forward)
+    return tap if isinstance(tap, Tap) else None
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import nn
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
-from flash_clipping.capture.proof.observe import Finding, observe, refusal
+from flash_clipping.capture.proof.observe import Finding, observe, refusal, tap_of, taps_of
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import Probed, probe
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -103,7 +103,7 @@ def _settle_findings(
     if not session.has_oracle:
         return
     saved = _saved(session)
-    taps = [tap for module in subject.root.modules() if (tap := tap_of(module)) is not None]
+    taps = taps_of(subject.root)
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
     whys: dict[str, None] = {}
     for generic in (False, True) if unruled else (False,):
@@ -239,13 +239,6 @@ def _refusal_of_guess(path: str) -> str:
         "training (no layer drop), keep the batch the first axis of what it reads, or freeze its "
         f"parameters.{to_freeze(path)}"
     )
-
-
-def tap_of(module: nn.Module) -> Tap | None:
-    """The tap that stands in for a module's forward."""
-    forward = vars(module).get("forward")
-    tap = getattr(forward, "__self__", forward)
-    return tap if isinstance(tap, Tap) else None
 
 
 def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:

@@ -436,7 +436,7 @@ def _normalization(
     layer = SimpleNamespace(normalized_shape=tuple(shape))
     if not centred:
         rstd = (wide.square().mean(axes, keepdim=True) + eps).rsqrt()
-        return _by_rule(asked, _RMS_NORM, layer, (x, rstd, scale), weight=weight)
+        return _by_rule(asked, _RMS_NORM, layer, (x, None, rstd, scale), weight=weight)
     variance, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
     saved = x, mean, (variance + eps).rsqrt(), scale
     return _by_rule(asked, _LAYER_NORM, layer, saved, weight=weight, bias=bias)
