@@ -301,6 +301,7 @@ class ClippingSession:
             or self.bypassed
             or self.by_itself
             or self.comparing
+            or self.probing is not None
             or self.stood_in
         ):
             self.recover()  # also from a proof that was broken off
@@ -349,7 +350,9 @@ class ClippingSession:
         if (failed := self.backward_pass) is not None:  # somebody keeps its frames
             failed.put_back()
         self._backward_pass = None
+        self.epoch += 1  # layers that read one input take the same way again, all of them
         self.bypassed = self.by_itself = self.comparing = False
+        self.probing = None
         while self.stood_in:
             module, name, param = self.stood_in[-1]
             module._parameters[name] = param
