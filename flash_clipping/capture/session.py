@@ -462,6 +462,20 @@ class ClippingSession:
         fits = found == size or (path in self.folded and size > 0 and found % size == 0)
         return fits and not storages & self.model_storages()
 
+    def knows_samples(self, call: ForwardCall, path: str) -> bool:
+        """Whether the next read of this layer, which counts as read then, is known to be samples;
+        its shape is that of a read before it."""
+        if self.positions is not None or path not in call.turns:
+            return False
+        if path in self.evidence.proven:
+            return True
+        of_call, place = call.turns[path]
+        known = self.evidence.reads.get(path, ())
+        if of_call >= len(known) or known[of_call][place : place + 1] != [True]:
+            return False
+        call.turns[path][1] += 1
+        return True
+
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""
         self.epoch += 1

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -29,6 +30,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.proxies.proxy_ops import mixed, note_recomputation, of_samples
+from flash_clipping.capture.proxies.routers import linear_again, note_linear
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -64,6 +66,8 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
+    if func is F.linear and (again := linear_again(args, kwargs)) is not None:
+        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -111,6 +115,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
             return called(func, leaves, spec, lambda _: expanded)
+        if by_sample and func is F.linear:
+            note_linear(bares[0], leaves, spec)
         return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.

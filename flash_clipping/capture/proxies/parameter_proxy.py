@@ -414,7 +414,8 @@ def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
 
 
 def is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, ParameterProxy)
+    kind = leaf.__class__
+    return kind is Tensor or (kind is not ParameterProxy and isinstance(leaf, Tensor))
 
 
 def circumstances() -> Any:

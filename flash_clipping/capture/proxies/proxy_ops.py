@@ -146,7 +146,7 @@ class _Expansion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
         bare, rows = ctx.bare, ctx.rows
-        _refuse_second(bare.tap)
+        refuse_second(bare.tap)
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
             return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
@@ -229,7 +229,7 @@ class _MixedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
         operation: ProxyOp = ctx.operation
-        _refuse_second(operation.tap)
+        refuse_second(operation.tap)
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
@@ -242,7 +242,7 @@ class _MixedFunction(torch.autograd.Function):
         return None, None, *grads, *_recorded(operation.tap, operation.params, factors, *given)
 
 
-def _refuse_second(tap: FactorSource) -> None:
+def refuse_second(tap: FactorSource) -> None:
     if torch.is_grad_enabled():
         found = "backward(create_graph=True) asks for the derivative of its gradient"
         raise UnsupportedUse(tap, found)
