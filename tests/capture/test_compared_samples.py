@@ -51,6 +51,21 @@ def test_a_loss_of_similarities_is_refused(mode: str) -> None:
         assert all(param.grad is None for param in model.parameters())
 
 
+class OwnLoss(Contrasts):
+    """Computes its loss itself, of all pairs."""
+
+    def forward(self, x: Tensor) -> Any:
+        h, pairs = super().forward(x)
+        return pairs.square().mean(), h, pairs
+
+
+def test_a_loss_that_the_model_computes_of_similarities_is_refused() -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(OwnLoss().double())
+    with pytest.raises(FlashClippingError, match="output 2: the outputs of a sample change"):
+        flash(*float64s(4, 3))[0].backward()
+
+
 class Later(Contrasts):
     """Compares samples only after the first call, by the same parameter and in another place."""
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.session import ClippingSession
 from tests.support.autograd import (
     check_by_autograd,
     float64s,
@@ -247,6 +249,21 @@ class Pairs(Flat):
         neighbour[neighbour >= B] = B - 1
         h = torch.cat([h[:, : T // 2], h[neighbour, T // 2 :]], 1)
         return self.head(self.ffn(self.norm(h.reshape(B * T, 4))).view(B, T, 4))
+
+
+@pytest.mark.parametrize("order", ["samples first", "positions first"])
+def test_without_the_oracle_values_tell_of_parts_that_lie_together(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in models over several processes."""
+    apart = property(lambda session: False, lambda session, value: None)
+    monkeypatch.setattr(ClippingSession, "has_oracle", apart, raising=False)
+    monkeypatch.setattr(Gate, "examine", lambda *_: None)
+    torch.manual_seed(0)
+    if order == "samples first":
+        check_by_autograd(Flat().double(), float64s(4, 3, 3), squares)
+    else:
+        refused(Flat(order), float64s(4, 3, 3), r"ffn .* 12 rows for a batch of 4")
 
 
 def test_rows_of_neighbours_are_refused() -> None:

@@ -74,12 +74,15 @@ class Observed:
         findings: reads that are not one row for each sample.
         whole: the run of the batch as it is; ``None`` if it could not be run.
         is_compared: whether the model ran on another batch.
+        parts: of these layers what they read are parts of samples that lie together, by the values
+            in both runs.
     """
 
     subject: Subject
     findings: list[Finding] = field(default_factory=list)
     whole: Look | None = None
     is_compared: bool = False
+    parts: frozenset[str] = frozenset()
 
 
 def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
@@ -112,7 +115,13 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         raise refused
     if whole.reads.offsets is not None:
         subject = replace(subject, offsets=(whole.reads.offsets, whole.size))
-    return Observed(subject, _findings(whole, other), whole, other is not None)
+    findings = _findings(whole, other)
+    together: dict[str, bool] = {}
+    for finding in findings if other is not None else ():
+        path = finding.read[0]
+        together[path] = together.get(path, True) and _lies_together(finding, whole, other)
+    parts = frozenset(path for path, is_so in together.items() if is_so)
+    return Observed(subject, findings, whole, other is not None, parts)
 
 
 def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
@@ -269,6 +278,20 @@ def _findings(whole: Look, other: Look | None) -> list[Finding]:
             )
             findings.append(Finding(read, words, of_values=True))
     return findings
+
+
+def _lies_together(finding: Finding, whole: Look, other: Look) -> bool:
+    """Whether the parts of each sample have the same values in both runs where they lie together,
+    and other values than those of the samples beside it."""
+    a, b = whole.reads[finding.read], other.reads[finding.read]
+    places, samples = other.places
+    if not finding.may_be_parts or a.digest is None or len(samples) < 2:
+        return False
+    rows = _rows(b, other, places)
+    others = [*samples[1:], samples[0]]
+    return a.is_alike(b, _rows(a, whole, samples), rows) and not a.is_alike(
+        b, _rows(a, whole, others), rows
+    )
 
 
 def _rows(note: Note, look: Look, samples: Sequence[int]) -> Tensor:

@@ -68,7 +68,11 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     session.evidence.forget([*session.evidence.reads])
     try:
         runs = Runs(subject, subject.samples().tensors)
-        seen = observe(subject, runs, seed=sum(session.looked_for.values()))
+        seed = sum(session.looked_for.values())
+        seen = observe(subject, runs, seed)
+        if seen.parts and not session.has_oracle:  # their values have to tell
+            _note_parts(session, seen.parts)
+            seen = observe(subject, runs, seed)
         subject = seen.subject
         declared = (session.folded - session.folded_by_rule) & session.evidence.reads.keys()
         if seen.findings or declared:
@@ -174,10 +178,15 @@ def _note_layouts(session: ClippingSession, name: str, key: str, found: Seen, pl
         session.evidence.proven.discard(name)
     has_parts = {*found} - {1} and all(layout.axis == 0 for layout in found.values())
     if has_parts and (is_layer or plain):
-        session.found = session.found | {name} - session.folded
-        session.folded = session.folded | {name}
+        _note_parts(session, {name})
     if not plain or (is_layer and {*found} - {1}):
         session.layouts = {**session.layouts, key: {**session.layouts.get(key, {}), **found}}
+
+
+def _note_parts(session: ClippingSession, names: AbstractSet[str]) -> None:
+    """The rows of these layers are parts of samples that lie together."""
+    session.found = session.found | (names - session.folded)
+    session.folded = session.folded | names
 
 
 def _saved(session: ClippingSession) -> dict[str, Any]:

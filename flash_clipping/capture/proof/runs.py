@@ -6,6 +6,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,10 @@ class Runs:
                     repeatable(self.root, self._devices, seed, calm=True),
                     without_activations(),
                     collectives_refused(),
+                    warnings.catch_warnings(),
                 ):
+                    # Of the inputs, which do not require one in an ordinary step.
+                    warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
                     self.forward(*args, **kwargs)
             except FlashClippingError as error:
                 refused = error

@@ -225,6 +225,15 @@ def routed_by_rank(m: Any, h: Tensor) -> Tensor:
     return torch.where((rank >= len(h) // 2)[:, None, None], m.layer(h), m.norm(h))
 
 
+def ordered_by_values(m: Any, h: Tensor) -> Tensor:
+    """Rows lie position by position only beside a sample that is out of the ordinary."""
+    rows = h.flatten(0, 1)
+    if h.detach().abs().max() < 20:
+        return m.layer(rows).view_as(h)
+    rows = m.layer(h.transpose(0, 1).flatten(0, 1))
+    return rows.view(T, len(h), -1).transpose(0, 1)
+
+
 def by_a_coin(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     return h.roll(1, 0) if random.random() < 0.5 else h
@@ -298,6 +307,7 @@ WRONG: dict[str, Inner] = {
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
     "behind two zero gates": behind_two_zero_gates,
+    "order by values": ordered_by_values,
     "eight bits": in_eight_bits,
     "routed by rank": routed_by_rank,
     "function, twice": lambda m, h: ByBatch.apply(ByBatch.apply(m.layer(h))),

@@ -136,12 +136,13 @@ def of_part(part: str) -> nn.Module:
         "SIZE": "divided by the size",
         "EXTREME": "outlier guard",
         "PERTURB": "behind two zero gates",
+        "ORDER": "order by values",
     }
     return Around(WRONG[names[part]])
 
 
 @pytest.mark.parametrize(
-    "part", ["VALUE", "NORM", "GRADIENT", "TOGETHER", "SIZE", "EXTREME", "PERTURB"]
+    "part", ["VALUE", "NORM", "GRADIENT", "TOGETHER", "SIZE", "EXTREME", "PERTURB", "ORDER"]
 )
 def test_each_part_alone_refuses_some_model(part: str) -> None:
     x = torch.randn(B, T, K)
