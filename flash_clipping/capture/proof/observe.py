@@ -117,9 +117,10 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         subject = replace(subject, offsets=(whole.reads.offsets, whole.size))
     findings = _findings(whole, other)
     together: dict[str, bool] = {}
-    for finding in findings if other is not None else ():
+    for finding in findings:
         path = finding.read[0]
-        together[path] = together.get(path, True) and _lies_together(finding, whole, other)
+        alike = other is not None and _lies_together(finding, whole, other)
+        together[path] = together.get(path, True) and alike
     parts = frozenset(path for path, is_so in together.items() if is_so)
     return Observed(subject, findings, whole, other is not None, parts)
 
