@@ -529,16 +529,12 @@ class Tap(FactorSource):
             or self._rule_has_rows
             or any(isinstance(read, ParameterProxy) for read in args)
         ):
-            if not isinstance(x, Tensor) or x.device != params[0].device:
-                refuse_input(self.path, x, params[0])
-            if call is not None:
-                samples = samples_in(self, self.layer, rule, call, axis, args)
-                if samples is None:
-                    raise ReadsNoSamples
-                args = samples
-                x = args[0]
-        if not isinstance(x, Tensor) or x.device != params[0].device or x.dim() <= axis:
-            refuse_input(self.path, x, params[0])
+            samples = args if call is None else samples_in(self, self.layer, rule, call, axis, args)
+            if samples is None:
+                raise ReadsNoSamples
+            args = samples
+        if args[0].dim() <= axis:
+            refuse_input(self.path, args[0], params[0])
         if axis:
             args = tuple(x.transpose(0, axis) if isinstance(x, Tensor) else x for x in args)
         folds = self._rule_folds

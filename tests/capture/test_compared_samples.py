@@ -56,7 +56,7 @@ class OwnLoss(Contrasts):
 
     def forward(self, x: Tensor) -> Any:
         h, pairs = super().forward(x)
-        return pairs.square().mean(), h, pairs
+        return (h @ h.T).square().mean(), h, pairs
 
 
 def test_a_loss_that_the_model_computes_of_similarities_is_refused() -> None:

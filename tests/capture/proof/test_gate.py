@@ -55,6 +55,16 @@ def test_what_chance_decides_is_refused_by_an_audit(name: str) -> None:
             flash(torch.randn(B, T, K)).square().sum().backward()
 
 
+def test_evaluation_is_looked_at_by_itself() -> None:
+    """Samples that are mixed there alone, and no layer reads other rows."""
+    model = Around(RIGHT["plain"])
+    model.after = lambda y: y if model.training else y - y.mean(0)
+    flash = first_step(model)
+    flash.eval()
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+        flash(torch.randn(B, T, K)).square().sum().backward()
+
+
 def test_audits_are_seldom() -> None:
     gate = Gate()
     audits = {step: number for step in range(1, 100) if (number := gate.due())}
