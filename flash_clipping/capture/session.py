@@ -131,7 +131,7 @@ class ClippingSession:
         self.layouts: dict[str, Seen] = {}
         #: The same, of what comes of such a use.
         self.layouts_after: dict[str, Seen] = {}
-        #: Layers whose rows were seen to be samples.
+        #: Layers in which samples were seen to lie along the usual axis.
         self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
         self.laid_out: set[str] = set()

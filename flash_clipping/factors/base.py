@@ -1,4 +1,4 @@
-"""What a per-sample gradient is made of, and the two things asked of it.
+"""Factors of per-sample gradients, which norms and clipped sums follow from.
 
 A per-sample gradient ``[B, *parameter]`` is almost never worth forming: the norm of every sample
 and the clipped sum over samples follow from its factors. Rules return factors where autograd's own

@@ -95,10 +95,3 @@ class Table:
     outputs: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
     returned: int = 0
-
-    def of(self, path: str, call: int = 0) -> SampleLayout | None:
-        """The layout of one call of a layer; ``None`` where the layer was not called."""
-        calls = self.layouts.get(path, ())
-        if not calls:
-            return None
-        return calls[min(call, len(calls) - 1)]

@@ -5,6 +5,9 @@ are that sample's. Two batches of gradients are enough for many samples: a pass 
 sample's number, in which the samples with that bit take part, and one for those without it. A row
 that got a gradient in both has two samples. Rows of padding get none, and are nobody's.
 
+Layers whose samples may lie otherwise work row by row: samples lie in what they read as they do in
+what they return.
+
 Of parameters that modules use by themselves, operations with samples are looked at: where these lie
 in what meets a parameter, and in what comes of it.
 
