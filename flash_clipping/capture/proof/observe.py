@@ -1,8 +1,8 @@
 """Which reads of tapped layers are samples, and which are the same for all samples.
 
-The model runs on the batch as it is, and once more on its samples in reverse order: one less, or one
-more, and one of them made extreme; where it runs on one size only, on as many. What has a
-row for each sample in both runs are samples. What has as many rows in both, and the same values,
+The model runs on the batch as it is, and once more on its samples in reverse order: one less, or
+one more, and one of them made extreme; where it runs on one size only, on as many. What has a row
+for each sample in both runs are samples. What has as many rows in both, and the same values,
 and does not derive from an input, is a constant (positions, tables): a layer that reads it computes
 a function of parameters alone (:mod:`flash_clipping.capture.proxies`). All else is a *finding*:
 rows that are not one for each sample, or with other values for the same samples. Findings prove
