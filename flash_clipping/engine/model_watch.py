@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from flash_clipping._compat import pytree
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
+from flash_clipping.capture.proof.coverage import is_plain
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
@@ -37,6 +39,8 @@ from flash_clipping.engine.unsupported import batch_norms_of, refuse_batch_norms
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel
+
+_MODE = operator.attrgetter("training")
 
 
 class ModelWatch:
@@ -117,15 +121,14 @@ class ModelWatch:
         """What decides whether a call must be looked at: its arguments but for their values, and
         what may have changed since the last one. ``tensors`` are those in its arguments."""
         kind: list[Any] = [self.session.epoch, self.guards.count]
-        kind += (module.training, torch.is_grad_enabled())
+        kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
         for x in tensors:
             kind.append(x.shape)
         if kwargs or len(args) != 1 or args[0] is not tensors[0]:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             kind.append(structure)
             for leaf in leaves:
-                plain = leaf is None or isinstance(leaf, bool | int | float | str)
-                kind.append((type(leaf), leaf if plain else None))
+                kind.append((type(leaf), leaf if is_plain(leaf) else None))
         return kind
 
     def note_covered(self, kind: list[Any]) -> None:

@@ -9,16 +9,23 @@ The number of samples alone makes no other kind.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import batched_inputs
 
-#: Kinds that are told apart; an argument that counts steps makes a new one in every step.
-KINDS = 8
+#: Values of one argument that are told apart; one that counts steps has a new one in every step.
+VALUES = 8
+
+#: Kinds that are told apart.
+KINDS = 64
+
+_PLAIN = bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.device
 
 
 class Coverage:
@@ -31,6 +38,8 @@ class Coverage:
     def __init__(self, axis: int) -> None:
         self._axis = axis
         self._kinds: set[Hashable] = set()
+        #: Values of every argument, by its place.
+        self._values: dict[Hashable, set[Hashable]] = {}
         #: Of models some of whose layers read rows that are not the samples: the least and the
         #: largest of all sizes in a call, the number of samples first.
         self._ranges: dict[Hashable, list[tuple[int, int]]] = {}
@@ -43,6 +52,9 @@ class Coverage:
         self._sizes = sorted({n for x in held for n in x.shape if n > 1})
         if len(self._kinds) < KINDS:
             self._kinds.add(self._kind(root, args, kwargs))
+        values, structure = of_arguments(args, kwargs)
+        for place, value in enumerate(values):
+            self._values.setdefault((structure, place), set()).add(value)
         kind, sizes = self._kind_by_sizes(root, args, kwargs)
         before = self._ranges.get(kind, [(n, n) for n in sizes])
         if len(self._ranges) < KINDS:
@@ -86,6 +98,13 @@ class Coverage:
         inputs = batched_inputs(args, kwargs)
         return next((x.shape[self._axis] for x in inputs if x.dim() > self._axis), 0)
 
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What a call was given, but for arguments that have had many values."""
+        values, structure = of_arguments(args, kwargs)
+        seen = [self._values.get((structure, place), ()) for place in range(len(values))]
+        known = zip(values, seen, strict=True)
+        return tuple([x if len(had) < VALUES else None for x, had in known]), structure
+
     def _kind(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """The mode, the arguments, and along which axes samples could lie by the sizes."""
         size = self._count(args, kwargs)
@@ -93,7 +112,7 @@ class Coverage:
             tuple([a for a, n in enumerate(x.shape) if size > 1 and n % size == 0])
             for x in batched_inputs(args, kwargs)
         ]
-        return root.training, tuple(axes) if size > 1 else None, of_arguments(args, kwargs)
+        return modes_of(root), tuple(axes) if size > 1 else None, self._arguments(args, kwargs)
 
     def _kind_by_sizes(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,23 +123,29 @@ class Coverage:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         others = [n for x in tensors for n in (*x.shape[:axis], *x.shape[axis + 1 :])]
         kind = (
-            tuple([module.training for module in root.modules()]),
+            modes_of(root),
             tuple([x.dim() for x in tensors]),
-            of_arguments(args, kwargs),
+            self._arguments(args, kwargs),
             _multiples(size, self._sizes),
             bool(_multiples(size, others)),
         )
         return kind, [size, *others] if size else []
 
 
-def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def modes_of(root: nn.Module) -> tuple[bool, ...]:
+    """The mode of every module: a part of a model may be in evaluation."""
+    return tuple([module.training for module in root.modules()])
+
+
+def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Hashable, ...], str]:
     """What a call was given, tensors' values and shapes aside."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    return tuple([x if _is_plain(x) else type(x) for x in leaves]), str(structure)
+    return tuple([x if is_plain(x) else type(x) for x in leaves]), str(structure)
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def is_plain(value: Any) -> bool:
+    """Whether an argument is a value that can be compared."""
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _multiples(size: int, sizes: Sequence[int]) -> tuple[int, ...]:

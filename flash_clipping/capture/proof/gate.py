@@ -11,7 +11,7 @@ from torch import nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.coverage import of_arguments
+from flash_clipping.capture.proof.coverage import modes_of, of_arguments
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
@@ -106,7 +106,7 @@ class Gate:
 
 
 def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    return tuple([module.training for module in root.modules()]), of_arguments(args, kwargs)
+    return modes_of(root), of_arguments(args, kwargs)
 
 
 def _refuse_gradient(session: ClippingSession, why: str, grad: Any) -> None:

@@ -1,0 +1,72 @@
+"""What makes a call one that must be looked at: modes of parts, arguments, a first look that shows
+nothing."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.proof.coverage import VALUES
+
+B, K = 4, 6
+
+
+class Order(enum.Enum):
+    AS_GIVEN = 1
+    REVERSED = 2
+
+
+class Reverses(nn.Module):
+    """Its first layer reads samples in reverse order where that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(K, K), nn.Linear(K, 3)
+
+    def forward(self, x: Tensor, how: Any = None, step: int = 0) -> Tensor:
+        turned = how in (Order.REVERSED, torch.float64, "reversed") or not self.first.training
+        h = self.first(x.flip(0)).flip(0) if turned else self.first(x)
+        return self.last(h.tanh())
+
+
+def step(flash: GradSampleModuleFlashClipping, *args: Any, **kwargs: Any) -> None:
+    flash.zero_grad()
+    flash(torch.randn(B, K), *args, **kwargs).square().sum().backward()
+
+
+def refused(flash: GradSampleModuleFlashClipping, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(FlashClippingError, match="booked to others"):
+        step(flash, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"), [(Order.AS_GIVEN, Order.REVERSED), (torch.float32, torch.float64)]
+)
+def test_values_of_arguments_make_other_kinds(usual: Any, other: Any) -> None:
+    flash = GradSampleModuleFlashClipping(Reverses())
+    step(flash, usual)
+    refused(flash, other)
+
+
+def test_the_mode_of_a_part_makes_another_kind() -> None:
+    model = Reverses()
+    flash = GradSampleModuleFlashClipping(model)
+    step(flash)
+    step(flash)
+    model.first.eval()
+    refused(flash)
+
+
+def test_an_argument_that_counts_steps_does_not_hide_another() -> None:
+    flash = GradSampleModuleFlashClipping(Reverses())
+    for number in range(VALUES + 2):
+        step(flash, step=number)
+    proofs = flash._session.epoch
+    step(flash, step=VALUES + 2)
+    assert flash._session.epoch == proofs
+    refused(flash, "reversed", step=VALUES + 3)
