@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import around_modules, pytree
-from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
 from flash_clipping.capture.own_parameters import owners
@@ -102,6 +102,7 @@ def find_borrowed(
             uses.watched(),
             uses,
         ):
+            args, kwargs = map_tensors(torch.clone, (args, kwargs), packed=True)  # it may write
             forward(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise

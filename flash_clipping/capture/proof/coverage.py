@@ -140,7 +140,8 @@ def modes_of(root: nn.Module) -> tuple[bool, ...]:
 def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Hashable, ...], str]:
     """What a call was given, tensors' values and shapes aside."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    return tuple([x if is_plain(x) else type(x) for x in leaves]), str(structure)
+    values: list[Any] = [x if is_plain(x) else type(x) for x in leaves]
+    return tuple(values), str(structure)
 
 
 def is_plain(value: Any) -> bool:

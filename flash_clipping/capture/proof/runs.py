@@ -151,7 +151,15 @@ class Runs:
         Raises:
             whatever the model raises.
         """
-        args, kwargs = map_tensors(as_computed, given, packed=True) if self.marks_inputs else given
+        originals: dict[int, Tensor] = {}
+
+        def own(x: Tensor) -> Tensor:  # models may write into their inputs
+            copy = as_computed(x) if self.marks_inputs else x
+            copy = x.clone() if copy is x else copy
+            originals[id(copy)] = x
+            return copy
+
+        args, kwargs = map_tensors(own, given, packed=True)
         session, refused = self.session, None
         with session.apart():
             call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
@@ -171,6 +179,8 @@ class Runs:
                 call.spent = True
                 call.end()
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+        if reads.offsets is not None:
+            reads.offsets = originals.get(id(reads.offsets), reads.offsets)
         return call.batch_size or 0, refused
 
     def run(
@@ -204,7 +214,8 @@ class Runs:
         Raises:
             whatever the model raises.
         """
-        args, kwargs = given
+        # Models may write into their inputs.
+        args, kwargs = map_tensors(torch.clone, given, packed=True)
         session = self.session
         self._count += 1
         seed += 0 if self._seeded else 1000 * self._count
