@@ -71,6 +71,16 @@ class Samples:
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether there are several samples, of which the first input says nothing that tells them
+        apart."""
+        first = next((x for x in self._leaves() if self.holds(x)), None)
+        if self.count < 2 or first is None:
+            return False
+        rows = first.detach().movedim(self._axis_of(first) or 0, 0)
+        return bool((rows == rows[:1]).all())
+
     def holds(self, x: Tensor) -> bool:
         """Whether this tensor of the arguments has a row for each sample."""
         return id(x) in self._ids

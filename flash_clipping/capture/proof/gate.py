@@ -24,6 +24,10 @@ logger = logging.getLogger("flash_clipping")
 #: together grows as the logarithm of the steps.
 FIRST_AUDIT = 32
 
+#: So many calls in a row whose samples are all alike (zeros, to warm up) are followed by an audit:
+#: where samples are alike, what mixes them is not seen.
+ALIKE = 4
+
 #: How many tensors the model returned, and the number of one of them.
 _Place = tuple[int, int]
 
@@ -38,6 +42,7 @@ class Gate:
         self._trainable = 0
         #: Calls that were counted, and at which of them the next audit is due.
         self.calls, self.next_audit = 0, FIRST_AUDIT
+        self._alike = 0
 
     def due(self) -> int:
         """The number of the audit that the call that begins is due for, or 0. What chance decides
@@ -47,8 +52,8 @@ class Gate:
 
     def take_audit(self) -> int:
         """The number of the audit that is due now; the next is due after twice as many calls."""
-        self.next_audit = 2 * self.calls
-        return self.calls.bit_length() - FIRST_AUDIT.bit_length() + 1
+        self.next_audit = max(2 * self.calls, FIRST_AUDIT)
+        return max(self.calls.bit_length() - FIRST_AUDIT.bit_length() + 1, 1)
 
     def examine(self, subject: Subject, trainable: int, audit: int = 0) -> None:
         """Note which outputs of such a call are unfit.
@@ -77,6 +82,9 @@ class Gate:
             raise
         except MODELS_OWN:  # an error of the model's own comes in its own forward
             return
+        if subject.samples().are_alike and self._alike < ALIKE:
+            self._alike += 1
+            self.next_audit = self.calls + 1
         known = self._why.setdefault(_kind(subject.root, args, kwargs), {})
         # A loss that the model computes itself may read what is unfit.
         other = next(iter(table.unfit.values()), "")

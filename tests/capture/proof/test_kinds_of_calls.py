@@ -70,3 +70,38 @@ def test_an_argument_that_counts_steps_does_not_hide_another() -> None:
     step(flash, step=VALUES + 2)
     assert flash._session.epoch == proofs
     refused(flash, "reversed", step=VALUES + 3)
+
+
+class Centres(nn.Linear):
+    """Takes the mean of the batch off, or reads samples in the order of their sums."""
+
+    how = "mean"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "mean":
+            return super().forward(x - x.mean(0))
+        order = x.sum(1).argsort()
+        return super().forward(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("how", ["mean", "order"])
+def test_samples_that_are_alike_show_nothing(how: str) -> None:
+    layer = Centres(K, 3)
+    layer.how = how
+    flash = GradSampleModuleFlashClipping(nn.Sequential(layer, nn.Tanh()))
+    for _ in range(2):  # to warm up
+        flash(torch.zeros(B, K)).square().sum().backward()
+    with pytest.raises(FlashClippingError, match="others in its batch|booked to others"):
+        flash(torch.randn(B, K)).square().sum().backward()
+
+
+def test_samples_that_are_always_alike_are_not_looked_at_for_ever() -> None:
+    gate = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(K, 3)))
+    runs = []
+    gate._module[0].register_forward_hook(lambda *_: runs.append(1))
+    counts = []
+    for _ in range(8):
+        runs.clear()
+        gate(torch.zeros(B, K)).square().sum().backward()
+        counts.append(len(runs))
+    assert counts[5:] == [1, 1, 1]
