@@ -235,11 +235,11 @@ class Runs:
                 session.probing = probing
                 for param in self.params:
                     param.grad = None
-                with self._last_layer() as last:
+                with self._layers() as of_layers:
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
-                if last and not any(self._axes(x, len(places)) for x in tensors):
-                    tensors = [*tensors, last[-1]]  # it returns its loss alone
+                if not any(self._axes(x, len(places)) for x in tensors):
+                    tensors += _read_by(tensors, of_layers)  # it returns its loss alone
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
@@ -273,13 +273,13 @@ class Runs:
             session.probing = None
 
     @contextmanager
-    def _last_layer(self) -> Iterator[list[Tensor]]:
-        """Gets what the layer that was called last has returned."""
+    def _layers(self) -> Iterator[list[Tensor]]:
+        """Gets what layers with trainable parameters return, in order."""
         found: list[Tensor] = []
 
         def note(_: Any, __: Any, output: Any) -> None:
             if not in_backward():
-                found[:] = tensors_in(output)[:1] or found
+                found.extend(tensors_in(output)[:1])
 
         trainable = {id(param) for param in self.params}
         handles = [
@@ -401,6 +401,25 @@ class Runs:
         found = self._measured({numbers[key]: grad for key, grad in sums.items()})
         each, bounds = (x.cpu().double() / factor for x in (backward.each, backward.bounds))
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
+
+
+def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tensor]:
+    """Those outputs of layers from which a loss is computed without another layer."""
+    ends = {x.grad_fn for x in of_layers}
+    found: set[Any] = set()
+    seen: set[Any] = {None}
+    ahead = [x.grad_fn for x in losses]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in ends:
+            found.add(node)
+        else:
+            ahead += [before for before, _ in node.next_functions]
+    by_node = {x.grad_fn: x for x in of_layers if x.grad_fn in found}
+    return [*by_node.values()]
 
 
 def _dense(g: Tensor) -> Tensor:
