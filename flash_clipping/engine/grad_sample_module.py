@@ -337,6 +337,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._watch.prove_if(bool(call.guesses), module, args, kwargs, call)
         if self.mode == "two_pass":
             return
+        if call.guesses:
+            self._watch.check_reached(module, args, kwargs, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.enabled:

@@ -21,6 +21,7 @@ from flash_clipping.capture.proof.coverage import is_plain
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
+from flash_clipping.capture.proof.reached import check_reached
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -172,6 +173,19 @@ class ModelWatch:
         elif call is None and (audit := self.gate.due()):
             self._audit(Subject(module, _own(module.forward), self.session, args, kwargs), audit)
         return wanted
+
+    def check_reached(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: ForwardCall,
+        output: Any,
+    ) -> None:
+        """Look at a call that has reached layers that no proof did."""
+        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
+            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
+            check_reached(subject, call, output, self.gate.is_fit)
 
     def audit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare samples' gradients once more, if this call can be compared."""

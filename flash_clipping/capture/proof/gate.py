@@ -93,6 +93,10 @@ class Gate:
             why = "" if number in table.outputs else table.unfit.get(number, other)
             known[place] = known.get(place) or why
 
+    def is_fit(self, returned: int, number: int) -> bool:
+        """Whether no call was seen in which this output, of so many, was unfit."""
+        return not any(known.get((returned, number)) for known in self._why.values())
+
     def refuse(
         self,
         root: nn.Module,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.collectives import collectives_refused
-from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import without_activations
@@ -272,6 +272,34 @@ class Runs:
             session.enabled, session.comparing, session.returned = around
             session.probing = None
 
+    def norms_of(
+        self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
+    ) -> Callable[[Sequence[int]], Tensor | None]:
+        """From samples of a call of the user's to norms that these alone give, ``[P, B]``.
+
+        Args:
+            output: what the model returned.
+            fit: whether an output may go backward: of so many, the one with this number.
+            count: samples.
+        """
+        tensors = tensors_in(output)
+        rows = {
+            n: found
+            for n, x in enumerate(tensors)
+            if fit(len(tensors), n)
+            and (axes := self._axes(x, count))
+            and (found := self._by_sample(x, axes[0], count)) is not None
+        }
+
+        def norms(samples: Sequence[int]) -> Tensor | None:
+            with self.session.apart():
+                self.session.resume_forward(call)
+                self.session._forwards.add(call)
+                scale = dict.fromkeys(samples, 1.0)
+                return self._backward(rows, range(count), scale, taps=True, sums=False).each
+
+        return norms
+
     @contextmanager
     def _layers(self) -> Iterator[list[Tensor]]:
         """Gets what layers with trainable parameters return, in order."""
@@ -408,7 +436,7 @@ def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tens
     ends = {x.grad_fn for x in of_layers}
     found: set[Any] = set()
     seen: set[Any] = {None}
-    ahead = [x.grad_fn for x in losses]
+    ahead: list[Any] = [x.grad_fn for x in losses]
     while ahead:
         node = ahead.pop()
         if node in seen:
