@@ -187,10 +187,14 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
             name = name_of(func)
-            if name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED):
-                for leaf in pytree.tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor) and id(leaf) in self.owners:
-                        self._note(leaf)
+            uses = name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED)
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if not isinstance(leaf, Tensor) or id(leaf) not in self.owners:
+                    continue
+                # A layer with a rule computes with what it reads unseen.
+                running, owning = self.running[-1], self.owners[id(leaf)]
+                if uses or (running not in owning and self.serves(running)):
+                    self._note(leaf)
         return func(*args, **kwargs)
 
     def _note(self, param: Tensor) -> None:

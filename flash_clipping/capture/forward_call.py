@@ -49,6 +49,11 @@ class Evidence:
             self.constants.discard(path)
             self.reads.pop(path, None)
 
+    def is_constant(self, path: str) -> bool:
+        """Whether a layer was called with what is the same for all samples, in all of its calls."""
+        calls = self.reads.get(path, ())
+        return bool(calls) and all(answers[:1] == [False] for answers in calls)
+
     def known(self, read: Read, any_call: bool) -> bool | None:
         """Whether this read is samples; ``None`` where that is not known.
 

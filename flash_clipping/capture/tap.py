@@ -291,7 +291,11 @@ class Tap(FactorSource):
         if ACTIVE and not session.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule, parameters = self.rule, self.parameters
-        if session.probing is not None and (rule is not None or self.generic):
+        if (
+            session.probing is not None
+            and (rule is not None or self.generic)
+            and not self._is_constant(args, kwargs)
+        ):
             plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
             return self.original(*plain[0], **plain[1])
         trainable = parameters.trainable()
@@ -325,6 +329,15 @@ class Tap(FactorSource):
             return self._constant_forward(args, kwargs)
         except UnsupportedLayer as error:
             raise RefusedByRule(self.path, error) from error
+
+    def _is_constant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a probed call reads what is the same for all samples, as far as is known."""
+        if self.session.evidence.is_constant(self.path):
+            return True
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | ParameterProxy)]
+        return bool(tensors) and all(
+            isinstance(x, ParameterProxy) and x.row is None for x in tensors
+        )
 
     def _unruled_forward(
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]

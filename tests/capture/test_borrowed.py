@@ -64,6 +64,24 @@ class Tied(nn.Module):
         return F.linear(h, self.table.weight) + h @ self.table.weight.t()
 
 
+class NormedTable(nn.Module):
+    """A table that is never called goes through layers, as DeBERTa's relative places do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.keys = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(self.norm(self.table.weight).unsqueeze(0))
+        return self.head(torch.tanh(self.embed(x) @ keys.mT))
+
+
+def test_a_table_that_goes_through_layers() -> None:
+    torch.manual_seed(0)
+    check_by_autograd(NormedTable().double(), float64s(3, 4, 3), squares)
+
+
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("wrapper", ["wrapped", "hooks"])
 def test_layers_whose_parameters_a_parent_uses(wrapper: str, mode: str) -> None:

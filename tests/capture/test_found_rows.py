@@ -82,6 +82,32 @@ def test_windows_with_a_table_of_biases() -> None:
     check_by_autograd(Windows().double(), float64s(3, 12, 3), squares)
 
 
+class FlatPlaces(nn.Module):
+    """Tables of places meet rows that are parts of samples: added to them (the choices of a
+    question), and multiplied with them, positions first (relative places)."""
+
+    def __init__(self, relative: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.relative = nn.Linear(3, 4), nn.Linear(4, 2), relative
+        self.places, self.mlp = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, T = x.shape[:3]
+        h = self.embed(x.flatten(0, 1))
+        if self.relative:
+            places = self.places(torch.arange(T)[:, None] - torch.arange(T) + T)
+            h = h + (h.transpose(0, 1) @ places.mT).transpose(0, 1) @ h
+        else:
+            h = h + self.mlp(self.places(torch.arange(T)[None]).relu())
+        return self.head(torch.tanh(h)).view(B, N, T, 2)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_tables_of_places_beside_parts_of_samples(relative: bool) -> None:
+    torch.manual_seed(0)
+    check_by_autograd(FlatPlaces(relative).double(), float64s(3, 2, 4, 3), squares)
+
+
 class Deep(nn.Module):
     """Windows that are left out for a part of the samples, as stochastic depth does."""
 

@@ -144,7 +144,7 @@ def settle(
         name = tap.path
         if paths is not None and name not in paths:
             continue
-        if tap.rule is None and not tap.generic:
+        if (tap.rule is None and not tap.generic) or evidence.is_constant(name):
             continue  # operations tell of it
         evidence.forget([name])
         evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
