@@ -27,6 +27,10 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+class Doubted(Exception):
+    """A layer does not run where something is taken for samples by its size: look again."""
+
+
 class Evidence:
     """What was shown: which reads of tapped layers are samples.
 

@@ -28,7 +28,7 @@ from flash_clipping._compat import (
     is_fake,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
-from flash_clipping.capture.forward_call import Evidence, ForwardCall, in_backward
+from flash_clipping.capture.forward_call import Doubted, Evidence, ForwardCall, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
@@ -135,6 +135,9 @@ class ClippingSession:
         self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
         self.laid_out: set[str] = set()
+        #: Layers that do not run where what is no input of the model is taken for samples by its
+        #: size.
+        self.doubted: set[str] = set()
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
         self.comparing = False
         #: While it is looked at where samples lie: told of operations between bare parameters and
@@ -460,7 +463,8 @@ class ClippingSession:
         if storages & call.input_storages and not beside:
             return True
         fits = found == size or (path in self.folded and size > 0 and found % size == 0)
-        return fits and not storages & self.model_storages()
+        is_doubted = call.reads is not None and path in self.doubted
+        return fits and not is_doubted and not storages & self.model_storages()
 
     def knows_samples(self, call: ForwardCall, path: str) -> bool:
         """Whether the next read of this layer, which counts as read then, is known to be samples;
@@ -475,6 +479,20 @@ class ClippingSession:
             return False
         call.turns[path][1] += 1
         return True
+
+    def doubt(self, path: str) -> None:
+        """Let a look of the proof, which compares two batches, begin anew if this layer, which has
+        failed, took something for samples by its size: it may be chance.
+
+        Raises:
+            Doubted: it did.
+        """
+        call = self.current_forward
+        if call is None or call.reads is None or path in self.doubted or not self.has_oracle:
+            return
+        if any(read[0] == path and answer for read, answer in call.guesses.items()):
+            self.doubted.add(path)
+            raise Doubted
 
     def forget(self, path: str) -> None:
         """What this layer has read is void: it starts again."""

@@ -453,8 +453,9 @@ class Tap(FactorSource):
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:
                 raise
+        session.doubt(self.path)
         self.generic = True  # from now on
-        self.session.forget(self.path)  # what the stand-ins noted is void
+        session.forget(self.path)  # what the stand-ins noted is void
         return self(*args, **kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

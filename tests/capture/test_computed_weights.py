@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from flash_clipping import FlashClippingError
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import squares
 from tests.support.oracle import assert_close
 from tests.support.uses import IDS, D, Holder, attention_layer, exact, make_around, seeded_batch
@@ -173,6 +173,22 @@ def test_spectral_norm_is_exact(name: str, mode: str, wrapper: str) -> None:
             for own, other in zip(plain.parameters(), model.parameters(), strict=True):
                 own += 0.1 * own.sin()
                 other.copy_(own)
+
+
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_vectors_of_spectral_norm_as_long_as_the_batch(samples: int) -> None:
+    """By their size they could be samples, in the batch or in the one that is compared with it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 6))
+    for layer in (plain[0], plain[3]):
+        parametrizations.spectral_norm(layer).double()
+    x = torch.randn(samples, 2, 2, 2, dtype=torch.float64)
+    flash = GradSampleModuleFlashClipping(copy.deepcopy(plain), max_grad_norm=1.0)
+    flash(x).square().sum(1).mean().backward()
+    rows = plain(x).square().sum(1)
+    grads = [torch.autograd.grad(row, list(plain.parameters()), retain_graph=True) for row in rows]
+    norms = torch.stack([torch.cat([g.flatten() for g in of_one]).norm() for of_one in grads])
+    assert_close(flash.get_norm_sample(), norms, 1e-9)
 
 
 def test_a_buffer_is_written_of_samples_with_gradients_off() -> None:

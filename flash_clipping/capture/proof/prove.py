@@ -65,6 +65,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     # What was found before is to be found again; what was declared is looked at again.
     session.folded = session.folded - session.found
     session.found, session.layouts, session.layouts_after, session.laid_out = set(), {}, {}, set()
+    session.doubted = set()
     session.evidence.forget([*session.evidence.reads])
     try:
         runs = Runs(subject, subject.samples().tensors)
