@@ -11,6 +11,8 @@ taps       S                      norms of the other samples are 0 (STRAY)
 the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
+both       the model's own loss   of a model that returns it alone: gradients for what it is
+                                  computed from are S's own, but for one factor (LOSS)
 taps,      S                      norms of S are those of the first run (ORDER)
 others
 =========  =====================  =================================================================
@@ -76,6 +78,7 @@ WORDS = {
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
     "ORDER": "rows are booked to other samples where others are in the batch",
+    "LOSS": "what the model's own loss asks of a sample changes with the others in its batch",
     "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
     "SIZE": "what belongs to a sample changes with the number of samples in its batch",
 }
@@ -292,7 +295,7 @@ class _Oracle:
             return self._round(calm=True)
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
-        why = self._gradients(taps, plain, alone, loud, calm)
+        why = self._loss(taps, plain, at) or self._gradients(taps, plain, alone, loud, calm)
         if why is None and self.lies_otherwise and "ORDER" not in self.skip:
             why = self._order(taps, given, places, alone, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
@@ -396,6 +399,20 @@ class _Oracle:
             return why
         gap = self._gap(found.projections, expected.projections, expected.norms)
         return self._complain("GRADIENT", gap > self.tolerance, gap)
+
+    def _loss(self, taps: Run, plain: Run, at: Sequence[int]) -> Complaint | None:
+        """Whether a loss that the model returns alone asks the same of S among others, but for one
+        factor: the number of samples, or of tokens, may divide it."""
+        if taps.of_loss is None or plain.of_loss is None or "LOSS" in self.skip:
+            return None
+        if taps.of_loss.shape[1] != plain.of_loss.shape[1]:
+            return None
+        a, b = taps.of_loss[self.S].flatten(), plain.of_loss[list(at)].flatten()
+        if not (a.isfinite().all() and b.isfinite().all()) or not a.any():
+            return None
+        factor = (a @ b / (b @ b).clamp(min=1e-300)).clamp(min=0)
+        gap = float((a - factor * b).norm() / a.norm())
+        return Complaint("LOSS", [f"{OUTPUT}0"], gap) if gap > self.tolerance else None
 
     def _order(
         self,

@@ -69,12 +69,15 @@ class Run:
         axes: of these outputs, the axes that may hold the samples, the likely one first.
         drawn: what was drawn at random.
         gradients: of the backward passes.
+        of_loss: where the model returns its loss alone, the gradient of that for each sample's
+            share of what it is computed from, ``[B, entries]``.
     """
 
     outputs: dict[int, Tensor]
     axes: dict[int, list[int]]
     drawn: list[Hashable]
     gradients: list[Gradient]
+    of_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,10 @@ class Runs:
                 with self._layers() as of_layers:
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
-                if not any(self._axes(x, len(places)) for x in tensors):
-                    tensors += _read_by(tensors, of_layers)  # it returns its loss alone
+                losses: list[Tensor] = []
+                if not any(self._axes(x, len(places)) for x in tensors):  # its loss alone
+                    losses = [x for x in tensors if x.requires_grad]
+                    tensors += _read_by(tensors, of_layers)
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
@@ -262,6 +267,7 @@ class Runs:
                     if n < len(tensors)
                     and (rows := self._by_sample(tensors[n], axis, len(places))) is not None
                 }
+                of_loss = self._of_loss(losses, tensors, [*outputs], len(places))
                 gradients = []
                 for number, scale in enumerate(scales):
                     before()
@@ -269,7 +275,8 @@ class Runs:
                     gradients.append(
                         self._backward(outputs, places, scale, taps, number < sums, also)
                     )
-            return Run({n: x.detach() for n, x in outputs.items()}, axes, drawn, gradients)
+            values = {n: x.detach() for n, x in outputs.items()}
+            return Run(values, axes, drawn, gradients, of_loss)
         finally:
             for param, grad in zip(self.params, left, strict=True):
                 param.grad = grad
@@ -278,6 +285,23 @@ class Runs:
                 call.end()
             session.enabled, session.comparing, session.returned = around
             session.probing = None
+
+    def _of_loss(
+        self, losses: Sequence[Tensor], tensors: Sequence[Tensor], numbers: list[int], count: int
+    ) -> Tensor | None:
+        """The gradient of a model's own losses for what they are computed from, by sample."""
+        if not losses or not numbers:
+            return None
+        inputs = [tensors[n] for n in numbers]
+        grads = torch.autograd.grad(
+            [x.sum() for x in losses], inputs, retain_graph=True, materialize_grads=True
+        )
+        assert self.chosen_axes is not None
+        rows = [
+            self._by_sample(grad.requires_grad_(), self.chosen_axes[n], count)
+            for n, grad in zip(numbers, grads, strict=True)
+        ]
+        return torch.cat([x.detach().double().cpu() for x in rows if x is not None], 1)
 
     def norms_of(
         self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
