@@ -328,10 +328,13 @@ class ClippingSession:
         return forward
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Calls of the root in here have nothing to do with the user's before."""
+    def apart(self, call: ForwardCall | None = None) -> Iterator[None]:
+        """Calls of the root in here have nothing to do with the user's before, but for ``call``."""
         before, current = self._forwards, self.current_forward
         self._forwards = weakref.WeakSet()
+        if call is not None:
+            self._forwards.add(call)
+            self.resume_forward(call)
         try:
             yield
         finally:

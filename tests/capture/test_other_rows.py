@@ -214,3 +214,30 @@ def test_rows_of_one_sum_and_size() -> None:
     flash = GradSampleModuleFlashClipping(Rolled())
     with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
         flash(torch.randn(4, 8))
+
+
+class Beside(nn.Module):
+    """Its output is each sample's own. A loss of its own, and what it keeps, are of neighbours."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.gain, self.how = nn.Parameter(torch.ones(4)), how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x).tanh()
+        rolled = h.roll(1, 0)
+        self.kept = self.other(rolled) if self.how == "layer" else rolled * self.gain
+        return self.head(h), self.kept.square().sum()
+
+
+@pytest.mark.parametrize("loss", ["own", "kept"])
+@pytest.mark.parametrize("how", ["layer", "bare parameter"])
+def test_what_no_output_shows_is_refused(how: str, loss: str) -> None:
+    torch.manual_seed(0)
+    model = Beside(how).double()
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError, match="no output of the model that has a row for each"):
+        own = flash(*float64s(4, 4))[1]
+        (own if loss == "own" else model.kept.square().sum()).backward()
+    assert all(param.grad is None for param in model.parameters())

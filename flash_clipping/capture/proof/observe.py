@@ -25,10 +25,6 @@ from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError, to_adapt, to_freeze
 
-#: How often the model runs at most, where an answer that was taken from sizes was wrong: layers
-#: behind it have read something else than they will.
-ATTEMPTS = 6
-
 #: Layers that an error names.
 NAMED = 20
 
@@ -72,16 +68,12 @@ class Observed:
     Attributes:
         subject: the call, with what is known of its samples now.
         findings: reads that are not one row for each sample.
-        whole: the run of the batch as it is; ``None`` if it could not be run.
-        is_compared: whether the model ran on another batch.
         parts: of these layers what they read are parts of samples that lie together, by the values
             in both runs.
     """
 
     subject: Subject
     findings: list[Finding] = field(default_factory=list)
-    whole: Look | None = None
-    is_compared: bool = False
     parts: frozenset[str] = frozenset()
 
 
@@ -89,11 +81,12 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
     """Leave in ``session.evidence`` which reads are samples.
 
     Raises:
-        FlashClippingError: by a tapped layer, whatever is taken for samples.
+        FlashClippingError: by a tapped layer, whatever is taken for samples; or a read is samples
+            and the same for all of them by turns.
     """
-    evidence, corrected = subject.session.evidence, set[str]()
+    evidence, corrected = subject.session.evidence, set[Read]()
     by_generic_rule = {tap: tap.generic for tap in taps_of(subject.root)}
-    for _ in range(ATTEMPTS):
+    while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
             whole, other = _look(subject, runs, seed)
         except FlashClippingError:
@@ -103,11 +96,19 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         wrong = _conclude(evidence, whole, other)
         if not wrong:
             break
+        if again := wrong & corrected:
+            path = min(again)[0]
+            raise FlashClippingError(
+                f"{path}: what it reads turns out to be samples when it is taken for the same for "
+                "all of them, and the other way round. Expand what is the same for all samples "
+                f"over the batch, x.expand(batch_size, ...), or freeze its parameters."
+                f"{to_freeze(path)}"
+            )
         corrected |= wrong
         for tap, generic in by_generic_rule.items():
             tap.generic = generic  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
-        evidence.forget({*evidence.reads} - corrected)
+        evidence.forget({*evidence.reads} - {path for path, *_ in corrected})
     if other is not None:
         _sum_up(evidence, whole, other)
     refused = next((look.refused for look in (whole, other) if look and look.refused), None)
@@ -122,7 +123,7 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         alike = other is not None and _lies_together(finding, whole, other)
         together[path] = together.get(path, True) and alike
     parts = frozenset(path for path, is_so in together.items() if is_so)
-    return Observed(subject, findings, whole, other is not None, parts)
+    return Observed(subject, findings, parts)
 
 
 def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
@@ -209,11 +210,11 @@ def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
     return a.rows != b.rows or not a.is_alike(b)
 
 
-def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[str]:
-    """Note what two runs have shown, read by read; returns the layers that were given a wrong
-    answer, of which nothing is known behind that."""
+def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[Read]:
+    """Note what two runs have shown, read by read; returns the first read of each layer that was
+    given a wrong answer, of which nothing is known behind that."""
     answers: dict[str, list[list[bool]]] = {}
-    wrong: set[str] = set()
+    wrong: dict[str, Read] = {}
     for read, a in sorted(whole.reads.items()):
         path, call, place = read
         b = None if other is None else other.reads.get(read)
@@ -221,7 +222,7 @@ def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[str]:
             continue  # the model does something else now and then
         answer = _answer(a, whole, b, other)
         if answer is not a.answer or (b is not None and answer is not b.answer):
-            wrong.add(path)
+            wrong[path] = read
         calls = answers.setdefault(path, [])
         while len(calls) <= call:
             calls.append([])
@@ -229,7 +230,7 @@ def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[str]:
             calls[call].append(answer)
     evidence.forget(answers)
     evidence.reads.update(answers)
-    return wrong
+    return {*wrong.values()}
 
 
 def _sum_up(evidence: Evidence, whole: Look, other: Look) -> None:

@@ -37,6 +37,7 @@ from flash_clipping.capture.proof.layout import (
     SampleLayout,
     layout_of_owners,
 )
+from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
@@ -58,6 +59,8 @@ class Probed:
         layouts: of every layer with trainable parameters that was called, by its path; one for
             each call, or one alone where they are the same.
         unfit: numbers of the outputs in which samples reach each other.
+        calls: layers that gradients of some outputs reach, by their paths and calls.
+        reads: the same of what met bare parameters.
         operations: of what met bare parameters, and of what came of it, by what layouts of such
             operations go by; and the layer's name.
     """
@@ -67,6 +70,8 @@ class Probed:
     operations: dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]] = field(
         default_factory=dict
     )
+    calls: frozenset[tuple[str, int]] = frozenset()
+    reads: frozenset[Read] = frozenset()
 
 
 def probe(subject: Subject) -> Probed:
@@ -112,9 +117,16 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     runs.only = outputs[0].keys() - unfit
     marks = marks_of(B)
     scales = [dict.fromkeys(on, 1.0) for on in marks]
+    scales.append(dict.fromkeys(places, 1.0))
+
+    def next_pass() -> None:
+        seen.next()
+        if seen.passes == len(scales):  # the last is of outputs from which nothing may come back
+            runs.only = set(unfit)
+
     with _watched(runs.root) as seen:
         given = samples.batch(own)
-        runs.run(given, places, scales, calm=True, sums=0, before=seen.next, probing=seen)
+        runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
     found: dict[_Call, SampleLayout] = {}
     for call, masks in seen.masks(len(marks)).items():
         if len(call) > 2:
@@ -133,6 +145,7 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
         },
         unfit,
         _operations(seen, marks, B),
+        *seen.reached(),
     )
 
 
@@ -183,12 +196,25 @@ class _Seen:
         self._shapes: dict[Any, torch.Size] = {}
         #: What met bare parameters (0) and what came of it (1), by its name and number.
         self.operations: dict[tuple[str, int, int], str] = {}
+        #: What these read that met parameters, by the same.
+        self._reads: dict[tuple[str, int, int], Sequence[Read]] = {}
         #: Tensors that a backward pass must reach.
         self.watched: list[Tensor] = []
 
     def next(self) -> None:
         """Another backward pass begins."""
         self._passes.append({})
+
+    @property
+    def passes(self) -> int:
+        """Backward passes so far."""
+        return len(self._passes)
+
+    def reached(self) -> tuple[frozenset[tuple[str, int]], frozenset[Read]]:
+        """Calls of layers, and reads of operations, that got a gradient in any pass."""
+        keys = [key for one in self._passes for key, mask in one.items() if bool(mask.any())]
+        reads = [read for key in keys for read in self._reads.get(key, ())]
+        return frozenset(key for key in keys if key not in self._reads), frozenset(reads)
 
     def note(self, path: str, output: Any) -> None:
         tensors = [x for x in tensors_in(output) if x.is_floating_point() and x.dim()]
@@ -211,24 +237,33 @@ class _Seen:
 
         x.register_hook(reached)
 
-    def operation(self, path: str, use: str, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    def operation(
+        self,
+        path: str,
+        use: str,
+        reads: Sequence[Read],
+        x: Tensor,
+        compute: Callable[[Tensor], Any],
+    ) -> Any:
         """The result of an operation between bare parameters and ``x``, as it is.
 
         Args:
             path: the layer's name.
             use: what the layout of such operations goes by.
+            reads: which reads of the layer these are.
             compute: the operation, of what stands for ``x``.
         """
-        if not x.is_floating_point() or in_backward():
+        if in_backward():
             return compute(x)
-        # A tensor of its own: others read x as well.
-        x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        if x.is_floating_point():  # a tensor of its own: others read x as well
+            x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
         result = compute(x)
         number = self._calls.get(use, 0)
         self._calls[use] = number + 1
         for is_after, tensor in enumerate((x, result)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self.operations[use, number, is_after] = path
+                self._reads[use, number, is_after] = reads
                 self.watched.append(tensor)
                 self._watch((use, number, is_after), tensor, tensor.shape)
         return result

@@ -86,7 +86,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         raise
     session.coverage.note(subject.root, subject.args, subject.kwargs)
     if call is not None:
-        _check_guesses(session, call, seen.is_compared)
+        _check_guesses(session, call)
     return subject
 
 
@@ -115,12 +115,16 @@ def _settle_findings(
         for tap in unruled:
             tap.generic = generic
         try:
-            settle(subject.root, session, probe(subject), paths)
+            probed = probe(subject)
+            settle(subject.root, session, probed, paths)
             # The proof that follows looks at the other half of the samples.
             table = examine(subject, audit=1)
             if table.outputs:
+                _check_shown(subject, findings, probed)
                 return
             whys.update(dict.fromkeys(table.unfit.values()))
+        except _NotShown as error:
+            whys[str(error)] = None
         except MODELS_OWN:
             pass
         _restore(session, saved)
@@ -130,6 +134,41 @@ def _settle_findings(
         return  # a declaration, which holds if it is not shown to be wrong
     # Without their lines to paste: the last line is the one that helps.
     raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
+
+
+class _NotShown(Exception):
+    """No output with a row for each sample shows where the gradients of some reads go."""
+
+
+def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> None:
+    """Refuse findings that the oracle, which compares outputs, says nothing of: a loss that the
+    model computes itself, or one of what it keeps, may read them.
+
+    Raises:
+        _NotShown: there are some.
+    """
+    places = {
+        tap.path: (path, tap)
+        for path, module in subject.root.named_modules()
+        if (tap := tap_of(module)) is not None
+    }
+    lost: dict[str, None] = {}
+    for finding in findings:
+        name, call, _ = finding.read
+        path, tap = places.get(name, ("", None))
+        is_layer = tap is not None and (tap.rule is not None or tap.generic)
+        if is_layer and not subject.session.evidence.is_constant(name):
+            is_shown = (path, call) in probed.calls
+        else:
+            is_shown = finding.read in probed.reads
+        if not is_shown:
+            lost[name] = None
+    if lost:
+        raise _NotShown(
+            f"{', '.join(lost)}: no output of the model that has a row for each sample shows where "
+            "gradients of what is read here go. Return what the loss is computed from, with a row "
+            "for each sample."
+        )
 
 
 def settle(
@@ -225,7 +264,7 @@ def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
     session.evidence.proven -= session.laid_out
 
 
-def _check_guesses(session: ClippingSession, call: ForwardCall, is_compared: bool) -> None:
+def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
     """Refuse a forward in which something was taken for what it is not."""
     for read, answer in call.guesses.items():
         known = session.evidence.known(read, any_call=False)

@@ -298,7 +298,7 @@ class Runs:
         )
         assert self.chosen_axes is not None
         rows = [
-            self._by_sample(grad.requires_grad_(), self.chosen_axes[n], count)
+            self._by_sample(grad.detach().requires_grad_(), self.chosen_axes[n], count)
             for n, grad in zip(numbers, grads, strict=True)
         ]
         return torch.cat([x.detach().double().cpu() for x in rows if x is not None], 1)
@@ -323,9 +323,7 @@ class Runs:
         }
 
         def norms(samples: Sequence[int]) -> Tensor | None:
-            with self.session.apart():
-                self.session.resume_forward(call)
-                self.session._forwards.add(call)
+            with self.session.apart(call):
                 scale = dict.fromkeys(samples, 1.0)
                 return self._backward(rows, range(count), scale, taps=True, sums=False).each
 

@@ -110,7 +110,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if any([isinstance(x, nn.Parameter) and x.requires_grad for x in others]):
             raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
         if tap.session.probing is not None:
-            return _probed(tap, use or f"{tap.path} in {name}", func, leaves, spec)
+            use = use or f"{tap.path} in {name}"
+            return _probed(tap, use, len(batched), func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
@@ -191,16 +192,20 @@ def _stays_whole(
 
 
 def _probed(
-    tap: FactorSource, use: str, func: Callable[..., Any], leaves: list[Any], spec: Any
+    tap: FactorSource, use: str, count: int, func: Callable[..., Any], leaves: list[Any], spec: Any
 ) -> Any:
-    """The operation as it is, while it is looked at where samples lie in what meets parameters."""
+    """The operation as it is, while it is looked at where samples lie in what meets parameters: in
+    the last ``count`` reads of the module."""
     place = next(n for n, leaf in enumerate(leaves) if is_plain(leaf))
 
     def compute(x: Tensor) -> Any:
         return called(func, [*leaves[:place], x, *leaves[place + 1 :]], spec)
 
     note_recomputation(tap, in_backward())
-    return tap.session.probing.operation(tap.path, use, leaves[place], compute)
+    call = tap.session.current_forward
+    of_call, end = (0, 0) if call is None else call.turns.get(tap.path, (0, 0))
+    reads = [(tap.path, of_call, end - 1 - n) for n in range(count)]
+    return tap.session.probing.operation(tap.path, use, reads, leaves[place], compute)
 
 
 def _out_of_checkpoints() -> AbstractContextManager[Any]:
