@@ -152,10 +152,14 @@ def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) 
         for path, module in subject.root.named_modules()
         if (tap := tap_of(module)) is not None
     }
+    # The generic rule serves what is below a module as well.
+    whole = tuple(f"{path}." for path, tap in places.values() if tap.generic and path)
     lost: dict[str, None] = {}
     for finding in findings:
         name, call, _ = finding.read
         path, tap = places.get(name, ("", None))
+        if path.startswith(whole):
+            continue
         is_layer = tap is not None and (tap.rule is not None or tap.generic)
         if is_layer and not subject.session.evidence.is_constant(name):
             is_shown = (path, call) in probed.calls
