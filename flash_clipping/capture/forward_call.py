@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,10 @@ class ForwardCall:
     #: How many tapped layers in a row read one input, input by input, and the last of these.
     readers: list[int] = field(default_factory=list)
     last_input: weakref.ref[Tensor] | None = None
+    #: What stands in for parameters, expanded over the samples (``proxy_ops.of_samples``). Held here
+    #: until the root returns: a stand-in that held its own would be freed by garbage collection
+    #: alone, and autograd's graph with it.
+    expansions: dict[Any, Tensor] = field(default_factory=dict)
     #: Whether the root has returned.
     ended: bool = False
     #: Whether the norms of this call have been taken.
@@ -157,6 +162,7 @@ class ForwardCall:
     def end(self) -> None:
         """The root has returned."""
         self.ended = True
+        self.expansions.clear()
 
     def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int:
         """How many layers read the input at this place; 0 where one of these parameters, of a

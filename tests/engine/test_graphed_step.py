@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping._compat import has_lasting_node
 from tests.support.graphs import (
     GraphedTraining,
     PlayedByHand,
@@ -18,7 +20,7 @@ from tests.support.graphs import (
     small_network,
     warmed,
 )
-from tests.support.models import squared_loss
+from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.starting import start_processes
 
@@ -389,3 +391,38 @@ def test_replays_count_the_samples_within_the_bound() -> None:
         found, expected = (t.model.running_step.record.unclipped for t in (graphed, eager))
         assert found == expected
     assert graphed.step.replays >= 3
+
+
+class Positions(nn.Module):
+    """GPT-2's: a table that all samples read alike is expanded over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Linear(3, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.words(x) + self.places(torch.arange(5)[None])))
+        return out
+
+
+OF_STEPS = {**CASES, "positions": Case(Positions, lambda: (torch.randn(4, 5, 3),))}
+
+
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_nothing_waits_for_garbage_collection(name: str) -> None:
+    """A node of autograd's that outlives its step keeps later ones from being captured, and memory
+    from being used again."""
+    import torch._dynamo  # PyTorch imports it in the first step, and keeps that step's frames
+
+    case = OF_STEPS[name]
+    torch.manual_seed(0)
+    model, batch = GradSampleModuleFlashClipping(case.make(), max_grad_norm=0.5), case.batch()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            case.loss(model, batch).mean().backward()
+            held = [n for n, p in model.named_parameters() if p.requires_grad]
+            assert [n for n in held if has_lasting_node(model.get_parameter(n))] == []
+    finally:
+        gc.enable()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.declared_rows import declared_rows
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+from flash_clipping.ops.runtime.backend import without_tf32
 
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
@@ -183,7 +184,9 @@ def repeatable(
 ) -> Iterator[Repeatable]:
     """Runs of ``root`` in here draw what ``seed`` says, and leave no trace.
 
-    Buffers, attributes of modules and all generators are put back.
+    Buffers, attributes of modules and all generators are put back. Products of fp32 are in fp32: by
+    TF32, which PyTorch allows in convolutions, runs of two batches would differ by more than a sum
+    over a batch does.
     """
     generators = _own_generators(root)
     new_seed = torch.seed
@@ -193,6 +196,7 @@ def repeatable(
         torch.seed = torch.initial_seed  # type: ignore[assignment]
         with (
             untouched(root),
+            without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
             ExitStack() as until,
@@ -208,13 +212,43 @@ def repeatable(
                 (holder.set_state if how else holder.setstate)(state)
 
 
-@contextmanager
-def perturbed(params: Sequence[nn.Parameter], seed: int = 7) -> Iterator[None]:
-    """Parameters moved by a tenth of their spread, constant ones by 0.05.
+def moved(data: Tensor, generator: torch.Generator) -> Tensor:
+    """Moved by a tenth of its spread, by 0.05 where it is constant: a gate that is 0, or
+    ``lora_B``, would hide what is behind it.
 
-    A gate that is 0, or ``lora_B``, would hide what is behind it. The tensors themselves are not
-    written to: parameters hold others in here, and their own again afterwards, bit for bit.
+    By a product of two random vectors: one read of a large matrix, no numbers as many as it has
+    entries.
     """
+    columns = data.shape[-1] if data.dim() > 1 else data.numel()
+    rows = data.reshape(-1, columns)
+    down, along = (torch.randn(n, generator=generator).to(data.device) for n in rows.shape)
+    some = data.flatten()[:: -(-data.numel() // ENTRIES)]
+    spread = some.float().std(correction=0)
+    along = along * torch.where(spread > 1e-4, 0.1 * spread, 0.05)
+    return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)
+
+
+def rounded_otherwise(data: Tensor, generator: torch.Generator) -> Tensor:
+    """Moved by one unit of rounding, up or down: how far results are then off tells what rounding
+    is in them."""
+    columns = data.shape[-1] if data.dim() else 1
+    rows = data.reshape(-1, columns)
+    down, along = (
+        torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1).to(data)
+        for n in rows.shape
+    )
+    step = torch.outer(down, along) * torch.finfo(data.dtype).eps
+    return torch.addcmul(rows, rows, step).view(data.shape)
+
+
+@contextmanager
+def perturbed(
+    params: Sequence[nn.Parameter],
+    how: Callable[[Tensor, torch.Generator], Tensor] = moved,
+    seed: int = 7,
+) -> Iterator[None]:
+    """Parameters perturbed. The tensors themselves are not written to: parameters hold others in
+    here, and their own again afterwards, bit for bit."""
     before = [param.data for param in params]
     casts = torch.clear_autocast_cache if is_autocasting() else lambda: None
     generator = torch.Generator().manual_seed(seed)
@@ -223,21 +257,9 @@ def perturbed(params: Sequence[nn.Parameter], seed: int = 7) -> Iterator[None]:
         with torch.no_grad():
             for param, data in zip(params, before, strict=True):
                 if data.is_floating_point() and data.numel():
-                    param.data = _moved(data, generator)
+                    param.data = how(data, generator)
         yield
     finally:
         for param, data in zip(params, before, strict=True):
             param.data = data
         casts()  # of the moved ones
-
-
-def _moved(data: Tensor, generator: torch.Generator) -> Tensor:
-    """``data`` plus a product of two random vectors: one read of a large matrix, no numbers as
-    many as it has entries."""
-    columns = data.shape[-1] if data.dim() > 1 else data.numel()
-    rows = data.reshape(-1, columns)
-    down, along = (torch.randn(n, generator=generator).to(data.device) for n in rows.shape)
-    some = data.flatten()[:: -(-data.numel() // ENTRIES)]
-    spread = some.float().std(correction=0)
-    along = along * torch.where(spread > 1e-4, 0.1 * spread, 0.05)
-    return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)

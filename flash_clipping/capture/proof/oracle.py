@@ -37,7 +37,7 @@ from torch import Tensor
 
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
-from flash_clipping.capture.proof.draws import perturbed
+from flash_clipping.capture.proof.draws import perturbed, rounded_otherwise
 from flash_clipping.capture.proof.layout import Table
 from flash_clipping.capture.proof.runs import MASKED, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
@@ -46,6 +46,10 @@ from flash_clipping.errors import FlashClippingError
 #: rounding gives in a deep model where kernels or the order of rows differ.
 TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.02}
 TOLERANCE_WIDE = 1e-3
+
+#: So many times what moving parameters by one unit of rounding changes may rounding give besides: in
+#: models of small numbers in bf16 it was seen to give up to three times as much.
+ROUNDING = 4
 
 #: A gradient that is a smaller part of the whole has this part of it as its scale.
 FLOOR = 1e-2
@@ -394,11 +398,20 @@ class _Oracle:
                     return why
         doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
         error = ((each[:, S[0]] - one).abs() - doubt).clamp(min=0)
-        gap = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
-        if why := self._complain("NORM", gap > self.tolerance, gap):
+        of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
+        of_all = self._gap(found.projections, expected.projections, expected.norms)
+        if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
+            with perturbed(self.runs.params, rounded_otherwise):
+                other = self._plain(taps, alone, 1 + self.audit, calm)
+            if other is not None:
+                rounded, one_rounded = (g for g in (other[0].gradients[0], other[0].gradients[-1]))
+                of_one -= ROUNDING * self._gap(one_rounded.norms[:, None], one[:, None], one)
+                of_all -= ROUNDING * self._gap(
+                    rounded.projections, expected.projections, expected.norms
+                )
+        if why := self._complain("NORM", of_one > self.tolerance, of_one):
             return why
-        gap = self._gap(found.projections, expected.projections, expected.norms)
-        return self._complain("GRADIENT", gap > self.tolerance, gap)
+        return self._complain("GRADIENT", of_all > self.tolerance, of_all)
 
     def _loss(self, taps: Run, plain: Run, at: Sequence[int]) -> Complaint | None:
         """Whether a loss that the model returns alone asks the same of S among others, but for one

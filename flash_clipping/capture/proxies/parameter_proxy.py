@@ -283,7 +283,6 @@ class ParameterProxy(torch.Tensor):
             :attr:`kept_origin`.
         version: of ``value`` as it was made.
         parent: rows of a table that it was computed from, by a function without a name here.
-        expanded: itself for every sample of a call, if it was made (``proxy_ops.of_samples``).
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -297,7 +296,6 @@ class ParameterProxy(torch.Tensor):
     lookup: TableRows | None
     origin: AffineView | None
     version: int
-    expanded: tuple[Any, Tensor] | None
     parent: ParameterProxy | None
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
@@ -317,7 +315,7 @@ class ParameterProxy(torch.Tensor):
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent, bare.expanded = parent, None
+        bare.parent = parent
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))

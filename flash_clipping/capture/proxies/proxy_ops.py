@@ -113,10 +113,11 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
     """
     session, recomputed = bare.tap.session, in_backward()
     call = session.current_forward
-    key = call, count, rank, bare.value._version
+    key = bare, count, rank, bare.value._version
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
-    if may_share and bare.expanded is not None and bare.expanded[0] == key:
-        return bare.expanded[1]
+    shared = {} if call is None or call.ended or not may_share else call.expansions
+    if (found := shared.get(key)) is not None:
+        return found
     if bare.parent is not None and may_share and bare.parent.is_kept:
         parents: list[Any] = [of_samples(bare.parent, count, rank)]
     else:
@@ -126,8 +127,7 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
     samples = None if call is None else call.batch_size
     # In a tuple: a stand-in is a tensor, which autograd must not see.
     output: Tensor = _apply_expansion((bare, count, rank, samples, recomputed), *parents)
-    if may_share:
-        bare.expanded = key, output
+    shared[key] = output
     return output
 
 

@@ -33,11 +33,13 @@ OLDEST_TRITON = (3, 3)
 """In the interpreter of the one before, sums of rows come out as 0, without an error."""
 
 _BACKENDS: Any = torch.backends
-_SETTINGS = (  # of fp32 matmuls and convolutions
+_SETTINGS = (  # of fp32 matmuls, convolutions and recurrent layers
     _BACKENDS.cuda.matmul,
     _BACKENDS.mkldnn.matmul,
     _BACKENDS.cudnn.conv,
     _BACKENDS.mkldnn.conv,
+    _BACKENDS.cudnn.rnn,
+    _BACKENDS.mkldnn.rnn,
 )
 _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
@@ -210,16 +212,26 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
             _end_of_step.chosen, _end_of_step.precise_on = {}, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        for setting in _SETTINGS:
-            wanted = setting.fp32_precision
-            if wanted not in ("none", "ieee"):
-                setting.fp32_precision = "ieee"
-                stack.callback(setattr, setting, "fp32_precision", wanted)
+        stack.enter_context(without_tf32())
         try:
             yield
         finally:
             if ends_step:
                 _end_of_step.chosen, _end_of_step.precise_on = outside
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Products and convolutions of fp32 operands in fp32, but for autocast."""
+    before = [(setting, setting.fp32_precision) for setting in _SETTINGS]
+    rounded = [(setting, wanted) for setting, wanted in before if wanted not in ("none", "ieee")]
+    for setting, _ in rounded:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, wanted in rounded:
+            setting.fp32_precision = wanted
 
 
 def matmul_settings() -> tuple[Any, Any]:
