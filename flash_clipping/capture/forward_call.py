@@ -86,9 +86,9 @@ class ForwardCall:
     #: How many tapped layers in a row read one input, input by input, and the last of these.
     readers: list[int] = field(default_factory=list)
     last_input: weakref.ref[Tensor] | None = None
-    #: What stands in for parameters, expanded over the samples (``proxy_ops.of_samples``). Held here
-    #: until the root returns: a stand-in that held its own would be freed by garbage collection
-    #: alone, and autograd's graph with it.
+    #: What stands in for parameters, expanded over samples (``proxy_ops.of_samples``), until the
+    #: root returns. A stand-in that held its own would be freed by garbage collection alone, and
+    #: autograd's graph with it.
     expansions: dict[Any, Tensor] = field(default_factory=dict)
     #: Whether the root has returned.
     ended: bool = False

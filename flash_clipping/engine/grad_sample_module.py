@@ -137,6 +137,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: Whether a forward since the last backward of the criterion had an input that requires a
         #: gradient, which is somebody else's: a generator's, say.
         self.inputs_want_gradients = False
+        #: ``cuda_graphs="auto"``: what replays calls of the model.
+        self._graphs: Any = None
         #: Of a stage in a pipeline: norms over all stages, ``[B]``.
         self.norms_over_stages: Tensor | None = None
         owners = [module for module in m.modules() if module._parameters]
@@ -224,6 +226,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._taps.remove()
         self._losses.remove()
         self._guards.remove()
+        if self._graphs is not None:
+            self._graphs = self._module._compiled_call_impl = None
         self.running_step.forget()
         self.running_step.follower = None
         super().remove_hooks()
@@ -541,14 +545,10 @@ class GradSampleModuleFlashClipping(
         nn.Module.__init__(self)
         GradSampleHooksFlashClipping.__init__(self, m, **options)
         self.grad_accumulation_hook = None
-        #: ``cuda_graphs="auto"``: what replays calls of the model.
-        self._graphs: Any = None
         self._constructed = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        if self._graphs is not None:
-            return self._graphs(*args, **kwargs)
         model = self._modules["_module"]  # past two ``__getattr__``
         assert model is not None
         return model(*args, **kwargs)

@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.engine.graphs.graphed_model import GraphedCall, GraphedModel
-from tests.support.graphs import assert_same_tensors, batches, small_network
+from flash_clipping import (
+    FlashClippingError,
+    FlashPrivacyEngine,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+)
+from tests.support.graphs import assert_same_tensors, batches, replay_by_hand, small_network
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
-
-
-class PlayedByHand(GraphedModel):
-    """Captures and replays without a device: the forward runs again, unseen."""
-
-    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
-        return torch.device("cpu")
-
-    def _record(self, graph: Any, work: Callable[[], Any], device: torch.device) -> Any:
-        call: GraphedCall = graph
-        first = not getattr(call, "forward", None)
-        if first:
-            call.forward = work  # type: ignore[attr-defined]
-        work()
-
-        def replay() -> None:
-            session = self.model._session
-            current = session._current_forward
-            params = list(self.model.parameters())
-            before = [p.grad for p in params]
-            known = list(session._forwards)
-            with session.captures() as again, torch.enable_grad():
-                for p in params:
-                    p.grad = None
-                output = call.forward()  # type: ignore[attr-defined]
-                if first:
-                    leaves = pytree.tree_leaves(call.output), pytree.tree_leaves(output)
-                    with torch.no_grad():
-                        for fixed, found in zip(*leaves, strict=True):
-                            fixed.copy_(found)
-                else:
-                    work()
-            with torch.no_grad():
-                for _, grad in call.grads:
-                    grad.fill_(torch.nan)
-                pairs = zip(call.of_modules[0][1].norms, again.norms, strict=not first)
-                for (_, *fixed), (_, *new) in () if first else pairs:
-                    for held, now in zip(fixed, new, strict=True):
-                        held.copy_(now)
-                for param, fixed in () if first else call.grads:
-                    fixed.copy_(param.grad)
-            for p, grad in zip(params, before, strict=True):
-                p.grad = grad
-            for forward in session._forwards:
-                forward.spent |= forward not in known
-            session._current_forward = current
-
-        call.replay = replay
-        return None
 
 
 class Training:
@@ -73,7 +27,7 @@ class Training:
         options = {"max_grad_norm": 0.5} | options
         self.model: Any = GradSampleModuleFlashClipping(self.plain, **options)
         if graphed:
-            self.model._graphs = PlayedByHand(self.model, self.model._module)
+            replay_by_hand(self.model)
 
     @property
     def replays(self) -> int:
@@ -216,7 +170,8 @@ def test_given_up_where_others_hook_in() -> None:
     assert seen
 
 
-def test_make_private_takes_it() -> None:
+@pytest.mark.parametrize("wrap", [True, False])
+def test_make_private_takes_it(wrap: bool) -> None:
     data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
     options: dict[str, Any] = dict(noise_multiplier=1.0, max_grad_norm=1.0)
     plain = nn.Linear(6, 3)
@@ -224,20 +179,30 @@ def test_make_private_takes_it() -> None:
     loader = DataLoader(data, batch_size=4)
     with pytest.raises(ValueError, match="cuda_graphs='on' is unknown"):
         FlashPrivacyEngine().make_private(**parts, data_loader=loader, **options, cuda_graphs="on")
-    with pytest.raises(ValueError, match="wrap_model=True"):
-        FlashPrivacyEngine().make_private(
-            **parts, data_loader=loader, **options, cuda_graphs="auto", wrap_model=False
-        )
-    plain = nn.Linear(6, 3)
-    model, optimizer, criterion, batches_of = FlashPrivacyEngine().make_private(
-        module=plain,
-        optimizer=torch.optim.SGD(plain.parameters(), 0.1),
-        data_loader=loader,
-        **options,
-        cuda_graphs="auto",
+    hooks, optimizer, criterion, batches_of = FlashPrivacyEngine().make_private(
+        **parts, data_loader=loader, **options, cuda_graphs="auto", wrap_model=wrap
     )
+    model = hooks if wrap else plain
     for x, y in batches_of:  # without a GPU calls run as they are
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-    assert model._graphs.replays == 0
+    graphs = hooks._graphs
+    assert (graphs.calls, graphs.replays) == (0, 0)
+    hooks.cleanup()
+    assert plain._compiled_call_impl is None
+
+
+def test_a_model_that_is_not_wrapped_is_replayed() -> None:
+    results = []
+    for graphed in (True, False):
+        plain = small_network()
+        hooks = GradSampleHooksFlashClipping(plain, max_grad_norm=0.5)
+        if graphed:
+            replay_by_hand(hooks)
+        for x in batches(6):
+            plain.zero_grad()
+            squared_loss(plain, (x,)).mean().backward()
+        results.append([hooks.get_norm_sample(), *(p.grad for p in plain.parameters())])
+        assert not graphed or hooks._graphs.replays == 3
+    assert_same_tensors(*results)

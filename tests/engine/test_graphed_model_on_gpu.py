@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +186,13 @@ def test_dropout_in_a_checkpoint_is_the_same_in_both_directions(preserve: bool) 
         assert same or not preserve  # without, PyTorch itself draws anew
     # Older PyTorch cannot capture a checkpoint that keeps the state of the generator.
     assert graphed._graphs.replays == 5 or (preserve and graphed._graphs.off)
+
+
+def test_a_trainer_replays_its_steps(tmp_path: Path) -> None:
+    from tests.support.trainers import trained_with
+
+    (found, replays), (expected, _) = (
+        trained_with(tmp_path, g, use_cpu=False) for g in ("auto", "off")
+    )
+    assert replays > 10
+    assert_same_tensors(found, expected)

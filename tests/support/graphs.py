@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping.engine.graphs.graphed_model import GraphedCall, GraphedModel
 from flash_clipping.engine.graphs.graphed_step import Graph
 from tests.support.models import squared_loss
 
@@ -54,6 +55,61 @@ class PlayedByHand(GraphedStep):
 
         graph.replay = replay
         return work()
+
+
+class CallsByHand(GraphedModel):
+    """Captures and replays without a device: the forward runs again, unseen."""
+
+    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
+        return torch.device("cpu")
+
+    def _record(self, graph: Any, work: Callable[[], Any], device: torch.device) -> Any:
+        call: GraphedCall = graph
+        first = not getattr(call, "forward", None)
+        if first:
+            call.forward = work  # type: ignore[attr-defined]
+        work()
+
+        def replay() -> None:
+            session = self.model._session
+            current = session._current_forward
+            params = list(self._module().parameters())
+            before = [p.grad for p in params]
+            known = list(session._forwards)
+            with session.captures() as again, torch.enable_grad():
+                for p in params:
+                    p.grad = None
+                output = call.forward()  # type: ignore[attr-defined]
+                if first:
+                    leaves = pytree.tree_leaves(call.output), pytree.tree_leaves(output)
+                    with torch.no_grad():
+                        for fixed, found in zip(*leaves, strict=True):
+                            fixed.copy_(found)
+                else:
+                    work()
+            with torch.no_grad():
+                for _, grad in call.grads:
+                    grad.fill_(torch.nan)
+                pairs = zip(call.of_modules[0][1].norms, again.norms, strict=not first)
+                for (_, *fixed), (_, *new) in () if first else pairs:
+                    for held, now in zip(fixed, new, strict=True):
+                        held.copy_(now)
+                for param, fixed in () if first else call.grads:
+                    fixed.copy_(param.grad)
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+            for forward in session._forwards:
+                forward.spent |= forward not in known
+            session._current_forward = current
+
+        call.replay = replay
+        return None
+
+
+def replay_by_hand(model: Any) -> None:
+    """``cuda_graphs="auto"``, by hand."""
+    root = model._module
+    model._graphs = root._compiled_call_impl = CallsByHand(model, root._call_impl)
 
 
 def small_network() -> nn.Sequential:

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from flash_clipping.trainers.transformers import PrivacyArguments, PrivateTrainer
 
@@ -97,3 +102,30 @@ def trainer(
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+class _CountsReplays(TrainerCallback):
+    def __init__(self, private: PrivateTrainer) -> None:
+        self.private, self.count = private, 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        graphs = self.private.run.hooks._graphs
+        self.count = 0 if graphs is None else graphs.replays
+
+
+def trained_with(folder: Any, graphs: str, **settings: Any) -> tuple[list[Tensor], int]:
+    """Weights after twelve steps with ``cuda_graphs=graphs``, and how many calls were replays."""
+    engine_options = {"cuda_graphs": graphs}
+    private = trainer(
+        folder,
+        bert(),
+        of_privacy={"engine_options": engine_options},
+        num_train_epochs=3,
+        optim="sgd",
+        **settings,
+    )
+    count = _CountsReplays(private)
+    private.add_callback(count)
+    private.train()
+    assert private.model._compiled_call_impl is None
+    return [*weights(private.model).values()], count.count

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainerState
 
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.support.trainers import Texts, arguments, bert, trainer, weights
+from tests.support.graphs import assert_same_tensors, replay_by_hand
+from tests.support.trainers import Texts, arguments, bert, trained_with, trainer, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -367,3 +368,11 @@ def test_noise_is_never_drawn_again(tmp_path: Path) -> None:
     assert (
         private.run.optimizer.original_optimizer is private.optimizer.optimizer.original_optimizer
     )
+
+
+def test_steps_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cuda_graphs="auto"``: batches of one shape, as of a collator that pads to one length."""
+    monkeypatch.setattr("flash_clipping.engine.privacy_engine.replay_calls", replay_by_hand)
+    (found, replays), (expected, none) = (trained_with(tmp_path, g) for g in ("auto", "off"))
+    assert replays > 10 and not none
+    assert_same_tensors(found, expected)

@@ -234,8 +234,7 @@ def rounded_otherwise(data: Tensor, generator: torch.Generator) -> Tensor:
     columns = data.shape[-1] if data.dim() else 1
     rows = data.reshape(-1, columns)
     down, along = (
-        torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1).to(data)
-        for n in rows.shape
+        torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1).to(data) for n in rows.shape
     )
     step = torch.outer(down, along) * torch.finfo(data.dtype).eps
     return torch.addcmul(rows, rows, step).view(data.shape)

@@ -1,4 +1,4 @@
-"""A wrapped model whose forward and backward are replayed as CUDA graphs, without being asked.
+"""A private model whose forward and backward are replayed as CUDA graphs, without being asked.
 
 :class:`GraphedStep` needs the step as a function. Here the loop stays as it is: the model's call is
 one launch, ``loss.backward()`` comes back to it through one node of autograd's, and is another. The
@@ -27,7 +27,7 @@ from flash_clipping._compat import (
 from flash_clipping.capture.counts_of_samples import check_drawn
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
-from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs.graphed_step import (
     Graph,
     GraphedStep,
@@ -43,11 +43,13 @@ from flash_clipping.errors import FlashClippingError
 WARMUP = 3
 
 
-def replay_calls(model: Any) -> None:
-    """Replay calls of this wrapped model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
-    if not isinstance(model, GradSampleModuleFlashClipping):
-        raise ValueError("cuda_graphs='auto': found wrap_model=False; expected wrap_model=True.")
-    model._graphs = GraphedModel(model, model._module)
+def replay_calls(model: GradSampleHooksFlashClipping) -> None:
+    """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``.
+
+    What replays them stands where ``nn.Module.compile()`` puts what replaces a module's call.
+    """
+    root = model._module
+    model._graphs = root._compiled_call_impl = GraphedModel(model, root._call_impl)
 
 
 @dataclass
@@ -114,7 +116,7 @@ class GraphedModel(GraphedStep):
             return self.step(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
-        modules = list(self.model.modules())
+        modules = list(self._module().modules())
         device = self._device(modules, leaves) if plain and not are_odd(leaves) else None
         if device is None:
             return self.step(*args, **kwargs)
@@ -138,6 +140,10 @@ class GraphedModel(GraphedStep):
             return self.step(*args, **kwargs)
         return self._replay_call(call, leaves, args, kwargs)
 
+    def _module(self) -> nn.Module:
+        module: nn.Module = self.model._module
+        return module
+
     def __reduce__(self) -> Any:
         return type(None), ()  # copies and pickles of the model run without graphs
 
@@ -158,8 +164,6 @@ class GraphedModel(GraphedStep):
             return "its privacy units are counted on the host"
         own = {memory_id(x.untyped_storage()) for x in model._session.state()}
         for module in modules:
-            if module is model:
-                continue
             for name, value in vars(module).items():
                 is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
                 if is_tensor and memory_id(value.untyped_storage()) not in own:
@@ -170,7 +174,7 @@ class GraphedModel(GraphedStep):
         return None
 
     def _hooks_now(self) -> list[Any]:
-        modules = list(self.model.modules())
+        modules = list(self._module().modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         return [
             *[tuple(map(tuple, hooks_of_module(module))) for module in modules],
@@ -242,8 +246,8 @@ class GraphedModel(GraphedStep):
             forward()
             backward()
 
-        with without_gradients(list(self.model.parameters())), captures(self.model):
-            rehearse(trial, self.model, [self.model], device)
+        with without_gradients(list(self._module().parameters())), captures(self.model):
+            rehearse(trial, self._module(), [self.model], device)
         held.clear()  # with the nodes of parameters on this stream
         with self._capturing(call):
             self._record(call, forward, device)
