@@ -1,6 +1,7 @@
 """The command ``flash-clipping`` (also ``python -m flash_clipping``).
 
 flash-clipping check my_project.train:factory
+flash-clipping audit scores.json --guesses 300
 flash-clipping env
 flash-clipping --version
 """
@@ -21,8 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from flash_clipping import __version__, diagnostics
+from flash_clipping import __version__, auditing, diagnostics
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.diagnostics import report as reports
 from flash_clipping.ops.runtime.backend import BACKENDS
@@ -44,6 +46,18 @@ The factory is a function without arguments that returns (model, batch) or (mode
 
 The current directory is importable. A few samples of a real batch are enough: the oracle runs one
 sample at a time.
+"""
+
+
+_AUDIT_DESCRIPTION = """\
+Compare what a training run shows of its canaries with the epsilon that was promised
+(flash_clipping.auditing). Exit status: 0 when nothing contradicts it, 1 when the run leaked more, 2
+when the file cannot be used. The file:
+
+  {"scores": [0.1, ...], "included": [true, ...], "epsilon": 3.0, "delta": 1e-5}
+
+  scores    of every canary, higher where it looks as if it were in the training data
+  included  whether it was, by a fair coin
 """
 
 
@@ -102,6 +116,18 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.set_defaults(run=_check)
+    audit = commands.add_parser(
+        "audit",
+        help="a lower bound on epsilon, from scores of canaries",
+        description=_AUDIT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    audit.add_argument("file", metavar="FILE", help="JSON, as above")
+    audit.add_argument("--guesses", type=int, required=True, help="canaries not to abstain on")
+    audit.add_argument("--confidence", type=float, default=0.95)
+    audit.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
+    audit.add_argument("--json", action="store_true", help="print what was found as JSON")
+    audit.set_defaults(run=_audit)
     env = commands.add_parser(
         "env",
         help="describe the installation, for a bug report",
@@ -151,6 +177,31 @@ def _check(args: argparse.Namespace) -> int:
     elif not (sys.stdout.isatty() and _print_rich(report)):
         print(report)
     return 0 if report.passed else 1
+
+
+def _audit(args: argparse.Namespace) -> int:
+    try:
+        with open(args.file) as file:
+            told = json.load(file)
+        missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
+        if missing:
+            raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
+        included_M = torch.tensor(told["included"], dtype=torch.bool)
+        canaries = auditing.Canaries(TensorDataset(included_M))
+        canaries.included_M = included_M
+        found = canaries.audit(
+            torch.tensor(told["scores"]),
+            guesses=args.guesses,
+            epsilon=float(told["epsilon"]),
+            delta=float(told["delta"]),
+            confidence=args.confidence,
+            gaussian=args.gaussian,
+        )
+    except (OSError, TypeError, ValueError) as error:
+        print(f"flash-clipping audit: {args.file}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 1 if found.violated else 0
 
 
 def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
