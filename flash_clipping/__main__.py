@@ -1,6 +1,7 @@
 """The command ``flash-clipping`` (also ``python -m flash_clipping``).
 
 flash-clipping check my_project.train:factory
+flash-clipping plan --samples 60000 --batch-size 1024 --epochs 10 --epsilon 3
 flash-clipping audit scores.json --guesses 300
 flash-clipping env
 flash-clipping --version
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flash_clipping import __version__, auditing, diagnostics
+from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.diagnostics import report as reports
 from flash_clipping.ops.runtime.backend import BACKENDS
@@ -116,6 +117,25 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.set_defaults(run=_check)
+    plan = commands.add_parser(
+        "plan",
+        help="what noise an epsilon needs, and what batches and epochs cost",
+        description="The noise that an epsilon needs, or the epsilon that a noise has; then the "
+        "epsilon of other batch sizes and epochs at that noise.",
+    )
+    plan.add_argument("--samples", type=int, required=True, help="in the dataset")
+    plan.add_argument("--batch-size", type=int, required=True, help="expected, of a step")
+    plan.add_argument("--epochs", type=float)
+    plan.add_argument("--steps", type=int, help="instead of --epochs")
+    plan.add_argument("--epsilon", type=float)
+    plan.add_argument("--noise-multiplier", type=float, help="instead of --epsilon")
+    plan.add_argument("--delta", type=float, help="default: a tenth of 1 / samples")
+    plan.add_argument("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
+    plan.add_argument("--max-physical-batch-size", type=int, help="what fits on the device")
+    plan.add_argument("--parameters", type=int, help="trainable ones, for noise over signal")
+    plan.add_argument("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=_plan)
     audit = commands.add_parser(
         "audit",
         help="a lower bound on epsilon, from scores of canaries",
@@ -177,6 +197,60 @@ def _check(args: argparse.Namespace) -> int:
     elif not (sys.stdout.isatty() and _print_rich(report)):
         print(report)
     return 0 if report.passed else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        found = planning.plan(
+            args.samples,
+            args.batch_size,
+            epochs=args.epochs,
+            steps=args.steps,
+            epsilon=args.epsilon,
+            noise_multiplier=args.noise_multiplier,
+            delta=args.delta,
+            accountant=args.accountant,
+        )
+    except (ImportError, ValueError) as error:
+        print(f"flash-clipping plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    rows = found.rows(args.max_physical_batch_size, args.parameters)
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    batches = [b for b in (found.batch_size // 2, found.batch_size, 2 * found.batch_size) if b]
+    batches = [b for b in batches if b <= found.samples]
+    epochs = [found.epochs * times for times in (0.5, 1, 2, 4)]
+    grid = found.over(batches, epochs)
+    print(f"\nε at σ = {found.noise_multiplier:.4g}, by expected batch and epochs")
+    print(f"{'':>10}" + "".join(f"{count:>10.3g}" for count in epochs))
+    for batch, row in zip(batches, grid, strict=True):
+        print(f"{batch:>10,}" + "".join(f"{each.epsilon:>10.3g}" for each in row))
+    if not found.delta_is_small:
+        print(
+            f"\nδ = {found.delta:g} is not below 1 / {found.samples:,}: to publish one sample as "
+            f"it is, chosen by chance, has such a δ. Take --delta {0.1 / found.samples:.1g}."
+        )
+    return _draw(args.plot, batches, epochs, grid) if args.plot else 0
+
+
+def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> int:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("flash-clipping plan: --plot needs matplotlib:\n    pip install matplotlib")
+        return 2
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for batch, row in zip(batches, grid, strict=True):
+        axes.plot(epochs, [each.epsilon for each in row], marker="o", label=f"batch {batch:,}")
+    axes.set(xlabel="epochs", ylabel=f"ε at δ = {grid[0][0].delta:g}", xscale="log")
+    axes.legend()
+    figure.savefig(file)
+    print(f"\n{file}")
+    return 0
 
 
 def _audit(args: argparse.Namespace) -> int:
