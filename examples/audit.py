@@ -4,18 +4,12 @@
     python examples/audit.py --broken   # clipping 50 times too loose: the audit notices
     python examples/audit.py --model current   # experts with LoRA, product keys, hyper-connections
 
-One training run is enough (Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training
-Run", NeurIPS 2023, arXiv:2305.08846). Each of m canaries is put into the training data by a fair
-coin. After training, the auditor ranks the canaries by a score, guesses "in" for the highest and
-"out" for the lowest, and abstains on the rest. If training is (ε, δ)-private, too many right
-guesses are improbable, whatever the score; what is improbable below some ε is a lower bound on ε.
-
-The score decides only how tight the bound is. Here it is as strong as it is easy: every canary
+One training run is enough (``flash_clipping.auditing`` says why, and has the bounds). Every canary
 owns one input feature, so its gradient points where no other sample's does, and the score reads
-that feature's weights from the trained model. A wrong lower bound above ε needs bad luck of 5 %
-(``--confidence``); a wrong ε needs a bug. Exit status: 0 when the run shows what it should.
+that feature's weights from the trained model: as strong as it is easy. Exit status: 0 when the run
+shows what it should.
 
-m canaries, r guesses, v of them right. B samples, H = W = 8 pixels, M = m canary features.
+B samples, H = W = 8 pixels, M canaries, each with its feature.
 """
 
 from __future__ import annotations
@@ -25,81 +19,25 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from language_model import CURRENT, blocks, through
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from scipy.stats import binom
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from training import InMemoryDataset
 
 from flash_clipping import FlashPrivacyEngine
+from flash_clipping.auditing import Audit, Canaries
 
 CLASSES = 10
 # A canary's gradient must be longer than a broken bound lets through, or breaking changes nothing.
 CANARY_SCALE = 100.0
 BROKEN_FACTOR = 50.0
-
-
-# -- the bound ------------------------------------------------------------------------------------
-
-
-def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float = 0.0) -> float:
-    """Most probable that ``correct`` or more of ``guesses`` are right under (ε, δ)-privacy.
-
-    Theorem 5.2 and Corollary 5.4 of the paper. Let ``W ~ Binomial(r, e^ε / (1 + e^ε))``; under pure
-    ε-privacy the number of right guesses is stochastically dominated by ``W``, and δ adds at most
-    ``2 m δ max_{i ≥ 1} P[v - i ≤ W < v] / i``.
-
-    Args:
-        canaries: m, how many coins were thrown.
-        guesses: r, how many canaries the auditor did not abstain on.
-        correct: v, how many guesses were right.
-        epsilon: ε of the hypothesis.
-        delta: δ of the hypothesis.
-    """
-    if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}."
-        )
-    right = 1.0 / (1.0 + math.exp(-epsilon))
-    tail = binom.sf(correct - 1, guesses, right)
-    if delta == 0 or correct == 0:
-        return float(tail)
-    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, right))
-    slack = np.max(below / np.arange(1, correct + 1))
-    return float(min(1.0, tail + 2 * canaries * delta * slack))
-
-
-def epsilon_lower_bound(
-    canaries: int, guesses: int, correct: int, delta: float = 0.0, confidence: float = 0.95
-) -> float:
-    """The ε below which this many right guesses are improbable: every smaller ε is rejected."""
-    significance = 1.0 - confidence
-
-    def rejected(epsilon: float) -> bool:
-        return p_value(canaries, guesses, correct, epsilon, delta) < significance
-
-    # Step by step first, as δ's part need not grow with ε: the first ε that is not rejected counts.
-    step, low = 1 / 16, 0.0
-    if not rejected(low):
-        return 0.0
-    while rejected(low + step):
-        low += step
-    high = low + step
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rejected(middle) else (low, middle)
-    return low
-
-
-# -- the run that is audited ----------------------------------------------------------------------
 
 
 def convolutions() -> nn.Module:
@@ -145,37 +83,13 @@ class AuditedModel(nn.Module):
         return self.image(x_B1HW) + self.feature(CANARY_SCALE * one_hot_BM)
 
 
-@dataclass
-class Audit:
-    """What the auditor found, and what was promised."""
-
-    canaries: int
-    included: int
-    guesses: int
-    correct: int
-    delta: float
-    confidence: float
-    epsilon: float  # the accountant's
-    lower_bound: float
-    broken: bool = False  # on purpose
-
-    @property
-    def violated(self) -> bool:
-        """Whether the run leaked more than the accountant says."""
-        return self.lower_bound > self.epsilon
-
-    @property
-    def as_expected(self) -> bool:
-        """A broken run must be found out; an intact one must not be."""
-        return self.violated == self.broken
-
-
 def audit(args: argparse.Namespace, console: Console) -> Audit:
     """Throw the coins, train once, guess, and bound."""
     torch.manual_seed(args.seed)
     m = args.canaries
     label_M = torch.randint(0, CLASSES, (m,))
-    included_M = torch.rand(m) < 0.5
+    canaries = Canaries(TensorDataset(label_M), seed=args.seed)
+    included_M = canaries.included_M
 
     pixels, digits = load_digits(return_X_y=True)
     x = torch.tensor(pixels[: args.samples], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
@@ -227,47 +141,25 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
 
     weight_MC = model.feature.weight.detach().cpu().mT
     score_M = weight_MC.gather(1, label_M[:, None]).squeeze(1) - weight_MC.mean(1)
-    correct = right_guesses(score_M, included_M, args.guesses)
-    return Audit(
-        canaries=m,
-        included=int(included_M.sum()),
+    return canaries.audit(
+        score_M,
         guesses=args.guesses,
-        correct=correct,
+        epsilon=engine.get_epsilon(args.delta),
         delta=args.delta,
         confidence=args.confidence,
-        epsilon=engine.get_epsilon(args.delta),
-        lower_bound=epsilon_lower_bound(m, args.guesses, correct, args.delta, args.confidence),
-        broken=args.broken,
+        gaussian=args.gaussian,
     )
 
 
-def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
-    """Guess "in" for the highest half of the guesses' scores, "out" for the lowest; count hits."""
-    order_M = score_M.argsort(descending=True)
-    high = guesses - guesses // 2
-    hits = included_M[order_M[:high]].sum()
-    if guesses // 2:
-        hits = hits + (~included_M[order_M[-(guesses // 2) :]]).sum()
-    return int(hits)
-
-
-def show(found: Audit, console: Console) -> None:
-    clipping = "flash clipping"
-    if found.broken:
-        clipping = f"clipping broken on purpose ({BROKEN_FACTOR:g} C)"
+def show(found: Audit, broken: bool, console: Console) -> None:
+    clipping = f"clipping broken on purpose ({BROKEN_FACTOR:g} C)" if broken else "flash clipping"
     table = Table(title=f"one-run audit of {clipping}")
     table.add_column("quantity")
     table.add_column("value", justify="right")
-    table.add_row("canaries (in the data)", f"{found.canaries} ({found.included})")
-    table.add_row("guesses", f"{found.guesses}")
-    table.add_row("right", f"{found.correct} ({found.correct / found.guesses:.1%})")
-    table.add_row(f"ε, lower bound ({found.confidence:.0%} confidence)", f"{found.lower_bound:.2f}")
-    table.add_row(f"ε, accountant (δ = {found.delta:g}; add or remove one)", f"{found.epsilon:.2f}")
+    for row in found.rows():
+        table.add_row(*row)
     console.print(table)
-    if found.violated:
-        console.print("[bold red]The run leaked more than the accountant says.")
-    else:
-        console.print("[green]Nothing contradicts the accountant.")
+    console.print(f"[{'bold red' if found.violated else 'green'}]{found.verdict}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -276,6 +168,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--broken", action="store_true", help="clip 50 times too loosely")
+    parser.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
     parser.add_argument("--model", choices=tuple(MODELS), default="convolutions")
     parser.add_argument("--canaries", type=int, default=1000, help="coins to throw")
     parser.add_argument("--guesses", type=int, default=300, help="canaries not to abstain on")
@@ -305,9 +198,10 @@ def main(argv: Sequence[str] | None = None) -> Audit:
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="Optimal order is the")
     found = audit(args, console)
-    show(found, console)
+    show(found, args.broken, console)
     return found
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main().as_expected else 1)
+    # A broken run must be found out; an intact one must not be.
+    sys.exit(main().violated != parse(None).broken)

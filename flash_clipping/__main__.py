@@ -1,6 +1,8 @@
 """The command ``flash-clipping`` (also ``python -m flash_clipping``).
 
 flash-clipping check my_project.train:factory
+flash-clipping plan --samples 60000 --batch-size 1024 --epochs 10 --epsilon 3
+flash-clipping audit scores.json --guesses 300
 flash-clipping env
 flash-clipping --version
 """
@@ -21,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from flash_clipping import __version__, diagnostics
+from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.diagnostics import report as reports
 from flash_clipping.ops.runtime.backend import BACKENDS
@@ -44,6 +47,18 @@ The factory is a function without arguments that returns (model, batch) or (mode
 
 The current directory is importable. A few samples of a real batch are enough: the oracle runs one
 sample at a time.
+"""
+
+
+_AUDIT_DESCRIPTION = """\
+Compare what a training run shows of its canaries with the epsilon that was promised
+(flash_clipping.auditing). Exit status: 0 when nothing contradicts it, 1 when the run leaked more, 2
+when the file cannot be used. The file:
+
+  {"scores": [0.1, ...], "included": [true, ...], "epsilon": 3.0, "delta": 1e-5}
+
+  scores    of every canary, higher where it looks as if it were in the training data
+  included  whether it was, by a fair coin
 """
 
 
@@ -102,6 +117,37 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.set_defaults(run=_check)
+    plan = commands.add_parser(
+        "plan",
+        help="what noise an epsilon needs, and what batches and epochs cost",
+        description="The noise that an epsilon needs, or the epsilon that a noise has; then the "
+        "epsilon of other batch sizes and epochs at that noise.",
+    )
+    plan.add_argument("--samples", type=int, required=True, help="in the dataset")
+    plan.add_argument("--batch-size", type=int, required=True, help="expected, of a step")
+    plan.add_argument("--epochs", type=float)
+    plan.add_argument("--steps", type=int, help="instead of --epochs")
+    plan.add_argument("--epsilon", type=float)
+    plan.add_argument("--noise-multiplier", type=float, help="instead of --epsilon")
+    plan.add_argument("--delta", type=float, help="default: a tenth of 1 / samples")
+    plan.add_argument("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
+    plan.add_argument("--max-physical-batch-size", type=int, help="what fits on the device")
+    plan.add_argument("--parameters", type=int, help="trainable ones, for noise over signal")
+    plan.add_argument("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=_plan)
+    audit = commands.add_parser(
+        "audit",
+        help="a lower bound on epsilon, from scores of canaries",
+        description=_AUDIT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    audit.add_argument("file", metavar="FILE", help="JSON, as above")
+    audit.add_argument("--guesses", type=int, required=True, help="canaries not to abstain on")
+    audit.add_argument("--confidence", type=float, default=0.95)
+    audit.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
+    audit.add_argument("--json", action="store_true", help="print what was found as JSON")
+    audit.set_defaults(run=_audit)
     env = commands.add_parser(
         "env",
         help="describe the installation, for a bug report",
@@ -151,6 +197,85 @@ def _check(args: argparse.Namespace) -> int:
     elif not (sys.stdout.isatty() and _print_rich(report)):
         print(report)
     return 0 if report.passed else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        found = planning.plan(
+            args.samples,
+            args.batch_size,
+            epochs=args.epochs,
+            steps=args.steps,
+            epsilon=args.epsilon,
+            noise_multiplier=args.noise_multiplier,
+            delta=args.delta,
+            accountant=args.accountant,
+        )
+    except (ImportError, ValueError) as error:
+        print(f"flash-clipping plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    rows = found.rows(args.max_physical_batch_size, args.parameters)
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    batches = [b for b in (found.batch_size // 2, found.batch_size, 2 * found.batch_size) if b]
+    batches = [b for b in batches if b <= found.samples]
+    epochs = [found.epochs * times for times in (0.5, 1, 2, 4)]
+    grid = found.over(batches, epochs)
+    print(f"\nε at σ = {found.noise_multiplier:.4g}, by expected batch and epochs")
+    print(f"{'':>10}" + "".join(f"{count:>10.3g}" for count in epochs))
+    for batch, row in zip(batches, grid, strict=True):
+        print(f"{batch:>10,}" + "".join(f"{each.epsilon:>10.3g}" for each in row))
+    if not found.delta_is_small:
+        print(
+            f"\nδ = {found.delta:g} is not below 1 / {found.samples:,}: to publish one sample as "
+            f"it is, chosen by chance, has such a δ. Take --delta {0.1 / found.samples:.1g}."
+        )
+    return _draw(args.plot, batches, epochs, grid) if args.plot else 0
+
+
+def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> int:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("flash-clipping plan: --plot needs matplotlib:\n    pip install matplotlib")
+        return 2
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for batch, row in zip(batches, grid, strict=True):
+        axes.plot(epochs, [each.epsilon for each in row], marker="o", label=f"batch {batch:,}")
+    axes.set(xlabel="epochs", ylabel=f"ε at δ = {grid[0][0].delta:g}", xscale="log")
+    axes.legend()
+    figure.savefig(file)
+    print(f"\n{file}")
+    return 0
+
+
+def _audit(args: argparse.Namespace) -> int:
+    try:
+        with open(args.file) as file:
+            told = json.load(file)
+        missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
+        if missing:
+            raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
+        included_M = torch.tensor(told["included"], dtype=torch.bool)
+        canaries = auditing.Canaries(TensorDataset(included_M))
+        canaries.included_M = included_M
+        found = canaries.audit(
+            torch.tensor(told["scores"]),
+            guesses=args.guesses,
+            epsilon=float(told["epsilon"]),
+            delta=float(told["delta"]),
+            confidence=args.confidence,
+            gaussian=args.gaussian,
+        )
+    except (OSError, TypeError, ValueError) as error:
+        print(f"flash-clipping audit: {args.file}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 1 if found.violated else 0
 
 
 def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:

@@ -1,0 +1,413 @@
+"""Does ε hold in practice? Lower bounds on ε from one training run with canaries.
+
+Every one of m canaries is put into the training data by a fair coin. After training, somebody who
+does not know the coins ranks the canaries by a score, guesses "in" for the highest and "out" for
+the lowest, and abstains on the rest. If training is private, too many right guesses are improbable,
+whatever the score; what is improbable below some ε is a lower bound on ε::
+
+    canaries = Canaries(mislabelled(images, classes=10))
+    train(canaries.among(dataset))
+    found = canaries.audit(loss_scores(model, canaries.samples, losses), guesses=300,
+                           epsilon=engine.get_epsilon(1e-5), delta=1e-5)
+    print(found)
+
+The score decides only how tight the bound is. A lower bound above ε needs bad luck of
+``1 - confidence``, a wrong ε needs a bug: in the training, or in what was said about it.
+
+Sources: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023,
+arXiv 2305.08846): :func:`p_value`, for any (ε, δ). Mahloujifar, Melis and Chaudhuri, "Auditing
+f-Differential Privacy in One Run" (ICML 2025, arXiv 2410.22235): :func:`is_improbable_gaussian`,
+for training that is Gaussian-private, as DP-SGD nearly is, and tighter there.
+
+Shape suffixes: ``M`` canaries, ``N`` pixels or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.accountants.analysis.gdp import eps_from_mu
+from scipy.stats import binom, norm
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+__all__ = [
+    "Audit",
+    "Canaries",
+    "bootstrap",
+    "epsilon_lower_bound",
+    "is_improbable_gaussian",
+    "loss_scores",
+    "mislabelled",
+    "p_value",
+    "random_texts",
+    "right_guesses",
+]
+
+#: Bounds are given to this many halvings of the first interval.
+_HALVINGS = 40
+
+#: The first step in which an ε, or a μ, is looked for.
+_STEP = 1 / 16
+
+#: Gaussian privacy that no audit will reject: ε is in the thousands.
+_MOST_MU = 64.0
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float = 0.0) -> float:
+    """Most probable that ``correct`` or more of ``guesses`` are right under (ε, δ)-privacy.
+
+    Theorem 5.2 and Corollary 5.4 of arXiv 2305.08846. Let ``W ~ Binomial(r, e^ε / (1 + e^ε))``;
+    under pure ε-privacy the number of right guesses is stochastically dominated by ``W``, and δ
+    adds at most ``2 m δ max_{i ≥ 1} P[v - i ≤ W < v] / i``.
+
+    Args:
+        canaries: m, how many coins were thrown.
+        guesses: r, how many canaries the auditor did not abstain on.
+        correct: v, how many guesses were right.
+        epsilon, delta: of the hypothesis.
+
+    Raises:
+        ValueError: not ``0 <= correct <= guesses <= canaries``.
+    """
+    _check_counts(canaries, guesses, correct)
+    right = 1.0 / (1.0 + math.exp(-epsilon))
+    tail = binom.sf(correct - 1, guesses, right)
+    if delta == 0 or correct == 0:
+        return float(tail)
+    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, right))
+    slack = np.max(below / np.arange(1, correct + 1))
+    return float(min(1.0, tail + 2 * canaries * delta * slack))
+
+
+def is_improbable_gaussian(
+    canaries: int, guesses: int, correct: int, mu: float, significance: float
+) -> bool:
+    """Whether ``correct`` or more of ``guesses`` are right with less than this probability under
+    μ-Gaussian privacy (no test tells two neighbours apart better than ``N(0, 1)`` and ``N(μ, 1)``).
+
+    Algorithm 3 of arXiv 2410.22235, for two alternatives: if the probability were ``significance``,
+    the most that ``i`` right guesses can be told from ``i + 1`` bounds what all numbers of right
+    guesses add up to, and that falls short of ``guesses / canaries``.
+
+    Raises:
+        ValueError: as :func:`p_value`.
+    """
+    _check_counts(canaries, guesses, correct)
+    right = significance * correct / canaries
+    wrong = significance * (guesses - correct) / canaries
+    for i in range(correct - 1, -1, -1):
+        before, wrong = wrong, max(wrong, float(norm.cdf(norm.ppf(right) - mu)))
+        if wrong == before:
+            break  # nor will anything change for fewer
+        right = min(1.0, right + i / (guesses - i) * (wrong - before))
+    return right + wrong > guesses / canaries
+
+
+def epsilon_lower_bound(
+    canaries: int,
+    guesses: int,
+    correct: int,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    *,
+    gaussian: bool = False,
+) -> float:
+    """The ε below which this many right guesses are improbable: every smaller ε is rejected.
+
+    Args:
+        canaries, guesses, correct: as in :func:`p_value`.
+        delta: δ of the guarantee.
+        confidence: a bound above the true ε has at most ``1 - confidence`` probability.
+        gaussian: the hypotheses are Gaussian mechanisms, and ε is theirs at δ, which must be above
+            0. Tighter; for training whose trade-off function is that of no Gaussian (few steps with
+            small sample rates) it is an approximation.
+
+    Raises:
+        ValueError: counts as in :func:`p_value`; ``gaussian`` with ``delta=0``.
+    """
+    significance = 1.0 - confidence
+    if not gaussian:
+        return _first_kept(
+            lambda eps: p_value(canaries, guesses, correct, eps, delta) < significance
+        )
+    if not 0 < delta < 1:
+        raise ValueError(
+            f"epsilon_lower_bound: found gaussian=True with delta={delta}; expected a δ between 0 "
+            "and 1, at which a Gaussian mechanism has an ε:\n    delta=1e-5"
+        )
+    mu = _first_kept(
+        lambda mu: (
+            mu < _MOST_MU and is_improbable_gaussian(canaries, guesses, correct, mu, significance)
+        )
+    )
+    return float(eps_from_mu(mu=mu, delta=delta)) if mu else 0.0
+
+
+def _first_kept(rejected: Callable[[float], bool]) -> float:
+    """The first value that is not rejected; step by step at first, as δ's part of a p-value need
+    not grow with ε."""
+    if not rejected(0.0):
+        return 0.0
+    low = 0.0
+    while rejected(low + _STEP):
+        low += _STEP
+    high = low + _STEP
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rejected(middle) else (low, middle)
+    return low
+
+
+def _check_counts(canaries: int, guesses: int, correct: int) -> None:
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError(
+            f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}."
+        )
+
+
+# -- canaries -------------------------------------------------------------------------------------
+
+
+class Canaries:
+    """Samples that fair coins put into the training data.
+
+    Args:
+        samples: m canaries, as the training data's own samples are.
+        seed: of the coins, for tests; ``None``: the operating system's.
+
+    Attributes:
+        included_M: which of them are in the data, bool. Whoever computes scores must not know it.
+    """
+
+    def __init__(self, samples: Dataset[Any], seed: int | None = None) -> None:
+        self.samples = samples
+        m = len(samples)  # type: ignore[arg-type]
+        if not m:
+            raise ValueError("Canaries: found no samples; expected one canary at least.")
+        if seed is None:
+            self.included_M = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
+        else:
+            self.included_M = torch.rand(m, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+    def among(self, dataset: Dataset[Any]) -> ConcatDataset[Any]:
+        """The training data with those canaries that are in it, at its end."""
+        chosen = self.included_M.nonzero().flatten().tolist()
+        return ConcatDataset([dataset, Subset(self.samples, chosen)])
+
+    def audit(
+        self,
+        score_M: Tensor,
+        *,
+        guesses: int,
+        epsilon: float,
+        delta: float,
+        confidence: float = 0.95,
+        gaussian: bool = False,
+    ) -> Audit:
+        """Guess by these scores, and compare what that shows with what was promised.
+
+        Args:
+            score_M: ``[M]``, higher for canaries that look as if they were in the data.
+            guesses: on how many canaries not to abstain. To be chosen before the scores are known:
+                the best of several numbers is not covered by the confidence.
+            epsilon: what the accountant says at ``delta``; a sample is added or removed.
+            delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
+
+        Raises:
+            ValueError: scores that are not finite, or not one for each canary.
+        """
+        m = len(self.included_M)
+        score_M = score_M.detach().double().cpu()
+        if score_M.shape != (m,) or not score_M.isfinite().all():
+            raise ValueError(
+                f"Canaries.audit: found scores of shape {[*score_M.shape]}, "
+                f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
+                f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
+            )
+        correct = right_guesses(score_M, self.included_M, guesses)
+        low, high = bootstrap(area_under_curve, score_M, self.included_M)
+        return Audit(
+            canaries=m,
+            included=int(self.included_M.sum()),
+            guesses=guesses,
+            correct=correct,
+            delta=delta,
+            confidence=confidence,
+            epsilon=epsilon,
+            lower_bound=epsilon_lower_bound(
+                m, guesses, correct, delta, confidence, gaussian=gaussian
+            ),
+            area_under_curve=area_under_curve(score_M, self.included_M),
+            area_interval=(low, high),
+        )
+
+
+@dataclass
+class Audit:
+    """What was found, and what was promised.
+
+    Attributes:
+        lower_bound: on ε, at ``delta`` and with ``confidence``.
+        epsilon: the accountant's.
+        area_under_curve: of true over false positives, for all thresholds: 0.5 is chance.
+        area_interval: of that, 95 %, by resampling canaries.
+    """
+
+    canaries: int
+    included: int
+    guesses: int
+    correct: int
+    delta: float
+    confidence: float
+    epsilon: float
+    lower_bound: float
+    area_under_curve: float
+    area_interval: tuple[float, float]
+
+    @property
+    def violated(self) -> bool:
+        """Whether training leaked more than the accountant says."""
+        return self.lower_bound > self.epsilon
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Quantities and their values, in words."""
+        low, high = self.area_interval
+        share = self.correct / self.guesses if self.guesses else 0.0
+        return [
+            ("canaries (in the data)", f"{self.canaries} ({self.included})"),
+            ("guesses", f"{self.guesses}"),
+            ("right", f"{self.correct} ({share:.1%})"),
+            ("area under the curve", f"{self.area_under_curve:.3f} ({low:.3f} to {high:.3f})"),
+            (f"ε, lower bound ({self.confidence:.0%} confidence)", f"{self.lower_bound:.2f}"),
+            (f"ε, accountant (δ = {self.delta:g}; add or remove one)", f"{self.epsilon:.2f}"),
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.violated:
+            return "The run leaked more than the accountant says."
+        return "Nothing contradicts the accountant."
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"violated": self.violated}
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(
+            [*(f"{name:<{width}}  {value}" for name, value in self.rows()), self.verdict]
+        )
+
+
+def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
+    """How many guesses are right: "in" for the highest half of the guesses' scores, "out" for the
+    lowest. Canaries of one score are in the order they were given."""
+    if not 0 <= guesses <= len(score_M):
+        raise ValueError(f"found {guesses} guesses; expected 0 to {len(score_M)}, the canaries.")
+    order_M = score_M.argsort(descending=True, stable=True)
+    high, low = guesses - guesses // 2, guesses // 2
+    hits = included_M[order_M[:high]].sum() + (~included_M[order_M[len(order_M) - low :]]).sum()
+    return int(hits)
+
+
+def area_under_curve(score_M: Tensor, included_M: Tensor) -> float:
+    """The probability that a canary in the data has a higher score than one out of it (ties count
+    half); NaN where all are in, or all out."""
+    inside, outside = score_M[included_M].sort().values, score_M[~included_M].sort().values
+    if not len(inside) or not len(outside):
+        return math.nan
+    below = torch.searchsorted(outside, inside, right=False).double()
+    upto = torch.searchsorted(outside, inside, right=True).double()
+    return float((below + upto).mean() / (2 * len(outside)))
+
+
+def bootstrap(
+    statistic: Callable[[Tensor, Tensor], float],
+    score_M: Tensor,
+    included_M: Tensor,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """An interval of a statistic of scores and coins, by drawing canaries anew with replacement
+    (Efron's percentiles). It describes the canaries' luck; it is no bound on ε, as
+    :func:`epsilon_lower_bound` is."""
+    generator = torch.Generator().manual_seed(seed)
+    m = len(score_M)
+    found = []
+    for _ in range(resamples):
+        drawn = torch.randint(m, (m,), generator=generator)
+        found.append(statistic(score_M[drawn], included_M[drawn]))
+    low, high = np.nanquantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+# -- what to put in, and how to look for it ------------------------------------------------------
+
+
+def mislabelled(images_MN: Tensor, classes: int, seed: int = 0) -> TensorDataset:
+    """Canaries for a classifier: images ``[M, ...]`` that are not in the training data, each with a
+    class by chance, which only a model that has seen it gives."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(images_MN, torch.randint(classes, (len(images_MN),), generator=generator))
+
+
+def random_texts(count: int, length: int, vocabulary: Sequence[int], seed: int = 0) -> Tensor:
+    """Canaries for a language model: ``[M, N]``, int64, tokens drawn from these ids by chance,
+    which nothing but having seen them makes likely (Carlini et al., "The Secret Sharer", 2019)."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(vocabulary), (count, length), generator=generator)
+    return torch.tensor([*vocabulary])[drawn]
+
+
+@torch.no_grad()
+def loss_scores(
+    model: nn.Module,
+    samples: Dataset[Any],
+    losses: Callable[[nn.Module, Any], Tensor],
+    *,
+    reference: nn.Module | None = None,
+    batch_size: int = 64,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Tensor:
+    """``[M]``, fp64: minus the loss of every canary, in evaluation mode.
+
+    Args:
+        model: after training.
+        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
+        reference: a model that has not seen them, whose losses are subtracted: how likely a sample
+            is anyhow says nothing.
+        batch_size, collate_fn: of the loader.
+
+    Raises:
+        ValueError: not one loss for each sample.
+    """
+    found = []
+    for one in (model, reference):
+        if one is None:
+            continue
+        modes = [module.training for module in one.modules()]
+        one.eval()
+        loader = DataLoader(samples, batch_size=batch_size, collate_fn=collate_fn)
+        found.append(torch.cat([losses(one, batch).double().cpu() for batch in loader]))
+        for module, mode in zip(one.modules(), modes, strict=True):
+            module.training = mode
+    if found[0].shape != (len(samples),):  # type: ignore[arg-type]
+        raise ValueError(
+            f"loss_scores: found losses of shape {[*found[0].shape]}; expected one for each of "
+            f"{len(samples)} samples, not reduced:\n"  # type: ignore[arg-type]
+            '    F.cross_entropy(model(x), y, reduction="none")'
+        )
+    return -found[0] if reference is None else found[1] - found[0]

@@ -1,0 +1,255 @@
+"""What a private run will cost, before it starts: ``flash-clipping plan``.
+
+Everyone asks the same: how much noise for this ε, how large a batch, how many epochs. :func:`plan`
+answers for one run, :meth:`Plan.over` for other batch sizes and epochs beside it, and
+:func:`first_bound` looks at public data for a clipping bound to begin with.
+
+Shape suffixes: ``B`` samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from torch import Tensor, nn
+
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
+from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+
+__all__ = ["Plan", "first_bound", "plan"]
+
+#: Batches larger than the expected one by so many standard deviations come once in 30,000 steps.
+_DEVIATIONS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of Poisson batches, and what it costs.
+
+    Attributes:
+        samples: in the dataset.
+        batch_size: expected; a step draws every sample with ``sample_rate``.
+        steps: of the optimizer.
+        noise_multiplier: σ: noise has the standard deviation ``σ C`` in every coordinate of the
+            summed gradient, with the clipping bound ``C``.
+        epsilon, delta: of the whole run, to add or remove one sample.
+        accountant: ``"prv"``, ``"rdp"``, ``"gdp"`` or ``"pld"``.
+    """
+
+    samples: int
+    batch_size: int
+    steps: int
+    noise_multiplier: float
+    epsilon: float
+    delta: float
+    accountant: str
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which a step draws a sample: ``1 / ceil(samples / batch_size)``, as
+        ``make_private`` has it of a loader with such batches."""
+        return 1 / self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    @property
+    def epochs(self) -> float:
+        return self.steps / self.steps_per_epoch
+
+    @property
+    def largest_batch(self) -> int:
+        """Batches are of random sizes; larger ones come once in 30,000 steps."""
+        mean = self.samples * self.sample_rate
+        spread = math.sqrt(mean * (1 - self.sample_rate))
+        return min(self.samples, math.ceil(mean + _DEVIATIONS * spread))
+
+    def micro_batches(self, max_physical_batch_size: int) -> int:
+        """Parts of an expected batch, of so many samples at most (``BatchMemoryManager``)."""
+        return -(-self.batch_size // max_physical_batch_size)
+
+    @property
+    def noise_per_coordinate(self) -> float:
+        """Standard deviation of the noise in one coordinate of the averaged gradient, in ``C``:
+        ``σ / batch_size``. What decides how much noise training sees."""
+        return self.noise_multiplier / self.batch_size
+
+    def noise_over_signal(self, parameters: int) -> float:
+        """The norm of a step's noise over the largest norm that its averaged gradient can have,
+        ``σ sqrt(parameters) / batch_size``. Far above 1 is usual: noise adds up over coordinates
+        and averages out over steps."""
+        return self.noise_per_coordinate * math.sqrt(parameters)
+
+    @property
+    def delta_is_small(self) -> bool:
+        """Whether δ is below one over the number of samples. To publish one sample as it is, chosen
+        by chance, has δ of that size."""
+        return self.delta * self.samples < 1
+
+    def trial(self, batch_size: int) -> Plan:
+        """A cheap run that sees as much noise per step in each coordinate: σ in proportion to the
+        batch. For trying learning rates; its own ε, which is far larger, is in it, so try on public
+        data, or count it.
+
+        Source: "TAN without a burn" (Sander, Stock and Sablayrolles, ICML 2023, arXiv 2210.03403).
+        """
+        return plan(
+            self.samples,
+            batch_size,
+            steps=self.steps,
+            noise_multiplier=self.noise_multiplier * batch_size / self.batch_size,
+            delta=self.delta,
+            accountant=self.accountant,
+        )
+
+    def over(self, batch_sizes: Sequence[int], epochs: Sequence[float]) -> list[list[Plan]]:
+        """The same noise multiplier, for each of these batch sizes (rows) and epochs."""
+        return [
+            [
+                plan(
+                    self.samples,
+                    batch,
+                    epochs=count,
+                    noise_multiplier=self.noise_multiplier,
+                    delta=self.delta,
+                    accountant=self.accountant,
+                )
+                for count in epochs
+            ]
+            for batch in batch_sizes
+        ]
+
+    def rows(
+        self, max_physical_batch_size: int | None = None, parameters: int | None = None
+    ) -> list[tuple[str, str]]:
+        """Quantities and their values, in words."""
+        found = [
+            ("samples", f"{self.samples:,}"),
+            ("expected batch", f"{self.batch_size:,} (seldom above {self.largest_batch:,})"),
+            ("sample rate", f"{self.sample_rate:.4g}"),
+            ("steps", f"{self.steps:,} ({self.epochs:.3g} epochs of {self.steps_per_epoch:,})"),
+            ("noise multiplier σ", f"{self.noise_multiplier:.4g}"),
+            ("ε", f"{self.epsilon:.3g} at δ = {self.delta:g}; {ADD_OR_REMOVE}"),
+            ("noise in a coordinate of a mean gradient", f"{self.noise_per_coordinate:.3g} C"),
+        ]
+        if max_physical_batch_size is not None:
+            parts = self.micro_batches(max_physical_batch_size)
+            found.append(("parts of a batch", f"{parts} of {max_physical_batch_size:,} at most"))
+        if parameters is not None:
+            found.append(
+                ("norm of noise over largest signal", f"{self.noise_over_signal(parameters):.3g}")
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"sample_rate": self.sample_rate, "relation": ADD_OR_REMOVE}
+
+
+def plan(
+    samples: int,
+    batch_size: int,
+    *,
+    epochs: float | None = None,
+    steps: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float | None = None,
+    accountant: str = "prv",
+) -> Plan:
+    """The noise that an ε needs, or the ε that a noise has.
+
+    Args:
+        samples: in the dataset.
+        batch_size: expected size of a step's batch.
+        epochs, steps: how long; one of them.
+        epsilon, noise_multiplier: one of them.
+        delta: by default a tenth of ``1 / samples``.
+        accountant: as of ``FlashPrivacyEngine``.
+
+    Raises:
+        ValueError: not exactly one of each pair; numbers that no run can have.
+    """
+    if (epochs is None) == (steps is None):
+        raise ValueError(f"plan: found epochs={epochs} and steps={steps}; expected one of them.")
+    if (epsilon is None) == (noise_multiplier is None):
+        raise ValueError(
+            f"plan: found epsilon={epsilon} and noise_multiplier={noise_multiplier}; expected one "
+            "of them."
+        )
+    delta = 0.1 / max(1, samples) if delta is None else delta
+    if not 0 < batch_size <= samples:
+        raise ValueError(
+            f"plan: found a batch of {batch_size} of {samples} samples; expected 1 to {samples}."
+        )
+    if not 0 < delta < 1:
+        raise ValueError(f"plan: found delta={delta}; expected a number between 0 and 1.")
+    per_epoch = -(-samples // batch_size)
+    count = steps if steps is not None else math.ceil(per_epoch * epochs)  # type: ignore[operator]
+    if count < 1:
+        raise ValueError(f"plan: found {count} steps; expected one at least.")
+    rate = 1 / per_epoch
+    with without_hints():
+        if noise_multiplier is None:
+            noise_multiplier = get_noise_multiplier(
+                target_epsilon=epsilon,  # type: ignore[arg-type]
+                target_delta=delta,
+                sample_rate=rate,
+                steps=count,
+                accountant=accountant,
+            )
+        elif not noise_multiplier > 0:
+            raise ValueError(
+                f"plan: found noise_multiplier={noise_multiplier}; expected one above 0."
+            )
+        counted = create_accountant(accountant)
+        counted.history = [(noise_multiplier, rate, count)]
+        found = float(counted.get_epsilon(delta))
+    return Plan(samples, batch_size, count, noise_multiplier, found, delta, accountant)
+
+
+def first_bound(
+    model: nn.Module,
+    batches: Iterable[Any],
+    losses: Callable[[nn.Module, Any], Tensor],
+    *,
+    quantile: float = 0.5,
+) -> float:
+    """A quantile of the norms of samples' gradients: a clipping bound to begin with.
+
+    The data must be public: nothing is added to the norms. On private data let the bound be adapted
+    (``clipping="adaptive"``), which is accounted.
+
+    Args:
+        model: not wrapped; it is left as it was, and has no gradients from here.
+        batches: of public data.
+        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
+        quantile: 0.5 clips half of the samples in the first step; gradients shrink later.
+
+    Raises:
+        ValueError: there are no batches; or no norm is finite.
+    """
+    wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    grads = [param.grad for param in model.parameters()]
+    found = []
+    try:
+        for batch in batches:
+            losses(wrapped, batch).sum().backward()
+            found.append(wrapped.get_norm_sample().double().cpu())
+            wrapped.zero_grad(set_to_none=True)
+    finally:
+        wrapped.to_standard_module()
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+    norms = torch.cat(found) if found else torch.empty(0)
+    norms = norms[norms.isfinite()]
+    if not len(norms):
+        raise ValueError("first_bound: found no batch with a finite norm; expected one at least.")
+    return float(norms.quantile(quantile))

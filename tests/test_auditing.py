@@ -1,0 +1,246 @@
+"""Lower bounds on ε from one run: values, when they hold, and what they are made of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.accountants.analysis.gdp import eps_from_mu
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from flash_clipping import auditing
+from flash_clipping.__main__ import main
+from flash_clipping.auditing import Canaries
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "published"),
+    [
+        (1000, 100, 75, 1e-4, 0.673),  # appendix D of the paper
+        (100_000, 1510, 1439, 1e-5, 2.675),  # section 7
+    ],
+)
+def test_bound_has_the_published_values(
+    canaries: int, guesses: int, correct: int, delta: float, published: float
+) -> None:
+    found = auditing.epsilon_lower_bound(canaries, guesses, correct, delta)
+    # One unit of the last digit that the paper prints: one value is rounded there, one cut off.
+    assert found == pytest.approx(published, abs=1e-3)
+
+
+def test_bound_of_perfect_guesses_in_closed_form() -> None:
+    """Pure ε: all r right has probability q^r, so q = 0.05^(1/r)."""
+    for guesses in (1, 10, 300):
+        q = 0.05 ** (1 / guesses)
+        expected = max(0.0, math.log(q / (1 - q)))
+        assert auditing.epsilon_lower_bound(1000, guesses, guesses) == pytest.approx(
+            expected, abs=1e-6
+        )
+
+
+def test_p_value_by_hand() -> None:
+    # W ~ Binomial(2, 3/4): P[W >= 2] = 9/16; P[W = 1] = 6/16; P[W = 0] = 1/16.
+    epsilon = math.log(3)
+    assert auditing.p_value(5, 2, 2, epsilon) == pytest.approx(9 / 16)
+    # max(6/16, 7/16 / 2) = 6/16, times 2 m delta
+    assert auditing.p_value(5, 2, 2, epsilon, 0.01) == pytest.approx(9 / 16 + 2 * 5 * 0.01 * 6 / 16)
+    assert auditing.p_value(5, 2, 0, epsilon, 0.01) == 1.0
+    with pytest.raises(ValueError, match="correct <= guesses <= canaries"):
+        auditing.p_value(5, 2, 3, epsilon)
+
+
+def test_chance_guessing_gives_no_bound() -> None:
+    for guesses in (2, 100, 1000):
+        for correct in (0, guesses // 4, guesses // 2):
+            assert auditing.epsilon_lower_bound(1000, guesses, correct, 1e-5) == 0.0
+
+
+def test_bound_is_monotone() -> None:
+    by_correct = [auditing.epsilon_lower_bound(1000, 200, v, 1e-5) for v in range(100, 201, 5)]
+    assert by_correct == sorted(by_correct) and by_correct[0] == 0 < by_correct[-1]
+    by_delta = [
+        auditing.epsilon_lower_bound(1000, 200, 180, d) for d in (0.0, 1e-6, 1e-4, 1e-3, 1e-2)
+    ]
+    assert by_delta == sorted(by_delta, reverse=True) and by_delta[0] > by_delta[3]
+    assert by_delta[-1] == 0.0  # at 2 m delta = 20 nothing can be concluded
+    by_confidence = [auditing.epsilon_lower_bound(1000, 200, 180, 0, c) for c in (0.5, 0.95, 0.999)]
+    assert by_confidence == sorted(by_confidence, reverse=True)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0])
+def test_bound_holds_for_a_mechanism_of_known_epsilon(epsilon: float) -> None:
+    """Randomised response is as leaky as ε allows: above ε in at most 5 % of runs, yet near it."""
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.tensor(1 / (1 + math.exp(-epsilon)))
+    bound_of = functools.cache(functools.partial(auditing.epsilon_lower_bound, 300, 300))
+    bounds = []
+    for _ in range(400):
+        correct = int((torch.rand(300, generator=generator) < probability).sum())
+        bounds.append(bound_of(correct))
+    assert sum(bound > epsilon for bound in bounds) / 400 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert sorted(bounds)[200] > 0.5 * epsilon
+
+
+def test_guesses_are_counted() -> None:
+    score = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
+    included = torch.tensor([True, False, True, False, True, False])
+    assert auditing.right_guesses(score, included, 2) == 2  # in: 0, out: 5
+    assert auditing.right_guesses(score, included, 4) == 2  # in: 0, 1; out: 4, 5
+    assert auditing.right_guesses(score, included, 1) == 1
+    assert auditing.right_guesses(score, included, 6) == 4
+
+
+@pytest.mark.parametrize("mu", [0.5, 2.0])
+def test_the_gaussian_bound_holds_for_gaussians_and_is_tighter(mu: float) -> None:
+    """Scores ``N(mu, 1)`` of canaries in the data, ``N(0, 1)`` of others: mu-Gaussian."""
+    m, guesses, delta = 400, 200, 1e-3
+    true = eps_from_mu(mu=mu, delta=delta)
+    bound = functools.cache(functools.partial(auditing.epsilon_lower_bound, m, guesses))
+    generator = torch.Generator().manual_seed(0)
+    bounds, of_any = [], []
+    for _ in range(200):
+        included_M = torch.rand(m, generator=generator) < 0.5
+        score_M = included_M * mu + torch.randn(m, generator=generator)
+        correct = auditing.right_guesses(score_M, included_M, guesses)
+        bounds.append(bound(correct, delta, gaussian=True))
+        of_any.append(bound(correct, delta))
+    assert sum(found > true for found in bounds) / 200 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
+    assert sorted(bounds)[100] > 1.3 * sorted(of_any)[100] > 0
+
+
+def test_the_gaussian_bound_of_one_guess_by_hand() -> None:
+    """One canary, one right guess: at best ``Phi(mu / 2)``. The recursion has one step, from
+    ``s`` to ``s + Phi(probit(s) - mu)``, and rejects where that is above 1."""
+    for significance in (0.6, 0.9):
+        for mu in (0.0, 0.5, 3.0):
+            most = significance + torch.special.ndtr(
+                torch.special.ndtri(torch.tensor(significance, dtype=torch.float64)) - mu
+            )
+            found = auditing.is_improbable_gaussian(1, 1, 1, mu, significance)
+            assert found == bool(most > 1)
+
+
+def test_a_gaussian_bound_needs_a_delta() -> None:
+    with pytest.raises(ValueError, match="gaussian=True with delta=0.0"):
+        auditing.epsilon_lower_bound(10, 10, 10, gaussian=True)
+
+
+# -- canaries -------------------------------------------------------------------------------------
+
+
+def test_canaries_are_put_in_by_their_coins() -> None:
+    data, canaries = TensorDataset(torch.zeros(5)), Canaries(TensorDataset(torch.ones(100)), seed=0)
+    together = canaries.among(data)
+    assert len(together) == 5 + int(canaries.included_M.sum())
+    assert 30 < len(together) < 80
+    assert [float(together[i][0]) for i in range(len(together))] == [0.0] * 5 + [1.0] * (
+        len(together) - 5
+    )
+    coins = [Canaries(TensorDataset(torch.ones(200))).included_M for _ in range(2)]
+    assert not torch.equal(*coins) and all(60 < int(coin.sum()) < 140 for coin in coins)
+    with pytest.raises(ValueError, match="one canary at least"):
+        Canaries(TensorDataset(torch.ones(0)))
+
+
+def test_an_audit_of_scores() -> None:
+    canaries = Canaries(TensorDataset(torch.ones(300)), seed=1)
+    score_M = canaries.included_M + 0.3 * torch.randn(
+        300, generator=torch.Generator().manual_seed(0)
+    )
+    found = canaries.audit(score_M, guesses=200, epsilon=1.0, delta=1e-5)
+    assert found.violated and found.lower_bound > 2 and found.area_under_curve > 0.95
+    low, high = found.area_interval
+    assert low < found.area_under_curve < high
+    assert "leaked more" in str(found) and "95.0%" not in found.verdict
+    none = canaries.audit(torch.zeros(300), guesses=200, epsilon=1.0, delta=1e-5)
+    assert not none.violated and none.area_under_curve == 0.5
+    with pytest.raises(ValueError, match="1 of them not finite"):
+        canaries.audit(
+            score_M.masked_fill(torch.arange(300) == 7, math.nan), guesses=2, epsilon=1.0, delta=0.1
+        )
+    with pytest.raises(ValueError, match="400 guesses; expected 0 to 300"):
+        canaries.audit(score_M, guesses=400, epsilon=1.0, delta=0.1)
+
+
+def test_the_area_under_the_curve_is_that_of_all_pairs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    score_M = torch.randint(6, (40,), generator=generator).double()
+    included_M = torch.rand(40, generator=generator) < 0.5
+    pairs = score_M[included_M][:, None] - score_M[~included_M]
+    expected = ((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()
+    assert auditing.area_under_curve(score_M, included_M) == pytest.approx(float(expected))
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Of the mean of 50 normals: 95 % of 200 intervals hold 0."""
+    held = 0
+    none = torch.zeros(50, dtype=torch.bool)
+    for seed in range(200):
+        x = torch.randn(50, generator=torch.Generator().manual_seed(seed))
+        low, high = auditing.bootstrap(
+            lambda s, _: float(s.mean()), x, none, resamples=200, seed=seed
+        )
+        held += low < 0 < high
+    assert 0.88 < held / 200 <= 0.99
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(x))
+
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_scores_are_losses_in_evaluation_mode() -> None:
+    torch.manual_seed(0)
+    model, reference = Model(), Model().eval()
+    model.drop.eval()
+    samples = auditing.mislabelled(torch.randn(10, 4), classes=3)
+    batch = [*samples[:]]
+    scores = auditing.loss_scores(model, samples, losses, batch_size=4)
+    beside = auditing.loss_scores(model, samples, losses, reference=reference, batch_size=4)
+    assert model.training and not model.drop.training and not reference.training
+    expected = losses(model.eval(), batch)
+    assert torch.allclose(scores, -expected.double())
+    assert torch.allclose(beside, (losses(reference, batch) - expected).double())
+    with pytest.raises(ValueError, match=r"losses of shape \[1\]; expected one for each of 10"):
+        auditing.loss_scores(model, samples, lambda m, b: losses(m, b).mean()[None], batch_size=10)
+
+
+def test_canaries_of_text_are_drawn_from_the_vocabulary() -> None:
+    texts = auditing.random_texts(200, 12, [5, 7, 11])
+    assert texts.shape == (200, 12) and texts.dtype == torch.int64
+    assert sorted(texts.unique().tolist()) == [5, 7, 11]
+    assert len(texts.unique(dim=0)) > 195
+    labels = auditing.mislabelled(torch.zeros(300, 2), classes=4)[:][1]
+    assert sorted(labels.unique().tolist()) == [0, 1, 2, 3]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    included = [bool(i % 2) for i in range(200)]
+    told = {"scores": [float(i) for i in included], "included": included, "delta": 1e-5}
+    (tmp_path / "scores.json").write_text(json.dumps(told | {"epsilon": 1.0}))
+    asked = ["audit", str(tmp_path / "scores.json"), "--guesses", "150"]
+    assert main(asked) == 1
+    assert "leaked more" in capsys.readouterr().out
+    (tmp_path / "scores.json").write_text(json.dumps(told | {"epsilon": 50.0}))
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lower_bound"] > 3
+    (tmp_path / "scores.json").write_text(json.dumps({"scores": [1.0]}))
+    assert main(asked) == 2
+    assert "included, epsilon, delta" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""Plans of runs: against the engine, by hand, and as a command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashPrivacyEngine
+from flash_clipping.__main__ import main
+from flash_clipping.planning import first_bound, plan
+from tests.support.autograd import truth_by_autograd
+
+
+def test_a_plan_is_what_the_engine_says() -> None:
+    """The noise that ``make_private_with_epsilon`` draws for this ε, and the ε that it reports."""
+    model = nn.Linear(2, 2)
+    engine = FlashPrivacyEngine(accountant="rdp")
+    made: tuple[Any, ...] = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(230, 2)), batch_size=50),
+        target_epsilon=3.0,
+        target_delta=1e-4,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+    _, optimizer, _, loader = made
+    found = plan(230, 50, epochs=2, epsilon=3.0, delta=1e-4, accountant="rdp")
+    assert found.noise_multiplier == optimizer.noise_multiplier
+    assert found.sample_rate == loader.sample_rate == 1 / 5
+    assert (found.steps, found.steps_per_epoch, found.epochs) == (10, 5, 2.0)
+    engine.accountant.history = [(found.noise_multiplier, 1 / 5, 10)]
+    assert found.epsilon == engine.get_epsilon(1e-4) <= 3.0
+    back = plan(230, 50, steps=10, noise_multiplier=found.noise_multiplier, delta=1e-4,
+                accountant="rdp")  # fmt: skip
+    assert back == found
+
+
+def test_quantities_by_hand() -> None:
+    found = plan(10_000, 400, epochs=1, noise_multiplier=2.0, accountant="gdp")
+    assert found.delta == 1e-5 and found.delta_is_small
+    assert found.noise_per_coordinate == 2 / 400
+    assert found.noise_over_signal(1_000_000) == pytest.approx(1000 * 2 / 400)
+    assert found.micro_batches(64) == 7 and found.micro_batches(400) == 1
+    assert found.largest_batch == math.ceil(400 + 4 * math.sqrt(400 * 0.96))
+    cheap = found.trial(100)
+    assert cheap.noise_per_coordinate == found.noise_per_coordinate
+    assert (cheap.noise_multiplier, cheap.steps, cheap.batch_size) == (0.5, 25, 100)
+    (less, same), (_, more) = found.over([200, 400], [0.5, 1.0])
+    assert more == found and less.epsilon < same.epsilon < more.epsilon
+    assert not plan(
+        50, 10, steps=1, noise_multiplier=1.0, delta=0.05, accountant="gdp"
+    ).delta_is_small
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"epochs": 1, "steps": 2, "epsilon": 1.0}, "epochs=1 and steps=2"),
+        ({"epochs": 1}, "epsilon=None and noise_multiplier=None"),
+        ({"epochs": 1, "epsilon": 1.0, "batch_size": 11}, "batch of 11 of 10"),
+        ({"steps": 0, "epsilon": 1.0}, "0 steps"),
+        ({"steps": 1, "noise_multiplier": 0.0}, "noise_multiplier=0.0"),
+        ({"steps": 1, "epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
+    ],
+)
+def test_what_no_run_can_have_is_refused(given: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(**({"samples": 10, "batch_size": 2} | given))  # type: ignore[arg-type]
+
+
+def test_a_first_bound_is_a_quantile_of_the_norms() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(9, 3, dtype=torch.float64)
+
+    def losses(model: nn.Module, batch: Tensor) -> Tensor:
+        out: Tensor = model(batch).square().sum(1)
+        return out
+
+    truth = truth_by_autograd(model, (x,), lambda m, batch: losses(m, *batch).sum())
+    model[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)
+    kept = model[0].weight.grad
+    found = first_bound(model, x.split(4), losses, quantile=0.25)
+    assert found == pytest.approx(float(truth.norms.quantile(0.25)), rel=1e-9)
+    assert model[0].weight.grad is kept and not model[0]._forward_hooks
+    assert not hasattr(model, "autograd_grad_sample_hooks")
+    with pytest.raises(ValueError, match="no batch"):
+        first_bound(model, [], losses)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["plan", "--samples", "1000", "--batch-size", "50", "--epochs", "2",
+             "--accountant", "gdp", "--noise-multiplier", "1"]  # fmt: skip
+    assert main([*asked, "--max-physical-batch-size", "16", "--parameters", "10000"]) == 0
+    out = capsys.readouterr().out
+    assert "4 of 16 at most" in out and "add or remove one sample" in out
+    assert "norm of noise over largest signal" in out and "by expected batch and epochs" in out
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 40 and told["epsilon"] > 0
+    assert main([*asked, "--delta", "0.01"]) == 0
+    assert "not below 1 / 1,000" in capsys.readouterr().out
+    assert main([*asked, "--steps", "3"]) == 2
+    assert "expected one of them" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert main([*asked, "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 1000
