@@ -9,8 +9,10 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 
-__all__ = ["Plan", "first_bound", "plan"]
+__all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
 
 #: Batches larger than the expected one by so many standard deviations come once in 30,000 steps.
 _DEVIATIONS = 4
@@ -236,20 +238,81 @@ def first_bound(
     Raises:
         ValueError: there are no batches; or no norm is finite.
     """
-    wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-    grads = [param.grad for param in model.parameters()]
     found = []
-    try:
+    with _wrapped(model) as wrapped:
         for batch in batches:
             losses(wrapped, batch).sum().backward()
             found.append(wrapped.get_norm_sample().double().cpu())
             wrapped.zero_grad(set_to_none=True)
-    finally:
-        wrapped.to_standard_module()
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            param.grad = grad
     norms = torch.cat(found) if found else torch.empty(0)
     norms = norms[norms.isfinite()]
     if not len(norms):
         raise ValueError("first_bound: found no batch with a finite norm; expected one at least.")
     return float(norms.quantile(quantile))
+
+
+def largest_physical_batch(
+    model: nn.Module,
+    batch_of: Callable[[int], Any],
+    losses: Callable[[nn.Module, Any], Tensor],
+    *,
+    at_most: int,
+) -> int:
+    """The most samples whose private forward and backward fit in memory: for ``BatchMemoryManager``
+    or a trainer's ``per_device_train_batch_size``. Decides nothing but memory and time.
+
+    Sizes are doubled until one does not fit, and halved in between: a step of each is run on
+    made-up samples, and nothing is accounted. Load what else takes memory before: optimizers hold
+    up to two more copies of the parameters after their first step.
+
+    Args:
+        model: not wrapped, on its device; it is left as it was.
+        batch_of: ``batch_of(n)`` makes a batch of ``n`` samples, as long as they come, on the
+            device.
+        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
+        at_most: where to stop.
+
+    Raises:
+        torch.OutOfMemoryError: not even one sample fits.
+    """
+
+    def fits(size: int) -> bool:
+        try:
+            with _wrapped(model) as wrapped:
+                for _ in range(2):  # the first proves who is a sample
+                    losses(wrapped, batch_of(size)).sum().backward()
+                    wrapped.zero_grad(set_to_none=True)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            return False
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return True
+
+    low, high = 1, at_most + 1  # what fits, and what does not
+    fits(1)
+    while low < at_most and high > at_most:
+        size = min(2 * low, at_most)
+        low, high = (size, high) if fits(size) else (low, size)
+    while high - low > 1 and high <= at_most:
+        size = (low + high) // 2
+        low, high = (size, high) if fits(size) else (low, size)
+    return low
+
+
+@contextmanager
+def _wrapped(model: nn.Module) -> Iterator[GradSampleModuleFlashClipping]:
+    """The model with hooks, which come off again; its gradients are put back."""
+    grads = [param.grad for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = None
+    wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    try:
+        yield wrapped
+    finally:
+        wrapped.to_standard_module()
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
