@@ -11,6 +11,7 @@ from flash_clipping.engine.accounting import dp_accounting
 
 USERS = {
     "transformers": ("flash_clipping.trainers.transformers", ["transformers", "accelerate"]),
+    "trl": ("flash_clipping.trainers.trl", ["trl"]),
     "lightning": ("flash_clipping.trainers.lightning", ["lightning.pytorch.callbacks"]),
 }
 

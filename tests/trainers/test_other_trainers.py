@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
+import peft
 import pytest
 import torch
+import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 from flash_clipping import per_sample_loss
 from flash_clipping.trainers.transformers import PrivateTrainer
+from flash_clipping.trainers.trl import PrivateDPOTrainer, PrivateSFTTrainer
 from tests.support.trainers import Texts, arguments, bert, privacy
 
 pytestmark = [
@@ -93,31 +97,153 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_trl(tmp_path: Path) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+def of_texts(**columns: list[Any]) -> Any:
+    return datasets.Dataset.from_dict(columns)
 
-    class PrivateSFT(PrivateTrainer, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            inputs = dict(inputs)
-            labels = inputs.pop("labels")
-            return per_sample_loss(model(**inputs), labels, shift=True)
 
-    data = datasets.Dataset.from_dict({"text": ["a b c d", "e f g", "h a b c d"] * 4})
-    args = trl.SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **SETTINGS)
-    private = PrivateSFT(llama(), args, None, data, processing_class=tokenizer(), privacy=privacy())
-    private.train()
-    assert private.run.steps == private.state.global_step == 2
-    assert private.run.sample_rate == 1 / 2
+TEXTS = ["a b c d", "e f g", "h a b c d", "c a"] * 3
 
-    class PrivateDPO(PrivateTrainer, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            raise NotImplementedError
 
-    rows = {"prompt": ["a b"] * 6, "chosen": [" c d"] * 6, "rejected": [" e f g"] * 6}
-    data, reference = datasets.Dataset.from_dict(rows), llama()
-    args = trl.DPOConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **SETTINGS)
-    private = PrivateDPO(
-        llama(), reference, args, None, data, processing_class=tokenizer(), privacy=privacy()
+def update_by_hand(model: Any, losses: list[Any]) -> list[Tensor]:
+    """The sum of clipped gradients, one sample at a time, over the expected batch of six."""
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    for loss in losses:
+        grads = torch.autograd.grad(loss(model), [*model.parameters()], allow_unused=True)
+        found = [torch.zeros_like(s) if g is None else g for g, s in zip(grads, sums, strict=True)]
+        norm = torch.stack([g.square().sum() for g in found]).sum().sqrt()
+        for total, grad in zip(sums, found, strict=True):
+            total += grad * (BOUND / (norm + 1e-6)).clamp(max=1)
+    return [total / 6 for total in sums]
+
+
+BOUND = 0.05
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_texts_are_samples(tmp_path: Path, padding_free: bool) -> None:
+    class Recording(PrivateSFTTrainer):
+        def training_step(self, model: nn.Module, inputs: Any, *more: Any) -> Tensor:
+            ids = [part["input_ids"] for part in inputs.parts]
+            where = [part.get("document", part.get("attention_mask")) for part in inputs.parts]
+            self.drawn = [
+                x[0][m[0] == n][None] if padding_free else x[n][m[n] != 0][None]
+                for x, m, size in zip(ids, where, inputs.sizes, strict=True)
+                for n in range(size)
+            ]
+            return super().training_step(model, inputs, *more)
+
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        gradient_checkpointing=False,
+        padding_free=padding_free,
+        max_length=None,
+        **SETTINGS | {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "warmup_steps": 0},
     )
-    assert private.ref_model is reference
-    assert isinstance(private.args, trl.DPOConfig)
+    model, plain = llama(), llama()
+    private = Recording(
+        model,
+        args,
+        None,
+        of_texts(text=TEXTS),
+        processing_class=tokenizer(),
+        privacy=privacy(noise_multiplier=0.0, max_grad_norm=BOUND),
+    )
+    private.train()
+    assert private.run.sample_rate == 1 / 2 and private.run.steps == 1
+    assert 2 <= len(private.drawn) < 12
+    expected = update_by_hand(
+        plain,
+        [lambda m, x=x: per_sample_loss(m(x).logits, x, shift=True)[0] for x in private.drawn],
+    )
+    for before, after, update in zip(plain.parameters(), model.parameters(), expected, strict=True):
+        assert torch.allclose(before - after, update, atol=2e-6)
+    assert max(float(update.abs().max()) for update in expected) > 1e-3
+
+
+def test_packed_texts_are_refused(tmp_path: Path) -> None:
+    for options, words in (({"packing": True}, "padding_free=True"), ({"loss_type": "dft"}, "dft")):
+        args = trl.SFTConfig(output_dir=str(tmp_path), **SETTINGS, **options)
+        with pytest.raises(ValueError, match=words):
+            PrivateSFTTrainer(llama(), args, privacy=privacy())
+    args = trl.SFTConfig(output_dir=str(tmp_path), padding_free=True, **SETTINGS)
+    with pytest.raises(ValueError, match="sample_of='row'"):
+        PrivateSFTTrainer(llama(), args, privacy=privacy(engine_options={"sample_of": "row"}))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "adapters", "known"),
+    [("sigmoid", False, False), ("hinge", True, False), ("sigmoid", True, True)],
+    ids=["reference model", "adapters, hinge", "reference known before"],
+)
+def test_pairs_are_samples(tmp_path: Path, loss_type: str, adapters: bool, known: bool) -> None:
+    """Losses of pairs have the mean that TRL's own loss is; a step clips pair by pair."""
+    found: dict[str, Any] = {}
+
+    class Comparing(PrivateDPOTrainer):
+        def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            losses: Tensor = super().compute_sample_losses(model, inputs)
+            found.setdefault("losses", losses.detach())
+            found.setdefault("inputs", inputs)
+            return losses
+
+    texts = ["c d", "e f g", "a", "h h a b"] * 3
+    data = of_texts(prompt=["a b"] * 12, chosen=texts, rejected=[f"b {x}" for x in texts])
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        gradient_checkpointing=False,
+        loss_type=loss_type,
+        beta=0.5,
+        precompute_ref_log_probs=known,
+        **SETTINGS | {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0},
+    )
+    model: Any = llama()
+    options: dict[str, Any] = {"ref_model": llama()}
+    if adapters:
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        options = {"peft_config": config}
+    private = Comparing(
+        model,
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        privacy=privacy(noise_multiplier=0.0, max_grad_norm=BOUND),
+        **options,
+    )
+    trained = private.model
+    if not adapters:  # away from the reference, where all margins are 0
+        with torch.no_grad():
+            for p in trained.parameters():
+                p.add_(0.2 * torch.randn_like(p))
+    start = [p.detach().clone() for p in trained.parameters()]
+    private.train()
+    assert private.run.steps == 2
+    moved = [p.detach() - s for p, s in zip(trained.parameters(), start, strict=True)]
+    assert any(bool(m.any()) for m in moved)
+    assert all(
+        not m.any() for m, p in zip(moved, trained.parameters(), strict=True) if not p.requires_grad
+    )
+    # Two steps of at most twelve pairs, each at most BOUND, over an expected batch of six.
+    total = torch.stack([m.square().sum() for m in moved]).sum().sqrt()
+    assert 0 < float(total) <= 2 * BOUND * 12 / 6 + 1e-6
+    with torch.no_grad():
+        for p, s in zip(trained.parameters(), start, strict=True):
+            p.copy_(s)
+    inputs = {n: x for n, x in found["inputs"].items() if n != "pair"}
+    trained.train()
+    theirs = trl.DPOTrainer._compute_loss(private, trained, inputs, False)
+    assert len(found["losses"]) == len(inputs["input_ids"]) // 2
+    assert torch.allclose(found["losses"].mean(), theirs, atol=1e-6)
+    assert float(found["losses"].std()) > 1e-4
+
+
+def test_other_losses_of_pairs_are_refused(tmp_path: Path) -> None:
+    for options, words in (
+        ({"loss_type": "aot"}, "loss_type=\\['aot'\\]"),
+        ({"f_divergence_type": "js_divergence"}, "js_divergence"),
+        ({"ld_alpha": 0.5}, "ld_alpha=0.5"),
+    ):
+        args = trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS, **options)
+        with pytest.raises(ValueError, match=words):
+            PrivateDPOTrainer(llama(), args=args, privacy=privacy())
