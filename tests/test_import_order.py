@@ -15,7 +15,7 @@ LIBRARY = Path(flash_clipping.__file__).parent
 #: From top to bottom. Folders on one floor do not import each other, but for the top.
 FLOORS = [
     {"flash_clipping", "flash_clipping.__main__", "flash_clipping.diagnostics"},
-    {"flash_clipping.trainers"},
+    {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
     {"flash_clipping.integration"},
     {"flash_clipping.engine"},
     {"flash_clipping.distributed.pipeline"},

@@ -12,28 +12,9 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off")
 
 SMALL = [
-    "--width",
-    "16",
-    "--layers",
-    "1",
-    "--length",
-    "48",
-    "--rank",
-    "2",
-    "--public-steps",
-    "3",
-    "--steps",
-    "2",
-    "--batch-size",
-    "32",
-    "--max-physical-batch-size",
-    "16",
-    "--canaries",
-    "40",
-    "--held-out",
-    "20",
-    "--device",
-    "cpu",
+    *("--width", "16", "--layers", "1", "--length", "48", "--rank", "2", "--public-steps", "3"),
+    *("--steps", "2", "--batch-size", "32", "--max-physical-batch-size", "16", "--canaries", "40"),
+    *("--held-out", "20", "--device", "cpu"),
 ]
 
 
