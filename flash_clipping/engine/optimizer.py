@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
@@ -65,6 +66,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     #: Moves the bound at the end of every step: adaptive clipping.
     adaptive: AdaptiveBound | None = None
+
+    #: Makes noise that steps partly take back; ``None``: the noise of every step is its own.
+    correlated: CorrelatedNoise | None = None
 
     #: Whether parameters may be shards.
     _serves_shards = False
@@ -340,15 +344,24 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def add_noise(self) -> None:
         """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
         std, divisor = self._noise_std(), self._divisor()
-        noisy = noisy_means(
-            [self._own(summed) for summed in self._unused_sums()],
-            std,
-            divisor,
-            draw=self.stream.draw(Purpose.NOISE),
-            shards=self._shards(),
-            dtypes=[self._noisy_dtype(p) for p in self.params],
-            grid=self.noise_grid,
-        )
+        sums = [self._own(summed) for summed in self._unused_sums()]
+        shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
+        if self.correlated is None:
+            draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
+            noisy = noisy_means(
+                sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid
+            )
+        else:
+            noisy = self.correlated.noisy_means(
+                sums,
+                std,
+                divisor,
+                batch=None if self._record is None else self._record.draw,
+                multiplier=self._multiplier(),
+                stream=self.stream,
+                shards=shards,
+                dtypes=dtypes,
+            )
         self._release(noisy)
 
     def _unused_sums(self) -> list[Tensor]:

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards, processes_of
-from flash_clipping.distributed.pipeline.stage import shared_by_stages
+from flash_clipping.distributed import has_shards, processes_of, shared_in_group
 from flash_clipping.engine.accounting import (
     FeasiblePrvAccountant,
     LargeDeltaWarning,
@@ -25,7 +24,7 @@ from flash_clipping.engine.accounting import (
     relation_of,
     without_hints,
 )
-from flash_clipping.engine.correlated_noise import CorrelatedFlashDPOptimizer
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
@@ -493,21 +492,19 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
-        stream, together = self.stream.another(), asked.processes
+        stream = self.stream.another()
         if asked.pipeline is not None:
-            stream = shared_by_stages(asked.pipeline, stream)
+            stream = shared_in_group(asked.pipeline, stream)
         loader = PoissonLoader.from_data_loader(
             data_loader,
             process=asked.process,
             units=asked.units,
             stream=stream,
-            distributed=distributed or together is not None,
+            distributed=distributed,
+            processes=asked.processes,
             **kwargs,
         )
         asked.sampler = loader.batch_sampler
-        if together is not None:  # those that share samples draw the same
-            stream = together.shared_stream(stream)
-            asked.sampler.share(together.data_rank, together.data_size, stream)
         return loader
 
     def _prepare_optimizer(self, *, optimizer: Any, **kwargs: Any) -> Any:
@@ -526,23 +523,23 @@ class FlashPrivacyEngine(PrivacyEngine):
         generator = kwargs.pop("noise_generator", None)
         kwargs["stream"] = self.stream if generator is None else None
         kwargs.update(generator=generator, secure_mode=self.secure_mode)
-        if not isinstance(asked.process.noise, IndependentNoise):
-            assert isinstance(self.accountant, PldAccountant)  # see requested_process
-            kwargs.update(mechanism=asked.process.noise, before_noise=asked.sampler.check_step)
-            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
-            self.accountant.before_run = correlated.begin_run
-            return correlated
         kwargs["noise_grid"] = asked.given["noise_grid"]
+        cls: Any = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
         if has_shards(asked.given["module"]):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 
             if distributed:
                 kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
-            return ShardedFlashDPOptimizer(optimizer, **kwargs)
-        if asked.pipeline is not None:
-            return PipelineFlashDPOptimizer(optimizer, group=asked.pipeline, **kwargs)
-        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
-        return cls(optimizer, **kwargs)
+            cls = ShardedFlashDPOptimizer
+        elif asked.pipeline is not None:
+            cls = PipelineFlashDPOptimizer
+            kwargs["group"] = asked.pipeline
+        private = cls(optimizer, **kwargs)
+        if not isinstance(asked.process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            correlated = CorrelatedNoise(asked.process.noise, asked.sampler.check_step)
+            private.correlated, self.accountant.before_run = correlated, correlated.begin_run
+        return private
 
     def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
         if (asked := self._asked) is None:

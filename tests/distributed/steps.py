@@ -20,8 +20,12 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.private_state import PrivateState
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha20 import Keystream
+from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
     SAMPLES,
     C,
@@ -188,6 +192,87 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
         "history": engine.accountant.history,
         "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
     }
+
+
+def correlated(
+    model: Any, noise: NoiseMechanism, loss_of: Callable[[Any, Any], Tensor], data: Any = None
+) -> dict[str, Any]:
+    """An epoch of four batches in a fixed order: the noise of every step in units of its standard
+    deviation, where it lies in the parameters, and what it was drawn with."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    engine = FlashPrivacyEngine(accountant="pld")
+    data = Rows() if data is None else data
+    flash, optimizer, _, loader = engine.make_private(
+        module=model,
+        optimizer=sgd(model, 0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=len(data) // 4),
+        noise_multiplier=5.0,
+        max_grad_norm=C,
+        sampling="fixed_order",
+        noise=noise,
+    )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    added, drawn = [], []
+    for ids, y, row in loader:
+        optimizer.zero_grad()
+        loss_of(flash(ids.to(device())), y.to(device())).backward()
+        sums = {name: local_of(p.grad).clone() for name, p in named.items()}
+        optimizer.step()
+        whole = optimizer.expected_batch_size
+        added.append(
+            {n: ((local_of(p.grad) * whole - sums[n]) / (5 * C)).cpu() for n, p in named.items()}
+        )
+        drawn.append(row.tolist())
+    shards = optimizer._shards()
+    places = {}
+    for number, (name, p) in enumerate(named.items()):
+        offset = (0,) * p.dim()
+        if hasattr(p, "placements"):
+            _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        places[name] = (tuple(p.shape), offset, (number, shards[number]))
+    return {
+        "added": added,
+        "places": places,
+        "key": optimizer.stream.draw(Purpose.NOISE).key,
+        "drawn": drawn,
+        "history": engine.accountant.history,
+        "epsilon": engine.get_epsilon(1e-3),
+    }
+
+
+def check_correlated(noise: NoiseMechanism, runs: list[dict[str, Any]]) -> None:
+    """What processes have added is the cut of what one process makes of the whole parameters'
+    noise, drawn with their key: ``inv(C) Z``, in float64. Replicas have added the same."""
+    steps = len(runs[0]["added"])
+    assert all(run["key"] == runs[0]["key"] for run in runs)
+    column = noise.column(steps)
+    matrix = [[column[t - s] if t >= s else 0.0 for s in range(steps)] for t in range(steps)]
+    inverse = torch.linalg.inv(torch.tensor(matrix, dtype=torch.float64))
+    for name in {name for run in runs for name in run["places"]}:
+        having = [run for run in runs if name in run["places"]]
+        shape = having[0]["places"][name][0]
+        z = torch.full((steps, *shape), torch.nan, dtype=torch.float64)
+        own: dict[int, Any] = {}
+        for run in having:
+            _, offset, (tensor, shard) = run["places"][name]
+            part = run["added"][0][name]
+            cut = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            assert own.setdefault(shard, cut) == cut, "one number for two shards"
+            nothing = [torch.zeros_like(part)]
+            for step in range(steps):
+                draw = Draw(run["key"], Purpose.NOISE, step)
+                (z[(step, *cut)],) = noisy_means(
+                    nothing, 1.0, 1.0, draw=draw, tensors=[tensor], shards=[shard]
+                )
+        assert not z.isnan().any(), f"{name}: an element without noise"
+        assert sum(z[(0, *cut)].numel() for cut in own.values()) == z[0].numel(), name
+        rows = torch.einsum("ts,s...->t...", inverse, z)
+        for run in having:
+            cut = own[run["places"][name][2][1]]
+            for step, added in enumerate(run["added"]):
+                torch.testing.assert_close(added[name], rows[(step, *cut)], rtol=0, atol=1e-9)
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:

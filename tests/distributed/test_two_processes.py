@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
+from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
 from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
 from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
 
@@ -24,6 +26,13 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 ADAPTIVE: dict[str, Any] = {"clipping": "adaptive", "noise_multiplier": 0.1, **steps.BOUNDS}
+
+
+CORRELATED = {
+    "one step": OneStepNoise(0.6),
+    "stored": BandedNoise(3),
+    "drawn again": BandedNoise(3, "drawn_again"),
+}
 
 
 def main(rank: int) -> Parts:
@@ -38,6 +47,12 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run({}),
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
+        **{
+            f"correlated {n}": lambda noise=noise: steps.correlated(
+                processes.sharded(processes.make()), noise, F.cross_entropy
+            )
+            for n, noise in CORRELATED.items()
+        },
         "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
         **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
@@ -147,6 +162,19 @@ def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None
     for mine, others in zip(first, second, strict=True):
         assert max(mine + others) <= 1
         assert len(mine) == max(1, sum(mine), sum(others))  # no more than are needed
+
+
+@pytest.mark.parametrize("name", CORRELATED)
+def test_correlated_noise_of_shards_is_that_of_one_process(name: str, found: list[Found]) -> None:
+    runs = [of_rank[f"correlated {name}"] for of_rank in found]
+    steps.check_correlated(CORRELATED[name], runs)
+    first, second = (run["drawn"] for run in runs)
+    assert sorted(sum(first + second, [])) == [*range(processes.SAMPLES)]  # each once an epoch
+    sensitivity = CORRELATED[name].sensitivity(4, 4)
+    dp = pytest.importorskip("dp_accounting")
+    for run in runs:
+        assert run["history"] == [(5.0, 0.25, 4)]
+        assert run["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(5.0 / sensitivity, 1e-3))
 
 
 def test_an_adaptive_bound_is_one_for_all(found: list[Found]) -> None:

@@ -4,6 +4,11 @@ Accountants assume that every step draws every sample independently with the *sa
 that they are told, and that nobody can guess who took part. Other samplers are for processes that
 an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
 noise that is correlated over steps.
+
+Of several processes each gets a part. Of an ordinary Poisson batch it draws its own samples, which
+are independent of the others'. Other batches are cut, or are in an order: there all processes draw
+the whole batch, from a key that they share, and each takes some of its rows. What they take together
+is the batch of one process, and so is what it costs.
 """
 
 from __future__ import annotations
@@ -72,6 +77,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         steps: batches in an epoch.
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
         stream: what to draw with; a new one with a key of its own if ``None``.
+        rank, world_size: this process, and how many get a part of each batch.
 
     Attributes:
         drawn: batches that were ever drawn.
@@ -98,11 +104,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         steps: int,
         generator: Any = None,
         stream: SecretStream | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
         self.stream = stream_of(None, generator) if stream is None else stream
+        self.rank, self.world_size = rank, world_size
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
@@ -130,6 +139,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
         return indices
 
+    def _own(self, indices: Tensor) -> list[int]:
+        """This process's part of a batch that all processes draw alike."""
+        own: list[int] = indices[self.rank :: self.world_size].tolist()
+        return own
+
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
         mask = coin_tosses(draw, self.num_samples, self.sample_rate, shard=self.shard)
@@ -137,19 +151,20 @@ class PoissonSampler(UniformWithReplacementSampler):
 
 
 class ShardedPoissonSampler(PoissonSampler):
-    """One process's part of batches that all processes draw together.
+    """One process's part of Poisson batches.
 
     Every sample is one process's, which draws it in every step with the given probability. All
     processes take as many steps, with local batches that may be empty. What they draw is
     independent, seeded or not: every process has a key of its own, or its own part of the words of
-    one that they share (:meth:`share`).
+    one that they share.
 
     Where they share one, the sampler gives ``BatchMemoryManager`` as many parts of a batch in every
     process as the largest batch needs; some may be empty.
 
     Args:
         total_size: samples in the dataset, the same for all processes.
-        rank, world_size: this process, and how many there are.
+        is_shared: whether all processes have the key of ``stream``. Then those of one ``rank`` draw
+            the same batches, and each knows how many samples others have.
         **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
 
     Attributes:
@@ -157,22 +172,15 @@ class ShardedPoissonSampler(PoissonSampler):
         is_last_part: whether the batch ends with the part that was given last.
     """
 
-    def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
-        super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
-        self.total_size = total_size
-        self.rank, self.world_size, self.shard = rank, world_size, rank
+    def __init__(
+        self, *, total_size: int, rank: int, world_size: int, is_shared: bool = False, **kwargs: Any
+    ):
+        samples = len(range(rank, total_size, world_size))
+        super().__init__(num_samples=samples, rank=rank, world_size=world_size, **kwargs)
+        self.total_size, self.shard = total_size, rank
         self.gives_parts, self.is_last_part = False, True
-        self._is_shared = False
+        self._is_shared = is_shared
         self._last: Draw | None = None
-
-    def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
-        """Draw as one of these processes, with a stream that all of them share.
-
-        Those of one ``rank`` draw the same batches, and each knows how many samples others have.
-        """
-        self.num_samples = len(range(rank, self.total_size, world_size))
-        self.rank, self.world_size, self.shard = rank, world_size, rank
-        self.stream, self._is_shared = stream, True
 
     def __iter__(self) -> Iterator[list[int]]:
         splitter = sys._getframe(1).f_locals.get("self")  # who asks for the first batch
@@ -209,6 +217,11 @@ class FixedShapeSampler(PoissonSampler):
     Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
     with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
     rows apart. Rows that count are the first.
+
+    Of several processes each gets as many rows, and those that count are spread evenly.
+
+    Attributes:
+        rows: of this process's part of every batch.
     """
 
     is_strict = True
@@ -220,7 +233,14 @@ class FixedShapeSampler(PoissonSampler):
                 f"max_batch_size: found {max_batch_size!r}; expected the rows of every batch, 1 to "
                 f"the {self.num_samples} samples of the dataset."
             )
-        self.max_batch_size = max_batch_size
+        if max_batch_size % self.world_size:
+            fewer = max_batch_size - max_batch_size % self.world_size
+            raise ValueError(
+                f"max_batch_size: found {max_batch_size} rows, for {self.world_size} processes "
+                "together; expected a multiple of these, so that all have batches of one shape:\n"
+                f"    max_batch_size={fewer or self.world_size}"
+            )
+        self.max_batch_size, self.rows = max_batch_size, max_batch_size // self.world_size
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -230,8 +250,8 @@ class FixedShapeSampler(PoissonSampler):
             # Words of another nonce: which are left does not depend on which were drawn.
             counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
         padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
-        indices: list[int] = torch.cat([counted, padding]).tolist()
-        return indices, DrawnBatch(self.drawn, len(counted), len(indices))
+        indices = self._own(torch.cat([counted, padding]))
+        return indices, DrawnBatch(self.drawn, len(self._own(counted)), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
@@ -274,8 +294,7 @@ class FixedOrderSampler(OrderedSampler):
         self._order = subset(draw, self.num_samples, self.num_samples)
 
     def _batch(self, number: int) -> list[int]:
-        batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
-        return batch
+        return self._own(self._order[number % self.steps :: self.steps])
 
 
 class CyclicPoissonSampler(OrderedSampler):
@@ -298,5 +317,4 @@ class CyclicPoissonSampler(OrderedSampler):
         members = len(range(group, self.num_samples, self.cycle))
         draw = self.stream.draw(Purpose.SAMPLING)
         mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
-        batch: list[int] = (mask.nonzero().flatten() * self.cycle + group).tolist()
-        return batch
+        return self._own(mask.nonzero().flatten() * self.cycle + group)
