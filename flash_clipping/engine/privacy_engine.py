@@ -498,6 +498,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         loader = PoissonLoader.from_data_loader(
             data_loader,
             process=asked.process,
+            fills_up=asked.pipeline is None,  # stages do that themselves
             units=asked.units,
             stream=stream,
             distributed=distributed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     PrivateSchedule,
 )
-from tests.distributed import processes
+from flash_clipping.randomness.mechanisms import OneStepNoise
+from tests.distributed import processes, steps
 from tests.distributed.processes import (
     SAMPLES,
     Adapted,
@@ -34,6 +36,7 @@ from tests.distributed.processes import (
 from tests.distributed.steps import BOUNDS, Rows
 from tests.support.oracle import Truth
 
+NOISE = OneStepNoise(0.6)
 PIECES = ("embed", "blocks.0", "blocks.1", "norm", "head")
 CUTS = {2: (0, 2, 5), 4: (0, 1, 2, 3, 5)}
 
@@ -234,7 +237,7 @@ def engine_run(rank: int, **options: Any) -> dict[str, Any]:
     torch.manual_seed(rank)  # processes draw alike, however they are seeded
     part = Part(make(), rank)
     noise = options.pop("noise_multiplier", 0.0)
-    engine = FlashPrivacyEngine()
+    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "prv")
     flash, optimizer, _, loader = engine.make_private(
         module=part,
         optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
@@ -260,6 +263,16 @@ def engine_run(rank: int, **options: Any) -> dict[str, Any]:
         "history": engine.accountant.history,
         "expected": optimizer.expected_batch_size,
     }
+
+
+def correlated(rank: int) -> dict[str, Any]:
+    schedule = cache(lambda flash: PrivateSchedule(schedule_of(flash), microbatch_size=1))
+    return steps.correlated(
+        Part(make(), rank),
+        NOISE,
+        lambda flash, ids, y: schedule(flash).step(ids, target=y),
+        pipeline=True,
+    )
 
 
 def refusals(rank: int) -> Parts:
@@ -381,5 +394,7 @@ def main(rank: int) -> Parts:
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
+        "pipeline truncated": lambda: engine_run(rank, max_batch_size=3),
+        "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), ("changed", "counted apart"), "pipeline refuses"),
     }

@@ -156,7 +156,7 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
     """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
     torch.manual_seed(0)
     model = sharded(make(), **shards)
-    engine = FlashPrivacyEngine(accountant="rdp")
+    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
     wrapped, optimizer, criterion, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
@@ -169,12 +169,13 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
             data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
         )
         loader = manager.__enter__()
-    drawn, bounds = [], []
+    drawn, bounds, counted = [], [], []
     sizes: list[list[int]] = [[]]  # of parts, step by step
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
         criterion(wrapped(ids.to(device())), y.to(device())).backward()
+        counted.append(wrapped._session.draws.waiting[-1].samples)
         optimizer.step()
         rows += row.tolist()
         sizes[-1].append(len(row))
@@ -187,6 +188,8 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
     return {
         "drawn": drawn,
         "sizes": sizes[:-1],
+        "counted": counted,
+        "process": getattr(engine.accountant, "process", None),
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
@@ -194,8 +197,16 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
     }
 
 
+def by_loss(loss_of: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor, Tensor], None]:
+    return lambda flash, ids, y: loss_of(flash(ids), y).backward()  # type: ignore[no-untyped-call]
+
+
 def correlated(
-    model: Any, noise: NoiseMechanism, loss_of: Callable[[Any, Any], Tensor], data: Any = None
+    model: Any,
+    noise: NoiseMechanism,
+    backward: Callable[[Any, Tensor, Tensor], Any] = by_loss(F.cross_entropy),  # noqa: B008
+    data: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """An epoch of four batches in a fixed order: the noise of every step in units of its standard
     deviation, where it lies in the parameters, and what it was drawn with."""
@@ -212,12 +223,13 @@ def correlated(
         max_grad_norm=C,
         sampling="fixed_order",
         noise=noise,
+        **options,
     )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     added, drawn = [], []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        loss_of(flash(ids.to(device())), y.to(device())).backward()
+        backward(flash, ids.to(device()), y.to(device()))
         sums = {name: local_of(p.grad).clone() for name, p in named.items()}
         optimizer.step()
         whole = optimizer.expected_batch_size

@@ -48,11 +48,15 @@ def test_stages_have_noise_of_their_own(by_two: list[Found]) -> None:
     assert others.abs().max() < 5 / n**0.5, "stages, or steps, have the same noise"
 
 
-def test_stages_draw_one_poisson_batch_and_train_as_one_process(by_two: list[Found]) -> None:
-    first, last = (of_rank["pipeline engine"] for of_rank in by_two)
+@pytest.mark.parametrize("name", ["engine", "truncated"])
+def test_stages_draw_one_poisson_batch_and_train_as_one_process(
+    name: str, by_two: list[Found]
+) -> None:
+    first, last = (of_rank[f"pipeline {name}"] for of_rank in by_two)
     assert first["drawn"] == last["drawn"] and len(first["drawn"]) == 12
     sizes = {len(index) for index in first["drawn"]}
     assert len(sizes) > 1 and max(sizes) > 2, "some batch takes several rounds"
+    assert name == "engine" or max(sizes) == 3
     ids, y, _ = steps.Rows(copies=3).tensors
     model = processes.make()
     for index in first["drawn"]:
@@ -67,6 +71,13 @@ def test_stages_draw_one_poisson_batch_and_train_as_one_process(by_two: list[Fou
         for name, value in run["end"].items():
             expected = model.get_parameter(name).detach()
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_correlated_noise_of_stages_is_that_of_one_process(by_two: list[Found]) -> None:
+    first, last = (of_rank["pipeline correlated"] for of_rank in by_two)
+    steps.check_correlated(pipelines.NOISE, [first, last])
+    assert first["drawn"] == last["drawn"]
+    assert sorted(sum(first["drawn"], [])) == [*range(processes.SAMPLES)]
 
 
 def test_an_adaptive_bound_is_one_for_all_stages(by_two: list[Found]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import distributed as dist
 
 from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
@@ -47,9 +46,10 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run({}),
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
+        "truncated": lambda: steps.engine_run({}, max_batch_size=4),
         **{
             f"correlated {n}": lambda noise=noise: steps.correlated(
-                processes.sharded(processes.make()), noise, F.cross_entropy
+                processes.sharded(processes.make()), noise
             )
             for n, noise in CORRELATED.items()
         },
@@ -130,6 +130,23 @@ def test_all_processes_have_one_key_and_each_model_another(found: list[Found]) -
     assert (first["draws"], second["draws"]) == (2, 0)
 
 
+def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
+    """Beside one process that has all samples of every batch, one by one."""
+    ids, y, _ = steps.Rows(copies=3).tensors
+    model = processes.make()
+    for index in drawn:
+        if index:
+            processes._TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for run in runs:
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", ["engine", "in parts"])
 def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) -> None:
     """Step by step against single samples; ranks are seeded alike."""
@@ -138,20 +155,22 @@ def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) 
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
     assert mine != others
-    ids, y, _ = steps.Rows(copies=3).tensors
-    model = processes.make()
-    for own, other in zip(*drawn, strict=True):
-        if index := own + other:
-            processes._TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
-    for of_rank in found:
-        run = of_rank[how]
-        assert run["expected"] == 2
-        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+    check_sums([of_rank[how] for of_rank in found], [a + b for a, b in zip(*drawn, strict=True)])
+
+
+def test_truncated_batches_have_one_shape_in_all_processes(found: list[Found]) -> None:
+    """The bound is that of all processes' samples together; each has half of the rows."""
+    runs = [of_rank["truncated"] for of_rank in found]
+    counted: list[list[int]] = []
+    for step in range(12):
+        (rows, count), (others, of_others) = ((r["drawn"][step], r["counted"][step]) for r in runs)
+        assert len(rows) == len(others) == 2 and len({*rows, *others}) == 4
+        assert 0 <= count - of_others <= 1  # spread evenly
+        counted.append(rows[:count] + others[:of_others])
+    assert len({*map(len, counted)}) > 1
+    check_sums(runs, counted)
+    for run in runs:
+        assert (run["process"].samples, run["process"].max_batch_size) == (24, 4)
 
 
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:

@@ -116,6 +116,7 @@ class PoissonLoader(DPDataLoader):
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
         process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
+        fills_up: whether batches with fewer rows than ``max_batch_size`` are filled up.
         units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch.
         processes: those of a model whose parameters are shards, in the place of all: each group of
@@ -138,6 +139,7 @@ class PoissonLoader(DPDataLoader):
         generator: Any = None,
         stream: SecretStream | None = None,
         process: Process | None = None,
+        fills_up: bool = True,
         units: UnitsOfRows | None = None,
         distributed: bool = False,
         processes: ProcessGroups | None = None,
@@ -185,7 +187,8 @@ class PoissonLoader(DPDataLoader):
         else:
             options |= {"num_samples": size, "sample_rate": sample_rate}
             if process.max_batch_size is not None:
-                sampler = FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
+                options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
+                sampler = FixedShapeSampler(**options)
             elif process.sampling == "fixed_order":
                 sampler = FixedOrderSampler(**options)
             elif process.sampling == "cyclic_poisson":

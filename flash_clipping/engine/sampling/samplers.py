@@ -7,8 +7,8 @@ noise that is correlated over steps.
 
 Of several processes each gets a part. Of an ordinary Poisson batch it draws its own samples, which
 are independent of the others'. Other batches are cut, or are in an order: there all processes draw
-the whole batch, from a key that they share, and each takes some of its rows. What they take together
-is the batch of one process, and so is what it costs.
+the whole batch, from a key that they share, and each takes some of its rows. Together that is the
+batch that one process would have, and costs as much.
 """
 
 from __future__ import annotations
@@ -220,13 +220,18 @@ class FixedShapeSampler(PoissonSampler):
 
     Of several processes each gets as many rows, and those that count are spread evenly.
 
+    Args:
+        max_batch_size: of all processes together.
+        fills_up: ``False``: batches have the rows that count, and no more.
+        **kwargs: as in :class:`PoissonSampler`.
+
     Attributes:
-        rows: of this process's part of every batch.
+        rows: of this process's part of every batch; ``None`` where they are not filled up.
     """
 
     is_strict = True
 
-    def __init__(self, *, max_batch_size: int, **kwargs: Any):
+    def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
             raise ValueError(
@@ -240,7 +245,8 @@ class FixedShapeSampler(PoissonSampler):
                 "together; expected a multiple of these, so that all have batches of one shape:\n"
                 f"    max_batch_size={fewer or self.world_size}"
             )
-        self.max_batch_size, self.rows = max_batch_size, max_batch_size // self.world_size
+        self.max_batch_size = max_batch_size
+        self.rows = max_batch_size // self.world_size if fills_up else None
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -249,9 +255,11 @@ class FixedShapeSampler(PoissonSampler):
         if len(counted) > self.max_batch_size:
             # Words of another nonce: which are left does not depend on which were drawn.
             counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
-        padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
-        indices = self._own(torch.cat([counted, padding]))
-        return indices, DrawnBatch(self.drawn, len(self._own(counted)), len(indices))
+        indices = own = self._own(counted)
+        if self.rows is not None:
+            padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
+            indices = self._own(torch.cat([counted, padding]))
+        return indices, DrawnBatch(self.drawn, len(own), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
