@@ -92,12 +92,12 @@ class Padding:
         if draw is None:
             return EVERY_ROW
         order = draw.order_R
-        if order is not None and not torch.equal(order.sort()[0], torch.arange(self.rows)):
+        if order is not None and not torch.equal(order.sort()[0], torch.arange(draw.rows)):
             raise FlashClippingError(
-                f"expect_rows: found {len(order)} rows with max_batch_size={self.rows}; expected "
-                "every row of the batch once."
+                f"expect_rows: found {len(order)} rows, of a batch that max_batch_size gives "
+                f"{draw.rows}; expected every row of the batch once."
             )
-        return CountedRows(self.rows, draw.samples, order)
+        return CountedRows(draw.rows, draw.samples, order)
 
     # -- CUDA graphs ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
+from flash_clipping.engine.sampling.samplers import CyclicPoissonSampler, FixedOrderSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
@@ -251,17 +252,70 @@ def test_a_step_on_two_batches_is_refused() -> None:
         optimizer.signal_skip_step()
 
 
-def test_copies_and_parts_are_refused() -> None:
+def test_copies_are_refused() -> None:
     _, module, optimizer, loader = private(BandedNoise(2))
     with pytest.raises(FlashClippingError, match="take back the same noise twice"):
         copy.deepcopy(optimizer.correlated)
-    with (
-        BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
-        ) as small,
-        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
-    ):
-        next(iter(small))
+
+
+def in_parts(loader: Any, optimizer: Any) -> Any:
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ).__enter__()
+
+
+def test_parts_of_a_batch_are_one_step() -> None:
+    """Of ``BatchMemoryManager``: batches, noise and accounting are those of whole batches. A loop
+    that was left in the midst of a batch begins it anew."""
+    engine, module, optimizer, loader = private(OneStepNoise(0.5))
+    batches: list[list[int]] = [[]]
+    for stop in (3, 100):  # each batch has two parts
+        batches[-1] = []
+        for number, (x, rows) in enumerate(in_parts(loader, optimizer)):
+            if number == stop:
+                break
+            assert len(rows) == 3
+            step(module, optimizer, x)
+            batches[-1] += rows.tolist()
+            if not optimizer._is_last_step_skipped:
+                batches.append([])
+    whole = [sorted(rows.tolist()) for _, rows in loader]  # from the next, batch 6, on
+    assert [sorted(batch) for batch in batches[:-1]] == [whole[(t - 6) % 5] for t in range(6)]
+    assert engine.accountant.history == [(1.0, 0.2, 6)]
+    assert optimizer.stream.state_dict()["draws"] == 6
+
+
+def test_a_part_is_not_stepped_on_twice() -> None:
+    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    for x, _ in in_parts(loader, optimizer):
+        module(x).square().sum().backward()
+        with pytest.raises(ValueError, match="grad accumulation"):
+            module(x).square().sum().backward()
+        break
+
+
+def test_workers_of_parts_are_refused() -> None:
+    """Nobody would say in this process which step a part belongs to."""
+    _, module, optimizer, loader = private(OneStepNoise(0.5), workers=1)
+    for x, _ in in_parts(loader, optimizer):
+        with pytest.raises(FlashClippingError, match="BatchMemoryManager with num_workers=0"):
+            step(module, optimizer, x)
+        break
+
+
+@pytest.mark.parametrize("sampling", ["fixed_order", "cyclic_poisson"])
+def test_processes_have_parts_of_the_batch_of_one(sampling: str) -> None:
+    """Of one key; none has more than one sample more than another."""
+    kind: Any = {"fixed_order": FixedOrderSampler, "cyclic_poisson": CyclicPoissonSampler}[sampling]
+    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5}
+    options |= {"cycle": 2} if sampling == "cyclic_poisson" else {}
+    alone, *parts = (
+        kind(**options, **part, stream=SecretStream(key=bytes(32)))
+        for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))
+    )
+    for whole, *own in zip(alone, *parts, strict=True):
+        assert sorted(sum(own, [])) == sorted(whole) and whole
+        assert max(map(len, own)) - min(map(len, own)) <= 1
 
 
 def test_more_diagonals_than_batches() -> None:

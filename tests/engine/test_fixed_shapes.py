@@ -186,6 +186,67 @@ def test_padding_is_no_sample_to_the_dashboard() -> None:
     assert reading.samples == expected and reading.median_norm > 0
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows are equal"])
+def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
+    """Of ``BatchMemoryManager``: each part has its own padding, by its place in the batch where the
+    rows do not tell."""
+    engine, model, module, optimizer, criterion, loader = private()
+    if alike:
+        for x in loader.dataset.tensors[:2]:
+            x[:] = x[0].clone()
+    loader.batch_sampler.sample_rate = 0.06
+    steps, sizes, kept = 0, set(), []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as parts:
+        for x, y, _ in parts:
+            count = module._session.draws.waiting[-1].samples
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            assert (module.get_clipping_coef() > 0).tolist() == [i < count for i in range(3)]
+            kept.append((x[:count], y[:count]))
+            optimizer.step()
+            if not optimizer._is_last_step_skipped:
+                steps += 1
+                sizes.add(sum(len(x) for x, _ in kept))
+                assert len(kept) == 3
+                x, y = (torch.cat(both) for both in zip(*kept, strict=True))
+                for p, expected in zip(model.parameters(), truth(model, x, y, 0.3), strict=True):
+                    assert_close(p.grad * BATCH, expected, 1e-9, "sum")
+                kept = []
+    assert steps == len(loader) == len(engine.accountant) and len(sizes) > 2
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def test_processes_have_parts_of_the_batch_of_one() -> None:
+    """Of one key: rows that count, and rows in all, so that the accounting is that of one."""
+    options = {"num_samples": 60, "sample_rate": 0.15, "steps": 40, "max_batch_size": 12}
+    alone, *parts = (
+        FixedShapeSampler(**options, **part, stream=SecretStream(key=bytes(32)))  # type: ignore[arg-type]
+        for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))
+    )
+    counts = set()
+    for whole, *own in zip(alone, *parts, strict=True):
+        counted = [sampler.announce.last.samples for sampler in (alone, *parts)]
+        assert [len(rows) for rows in own] == [4, 4, 4] and counted[0] == sum(counted[1:])
+        assert sorted(sum(own, [])) == sorted(whole)
+        assert {i for rows, n in zip(own, counted[1:], strict=True) for i in rows[:n]} == {
+            *whole[: counted[0]]
+        }
+        counts.add(max(counted[1:]) - min(counted[1:]))
+        assert max(counts) <= 1
+    assert counts == {0, 1}
+
+
+def test_a_bound_that_processes_cannot_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"found 10 rows, for 4 proc.*\n    max_batch_size=8"):
+        FixedShapeSampler(
+            max_batch_size=10, num_samples=60, sample_rate=0.1, steps=3, rank=0, world_size=4
+        )
+
+
 # -- one shape -------------------------------------------------------------------------------------
 
 
@@ -265,17 +326,6 @@ def test_two_batches_in_one_backward_are_refused() -> None:
     x, *_ = next(batches)
     with pytest.raises(FlashClippingError, match="several padded batches"):
         (first + module(x).sum()).backward()
-
-
-def test_batches_are_not_split() -> None:
-    _, _, module, optimizer, criterion, loader = private()
-    with (
-        BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-        ) as small,
-        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
-    ):
-        next(iter(small))
 
 
 @pytest.mark.parametrize(

@@ -260,9 +260,13 @@ class _AnnouncingCollate(CollateWithEmpty):
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
-        if self.counts and get_worker_info() is None:
+        if get_worker_info() is not None:
+            return batch
+        if self.counts:
             count = len(samples)
             self.announce(replace(self.announce.last, samples=count, rows=count))
+        elif self.announce.strict and self.announce.in_parts:  # of a loader that announces nothing
+            self.announce(replace(self.announce.last, tensors=tensors_in(batch)))
         return batch
 
 
@@ -454,7 +458,8 @@ def refuse_units(given: dict[str, Any]) -> None:
 
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
-    """Raise ``FlashClippingError`` for steps on other batches than were drawn.
+    """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
+    else cut, or several together.
 
     Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
     add twice the bound.
@@ -470,11 +475,10 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
             "batch_size. Nothing was released."
         )
     raise FlashClippingError(
-        "BatchMemoryManager: found with a loader whose batches must come whole (units, "
-        "max_batch_size or batches in an order). It splits them between any two rows: parts of one "
-        "unit would be clipped one by one, and nobody could tell which parts are padding or which "
-        "step a part belongs to. Use a loader with a smaller batch_size, max_rows_per_unit, or "
-        "activation checkpointing (mode='two_pass')."
+        "BatchMemoryManager: found with a loader whose batches must come whole (units). It splits "
+        "them between any two rows: parts of one unit would be clipped one by one, and a unit of R "
+        "parts could move the sum by R times max_grad_norm. Use a loader with a smaller "
+        "batch_size, max_rows_per_unit, or activation checkpointing (mode='two_pass')."
     )
 
 

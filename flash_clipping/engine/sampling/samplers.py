@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class BatchSizeNotifier:
 
     Attributes:
         strict: whether forwards must be of such batches, row by row.
-        last: the batch that was drawn last, whichever iterator it is for.
+        last: the batch, or part, that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
     """
 
@@ -45,6 +46,8 @@ class BatchSizeNotifier:
         self._module: weakref.ref[Any] | None = None
         self.last = DrawnBatch(-1, 0, 0)
         self.given = 0
+        #: Whether what the loop is given are parts, of which the sampler says how many there are.
+        self.in_parts = False
         self._number: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a worker has no model
@@ -81,6 +84,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     Attributes:
         drawn: batches that were ever drawn.
+        is_last_part: whether the batch ends with the part that was given last.
 
     Guarantees:
         No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
@@ -95,6 +99,10 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     #: Whether forwards must be of its batches, row by row.
     is_strict = False
+
+    is_last_part = True
+    #: Samples, in the batch that was drawn last, of the process that has most of them.
+    _most = 0
 
     def __init__(
         self,
@@ -117,17 +125,48 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.pending: deque[DrawnBatch] = deque()
         self.announce = BatchSizeNotifier(self.is_strict)
 
+    @property
+    def gives_parts(self) -> bool:
+        """Whether ``BatchMemoryManager`` is given parts that fit, and splits nothing itself."""
+        return self.announce.in_parts
+
     def __iter__(self) -> Iterator[list[int]]:
+        limit = self._limit_of(sys._getframe(1).f_locals.get("self"))  # who asks for the first batch
+        self.announce.in_parts, self.is_last_part = limit is not None, True
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
         try:
             for _ in range(self.steps):
-                indices, self.announce.last = self._draw()
+                indices, draw = self._draw()
                 self.drawn += 1
-                pending.append(self.announce.last)
-                yield indices
+                parts = 1 if limit is None else max(1, -(-self._largest() // limit))
+                for number in range(parts):
+                    self.is_last_part = number == parts - 1
+                    own = indices[number::parts]
+                    if parts > 1:  # those that count are the first of the batch
+                        counted = len(range(number, draw.samples, parts))
+                        draw = replace(draw, samples=counted, rows=len(own))
+                    self.announce.last = draw
+                    pending.append(draw)
+                    yield own
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
+
+    def _limit_of(self, reader: Any) -> int | None:
+        """How many samples a part may have; ``None``: batches are given whole. (A generator that
+        kept its reader would outlive the loop, and its end would not be noticed.)"""
+        if isinstance(reader, BatchSplittingSampler) and self._splits_for(reader.optimizer):
+            return reader.max_batch_size
+        return None
+
+    def _splits_for(self, optimizer: Any) -> bool:
+        """Whether to give the ``BatchMemoryManager`` of this optimizer parts of batches. Opacus'
+        own are of any samples, and each process may have another number of them."""
+        return False
+
+    def _largest(self) -> int:
+        """Samples of the process that has most of the batch that was drawn last."""
+        return self._most
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         """The next batch, and what is told of it."""
@@ -141,6 +180,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _own(self, indices: Tensor) -> list[int]:
         """This process's part of a batch that all processes draw alike."""
+        self._most = -(-len(indices) // self.world_size)
         own: list[int] = indices[self.rank :: self.world_size].tolist()
         return own
 
@@ -158,18 +198,14 @@ class ShardedPoissonSampler(PoissonSampler):
     independent, seeded or not: every process has a key of its own, or its own part of the words of
     one that they share.
 
-    Where they share one, the sampler gives ``BatchMemoryManager`` as many parts of a batch in every
-    process as the largest batch needs; some may be empty.
+    Where they share one, and step together, the sampler gives ``BatchMemoryManager`` as many parts
+    of a batch in every process as the largest batch needs; some may be empty.
 
     Args:
         total_size: samples in the dataset, the same for all processes.
         is_shared: whether all processes have the key of ``stream``. Then those of one ``rank`` draw
             the same batches, and each knows how many samples others have.
         **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
-
-    Attributes:
-        gives_parts: whether it gives parts, all of them in one step of all processes.
-        is_last_part: whether the batch ends with the part that was given last.
     """
 
     def __init__(
@@ -178,26 +214,14 @@ class ShardedPoissonSampler(PoissonSampler):
         samples = len(range(rank, total_size, world_size))
         super().__init__(num_samples=samples, rank=rank, world_size=world_size, **kwargs)
         self.total_size, self.shard = total_size, rank
-        self.gives_parts, self.is_last_part = False, True
         self._is_shared = is_shared
         self._last: Draw | None = None
 
-    def __iter__(self) -> Iterator[list[int]]:
-        splitter = sys._getframe(1).f_locals.get("self")  # who asks for the first batch
-        limit = None
-        if isinstance(splitter, BatchSplittingSampler) and self._is_shared:
-            # Optimizers of other models step alone, and split as they like.
-            serves = getattr(splitter.optimizer, "_serves_shards", False)
-            limit = splitter.max_batch_size if serves else None
-        self.gives_parts, self.is_last_part = limit is not None, True
-        for indices in super().__iter__():
-            parts = 1 if limit is None else max(1, -(-self._largest() // limit))
-            for number in range(parts):
-                self.is_last_part = number == parts - 1
-                yield indices[number::parts]
+    def _splits_for(self, optimizer: Any) -> bool:
+        # Optimizers of other models step alone.
+        return self._is_shared and getattr(optimizer, "_serves_shards", False)
 
     def _largest(self) -> int:
-        """Samples of the process that has most of the batch that was drawn last."""
         assert self._last is not None
         counts = []
         for rank in range(self.world_size):
@@ -248,6 +272,9 @@ class FixedShapeSampler(PoissonSampler):
         self.max_batch_size = max_batch_size
         self.rows = max_batch_size // self.world_size if fills_up else None
 
+    def _splits_for(self, optimizer: Any) -> bool:
+        return True
+
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
         mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
@@ -269,6 +296,9 @@ class OrderedSampler(PoissonSampler):
     #: Steps that were taken.
     taken = 0
     _next = 0
+
+    def _splits_for(self, optimizer: Any) -> bool:
+        return True
 
     def __iter__(self) -> Iterator[list[int]]:
         self._next = self.taken
