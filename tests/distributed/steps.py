@@ -27,6 +27,7 @@ from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha20 import Keystream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
+    _TRUTHS,
     SAMPLES,
     C,
     Parts,
@@ -38,6 +39,7 @@ from tests.distributed.processes import (
     make,
     message,
     sharded,
+    truth_of,
 )
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
@@ -152,6 +154,12 @@ class Rows(TensorDataset):
         super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
 
 
+def in_parts(loader: Any, optimizer: Any, part: int) -> Any:
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
+    ).__enter__()
+
+
 def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) -> dict[str, Any]:
     """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
     torch.manual_seed(0)
@@ -165,17 +173,15 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
     if part is not None:
-        manager = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
-        )
-        loader = manager.__enter__()
-    drawn, bounds, counted = [], [], []
+        loader = in_parts(loader, optimizer, part)
+    drawn, bounds = [], []
+    counted: list[list[int]] = [[]]  # those that are no padding, step by step
     sizes: list[list[int]] = [[]]  # of parts, step by step
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
         criterion(wrapped(ids.to(device())), y.to(device())).backward()
-        counted.append(wrapped._session.draws.waiting[-1].samples)
+        counted[-1] += row[: wrapped._session.draws.waiting[-1].samples].tolist()
         optimizer.step()
         rows += row.tolist()
         sizes[-1].append(len(row))
@@ -184,17 +190,35 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
         drawn.append(rows)
         rows = []
         sizes.append([])
+        counted.append([])
         bounds.append(optimizer.max_grad_norm)
     return {
         "drawn": drawn,
         "sizes": sizes[:-1],
-        "counted": counted,
+        "counted": counted[:-1],
         "process": getattr(engine.accountant, "process", None),
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
         "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
     }
+
+
+def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
+    """Beside one process that has all samples of every batch, one by one."""
+    ids, y, _ = Rows(copies=3).tensors
+    model = make()
+    for index in drawn:
+        if index:
+            _TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for run in runs:
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
 
 
 def by_loss(loss_of: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor, Tensor], None]:
@@ -206,10 +230,12 @@ def correlated(
     noise: NoiseMechanism,
     backward: Callable[[Any, Tensor, Tensor], Any] = by_loss(F.cross_entropy),  # noqa: B008
     data: Any = None,
+    part: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """An epoch of four batches in a fixed order: the noise of every step in units of its standard
-    deviation, where it lies in the parameters, and what it was drawn with."""
+    deviation, where it lies in the parameters, and what it was drawn with. In parts of so many
+    samples."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     engine = FlashPrivacyEngine(accountant="pld")
@@ -226,17 +252,21 @@ def correlated(
         **options,
     )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    added, drawn = [], []
-    for ids, y, row in loader:
+    added, drawn, rows = [], [], []
+    for ids, y, row in loader if part is None else in_parts(loader, optimizer, part):
         optimizer.zero_grad()
         backward(flash, ids.to(device()), y.to(device()))
-        sums = {name: local_of(p.grad).clone() for name, p in named.items()}
         optimizer.step()
-        whole = optimizer.expected_batch_size
-        added.append(
-            {n: ((local_of(p.grad) * whole - sums[n]) / (5 * C)).cpu() for n, p in named.items()}
-        )
-        drawn.append(row.tolist())
+        rows += row.tolist()
+        if optimizer._is_last_step_skipped:
+            continue
+        noise = {}
+        for name, p in named.items():
+            own = local_of(p.grad) * optimizer.expected_batch_size - local_of(p.summed_grad)
+            noise[name] = (own / (5 * C)).cpu()
+        added.append(noise)
+        drawn.append(rows)
+        rows = []
     shards = optimizer._shards()
     places = {}
     for number, (name, p) in enumerate(named.items()):

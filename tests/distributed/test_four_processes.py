@@ -36,6 +36,7 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
+        "truncated": lambda: steps.engine_run(shards, max_batch_size=8),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **pipelines.main(rank),
     }
@@ -73,6 +74,13 @@ def test_correlated_noise_is_that_of_one_process_and_equal_on_replicas(found: li
     for mine, replica in ((0, 2), (1, 3)):
         assert runs[mine]["places"] == runs[replica]["places"]
     assert sorted(sum((run["drawn"] for run in runs), [])) == [[]] * 8 + [[i] for i in range(8)]
+
+
+def test_truncated_batches_are_spread_over_all_four(found: list[Found]) -> None:
+    runs = [of_rank["truncated"] for of_rank in found]
+    counted = [sum(own, []) for own in zip(*(run["counted"] for run in runs), strict=True)]
+    assert all(len(rows) == 2 for run in runs for rows in run["drawn"])
+    steps.check_sums(runs, counted)
 
 
 def test_all_four_draw_and_end_alike(found: list[Found]) -> None:

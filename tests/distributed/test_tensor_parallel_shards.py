@@ -57,6 +57,7 @@ def main(rank: int) -> Parts:
         "trained": lambda: tensor_steps.trained(tensor, data),
         "noise": lambda: tensor_steps.noisy(tensor, data),
         "engine": lambda: tensor_steps.engine_run(tensor, data),
+        "truncated": lambda: tensor_steps.engine_run(tensor, data, max_batch_size=4),
         "correlated": lambda: steps.correlated(
             tensor_steps.sharded(decoders.make(), tensor, data),
             NOISE,
@@ -110,11 +111,15 @@ def test_correlated_noise_of_what_is_cut_twice_is_that_of_one_process(found: lis
     assert sorted(sum(sum((run["drawn"] for run in runs[::2]), []), [])) == [*range(12)]
 
 
-def test_processes_share_batches_by_their_data_coordinate(found: list[Found]) -> None:
-    runs = [of_rank["engine"] for of_rank in found]
+@pytest.mark.parametrize("how", ["engine", "truncated"])
+def test_processes_share_batches_by_their_data_coordinate(how: str, found: list[Found]) -> None:
+    runs = [of_rank[how] for of_rank in found]
     assert runs[0]["drawn"] == runs[1]["drawn"] and runs[2]["drawn"] == runs[3]["drawn"]
+    if how == "truncated":
+        assert all(len(rows) == 2 for run in runs for rows in run["rows"])
     parts = [{i for batch in run["drawn"] for i in batch} for run in (runs[0], runs[2])]
-    assert parts[0].isdisjoint(parts[1]) and parts[0] | parts[1]
+    assert how == "truncated" or parts[0].isdisjoint(parts[1])
+    assert parts[0] | parts[1]
     drawn = [a + b for a, b in zip(runs[0]["drawn"], runs[2]["drawn"], strict=True)]
     expected = tensor_steps.replayed(drawn)
     for run in runs:

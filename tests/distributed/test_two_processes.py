@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
 from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
+from tests.distributed.processes import BACKEND, C, Found, Parts, refusals
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -47,9 +47,10 @@ def main(rank: int) -> Parts:
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
         "truncated": lambda: steps.engine_run({}, max_batch_size=4),
+        "truncated, in parts": lambda: steps.engine_run({}, part=1, max_batch_size=6),
         **{
             f"correlated {n}": lambda noise=noise: steps.correlated(
-                processes.sharded(processes.make()), noise
+                processes.sharded(processes.make()), noise, data=steps.Rows(copies=3), part=2
             )
             for n, noise in CORRELATED.items()
         },
@@ -130,23 +131,6 @@ def test_all_processes_have_one_key_and_each_model_another(found: list[Found]) -
     assert (first["draws"], second["draws"]) == (2, 0)
 
 
-def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
-    """Beside one process that has all samples of every batch, one by one."""
-    ids, y, _ = steps.Rows(copies=3).tensors
-    model = processes.make()
-    for index in drawn:
-        if index:
-            processes._TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
-    for run in runs:
-        assert run["expected"] == 2
-        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("how", ["engine", "in parts"])
 def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) -> None:
     """Step by step against single samples; ranks are seeded alike."""
@@ -155,22 +139,30 @@ def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) 
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
     assert mine != others
-    check_sums([of_rank[how] for of_rank in found], [a + b for a, b in zip(*drawn, strict=True)])
+    steps.check_sums(
+        [of_rank[how] for of_rank in found], [a + b for a, b in zip(*drawn, strict=True)]
+    )
 
 
-def test_truncated_batches_have_one_shape_in_all_processes(found: list[Found]) -> None:
+@pytest.mark.parametrize(("how", "rows"), [("truncated", 2), ("truncated, in parts", 3)])
+def test_truncated_batches_have_one_shape_in_all_processes(
+    how: str, rows: int, found: list[Found]
+) -> None:
     """The bound is that of all processes' samples together; each has half of the rows."""
-    runs = [of_rank["truncated"] for of_rank in found]
-    counted: list[list[int]] = []
+    runs = [of_rank[how] for of_rank in found]
     for step in range(12):
-        (rows, count), (others, of_others) = ((r["drawn"][step], r["counted"][step]) for r in runs)
-        assert len(rows) == len(others) == 2 and len({*rows, *others}) == 4
-        assert 0 <= count - of_others <= 1  # spread evenly
-        counted.append(rows[:count] + others[:of_others])
+        drawn = [run["drawn"][step] for run in runs]
+        assert [len(own) for own in drawn] == [rows, rows] and len({*sum(drawn, [])}) == 2 * rows
+        first, second = (len(run["counted"][step]) for run in runs)
+        assert 0 <= first - second <= 1  # spread evenly
+    counted = [a + b for a, b in zip(*(run["counted"] for run in runs), strict=True)]
     assert len({*map(len, counted)}) > 1
-    check_sums(runs, counted)
+    steps.check_sums(runs, counted)
     for run in runs:
-        assert (run["process"].samples, run["process"].max_batch_size) == (24, 4)
+        assert (run["process"].samples, run["process"].max_batch_size) == (24, 2 * rows)
+        assert all(
+            sizes == ([rows] if how == "truncated" else [1] * rows) for sizes in run["sizes"]
+        )
 
 
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:
@@ -188,7 +180,7 @@ def test_correlated_noise_of_shards_is_that_of_one_process(name: str, found: lis
     runs = [of_rank[f"correlated {name}"] for of_rank in found]
     steps.check_correlated(CORRELATED[name], runs)
     first, second = (run["drawn"] for run in runs)
-    assert sorted(sum(first + second, [])) == [*range(processes.SAMPLES)]  # each once an epoch
+    assert sorted(sum(first + second, [])) == [*range(3 * processes.SAMPLES)]  # once an epoch
     sensitivity = CORRELATED[name].sensitivity(4, 4)
     dp = pytest.importorskip("dp_accounting")
     for run in runs:
