@@ -394,7 +394,7 @@ def main(rank: int) -> Parts:
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
-        "pipeline truncated": lambda: engine_run(rank, max_batch_size=3),
+        "pipeline truncated": lambda: engine_run(rank, max_batch_size=2),
         "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), ("changed", "counted apart"), "pipeline refuses"),
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import pipelines, processes, steps
-from tests.distributed.processes import C, Found, truth_of
+from tests.distributed.processes import Found
 
 
 def check(found: list[Found], name: str) -> None:
@@ -55,22 +55,10 @@ def test_stages_draw_one_poisson_batch_and_train_as_one_process(
     first, last = (of_rank[f"pipeline {name}"] for of_rank in by_two)
     assert first["drawn"] == last["drawn"] and len(first["drawn"]) == 12
     sizes = {len(index) for index in first["drawn"]}
-    assert len(sizes) > 1 and max(sizes) > 2, "some batch takes several rounds"
-    assert name == "engine" or max(sizes) == 3
-    ids, y, _ = steps.Rows(copies=3).tensors
-    model = processes.make()
-    for index in first["drawn"]:
-        if index:
-            processes._TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
-    for run in (first, last):
-        assert run["expected"] == 2
-        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
-        for name, value in run["end"].items():
-            expected = model.get_parameter(name).detach()
-            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    assert len(sizes) > 1
+    # As many as are drawn take several rounds, in some step; two are one.
+    assert max(sizes) > 2 if name == "engine" else max(sizes) == 2
+    steps.check_sums([first, last], first["drawn"])
 
 
 def test_correlated_noise_of_stages_is_that_of_one_process(by_two: list[Found]) -> None:

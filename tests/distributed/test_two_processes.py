@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
 from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.distributed.processes import BACKEND, C, Found, Parts, refusals
+from tests.distributed.processes import BACKEND, Found, Parts, refusals
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -48,6 +48,12 @@ def main(rank: int) -> Parts:
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
         "truncated": lambda: steps.engine_run({}, max_batch_size=4),
         "truncated, in parts": lambda: steps.engine_run({}, part=1, max_batch_size=6),
+        "correlated, saved": lambda: (
+            steps.correlated(
+                processes.sharded(processes.make()), BandedNoise(3), save=f"{folder[0]}/correlated"
+            )
+            and folder[0]
+        ),
         **{
             f"correlated {n}": lambda noise=noise: steps.correlated(
                 processes.sharded(processes.make()), noise, data=steps.Rows(copies=3), part=2
@@ -186,6 +192,17 @@ def test_correlated_noise_of_shards_is_that_of_one_process(name: str, found: lis
     for run in runs:
         assert run["history"] == [(5.0, 0.25, 4)]
         assert run["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(5.0 / sensitivity, 1e-3))
+
+
+def test_a_correlated_run_goes_on_in_one_process_as_a_run_of_its_own(found: list[Found]) -> None:
+    """It takes back nothing of the noise before, and is accounted for beside it."""
+    folder = found[0]["correlated, saved"]
+    run = steps.correlated(processes.make(), BandedNoise(3), load=f"{folder}/correlated")
+    steps.check_correlated(BandedNoise(3), [run])
+    assert run["history"] == [(5.0, 0.25, 4), (5.0, 0.25, 4)]
+    dp = pytest.importorskip("dp_accounting")
+    one = 5.0 / BandedNoise(3).sensitivity(4, 4)
+    assert run["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(one / 2**0.5, 1e-3))
 
 
 def test_an_adaptive_bound_is_one_for_all(found: list[Found]) -> None:
