@@ -64,6 +64,7 @@ def main(rank: int) -> Parts:
             NOISE,
             BACKWARD,
             tensor_steps.Rows(),
+            part=2,
         ),
         **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
         "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),

@@ -63,6 +63,7 @@ def main(rank: int) -> Parts:
             NOISE,
             BACKWARD,
             tensor_steps.Rows(),
+            part=1,
         ),
         "refused": lambda: [processes.message(call) for call in (replicas, without_data_dimension)],
     }
