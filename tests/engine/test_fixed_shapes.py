@@ -194,8 +194,12 @@ def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
     if alike:
         for x in loader.dataset.tensors[:2]:
             x[:] = x[0].clone()
-    loader.batch_sampler.sample_rate = 0.06
-    steps, sizes, kept = 0, set(), []
+    sampler = loader.batch_sampler
+    sampler.sample_rate = 0.06
+    whole: list[int] = []  # samples of batches, as they were drawn
+    draw = sampler._draw
+    sampler._draw = lambda: whole.append((drawn := draw())[1].samples) or drawn
+    kept: list[tuple[Tensor, Tensor]] = []
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
     ) as parts:
@@ -207,14 +211,12 @@ def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
             kept.append((x[:count], y[:count]))
             optimizer.step()
             if not optimizer._is_last_step_skipped:
-                steps += 1
-                sizes.add(sum(len(x) for x, _ in kept))
-                assert len(kept) == 3
+                assert len(kept) == 3 and sum(len(x) for x, _ in kept) == whole[-1]
                 x, y = (torch.cat(both) for both in zip(*kept, strict=True))
                 for p, expected in zip(model.parameters(), truth(model, x, y, 0.3), strict=True):
                     assert_close(p.grad * BATCH, expected, 1e-9, "sum")
                 kept = []
-    assert steps == len(loader) == len(engine.accountant) and len(sizes) > 2
+    assert len(whole) == len(loader) == len(engine.accountant) and len({*whole}) > 2
 
 
 # -- several processes -----------------------------------------------------------------------------

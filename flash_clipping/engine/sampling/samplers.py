@@ -142,12 +142,12 @@ class PoissonSampler(UniformWithReplacementSampler):
                 parts = 1 if limit is None else max(1, -(-self._largest() // limit))
                 for number in range(parts):
                     self.is_last_part = number == parts - 1
-                    own = indices[number::parts]
+                    own, part = indices[number::parts], draw
                     if parts > 1:  # those that count are the first of the batch
                         counted = len(range(number, draw.samples, parts))
-                        draw = replace(draw, samples=counted, rows=len(own))
-                    self.announce.last = draw
-                    pending.append(draw)
+                        part = replace(draw, samples=counted, rows=len(own))
+                    self.announce.last = part
+                    pending.append(part)
                     yield own
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
