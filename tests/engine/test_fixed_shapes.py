@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.engine.sampling.samplers import FixedShapeSampler
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
@@ -186,37 +188,51 @@ def test_padding_is_no_sample_to_the_dashboard() -> None:
     assert reading.samples == expected and reading.median_norm > 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "fetched ahead"])
 @pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows are equal"])
-def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
+def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
     """Of ``BatchMemoryManager``: each part has its own padding, by its place in the batch where the
     rows do not tell."""
     engine, model, module, optimizer, criterion, loader = private()
     if alike:
         for x in loader.dataset.tensors[:2]:
             x[:] = x[0].clone()
-    sampler = loader.batch_sampler
-    sampler.sample_rate = 0.06
-    whole: list[int] = []  # samples of batches, as they were drawn
-    draw = sampler._draw
-    sampler._draw = lambda: whole.append((drawn := draw())[1].samples) or drawn
+    sizes = [0, 1, 2, 9, 7, 3, 4, 5]  # of 9 rows in 3 parts: those of the last end in 2 and 1
+    sampler, draw = loader.batch_sampler, loader.batch_sampler._draw
+
+    def drawn() -> tuple[list[int], DrawnBatch]:
+        indices, batch = draw()
+        return indices, replace(batch, samples=sizes[batch.number])
+
+    sampler._draw = drawn
     kept: list[tuple[Tensor, Tensor]] = []
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
-    ) as parts:
-        for x, y, _ in parts:
-            count = module._session.draws.waiting[-1].samples
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
+    with manager as parts:
+        for x, y, _ in fetched_ahead(parts) if ahead else parts:
             optimizer.zero_grad()
             criterion(module(x), y).backward()
-            assert (module.get_clipping_coef() > 0).tolist() == [i < count for i in range(3)]
-            kept.append((x[:count], y[:count]))
+            counts = module.get_clipping_coef() > 0
+            assert len(counts) == 3 and (counts[1:] <= counts[:-1]).all()
+            kept.append((x[counts], y[counts]))
             optimizer.step()
             if not optimizer._is_last_step_skipped:
-                assert len(kept) == 3 and sum(len(x) for x, _ in kept) == whole[-1]
+                assert len(kept) == 3
+                assert sum(len(x) for x, _ in kept) == sizes[len(engine.accountant) - 1]
                 x, y = (torch.cat(both) for both in zip(*kept, strict=True))
                 for p, expected in zip(model.parameters(), truth(model, x, y, 0.3), strict=True):
                     assert_close(p.grad * BATCH, expected, 1e-9, "sum")
                 kept = []
-    assert len(whole) == len(loader) == len(engine.accountant) and len({*whole}) > 2
+    assert len(engine.accountant) == len(sizes)
+
+
+def fetched_ahead(batches: Any) -> Any:
+    """As Accelerate's loaders do."""
+    fetched = iter(batches)
+    now = next(fetched)
+    for following in fetched:
+        yield now
+        now = following
+    yield now
 
 
 # -- several processes -----------------------------------------------------------------------------
