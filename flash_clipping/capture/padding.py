@@ -56,6 +56,12 @@ class CountedRows:
     def _replaced(self, of_rows: Tensor, value: float) -> Tensor:
         if self.rows is None:
             return of_rows
+        if self.rows != of_rows.shape[-1]:  # only of a mask that graphs read
+            raise FlashClippingError(
+                f"GraphedStep: found a part of {of_rows.shape[-1]} rows, of batches of {self.rows} "
+                "(max_batch_size, and BatchMemoryManager). Graphs read one mask, of a whole batch. "
+                "Take whole batches, of a smaller max_batch_size; or leave GraphedStep out."
+            )
         return of_rows.masked_fill(self.mask(of_rows.device), value)
 
 
