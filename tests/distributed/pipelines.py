@@ -232,8 +232,9 @@ def noisy(rank: int) -> list[Tensor]:
     return found
 
 
-def engine_run(rank: int, **options: Any) -> dict[str, Any]:
-    """An epoch of Poisson batches, without noise unless told: drawn samples, end, history."""
+def engine_run(rank: int, limit: int | None = None, **options: Any) -> dict[str, Any]:
+    """An epoch of Poisson batches, without noise unless told: drawn samples, end, history. In parts
+    of so many samples."""
     torch.manual_seed(rank)  # processes draw alike, however they are seeded
     part = Part(make(), rank)
     noise = options.pop("noise_multiplier", 0.0)
@@ -249,15 +250,19 @@ def engine_run(rank: int, **options: Any) -> dict[str, Any]:
         **options,
     )
     schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
-    drawn, bounds = [], []
-    for ids, y, index in loader:
-        drawn.append(index.tolist())
+    drawn: list[list[int]] = [[]]
+    bounds = []
+    for ids, y, index in loader if limit is None else steps.in_parts(loader, optimizer, limit):
+        drawn[-1] += index.tolist()
         optimizer.zero_grad()
         schedule.step(ids.to(device()), target=y.to(device()))
         optimizer.step()
+        if optimizer._is_last_step_skipped:
+            continue
+        drawn.append([])
         bounds.append(optimizer.max_grad_norm)
     return {
-        "drawn": drawn,
+        "drawn": drawn[:-1],
         "bounds": bounds,
         "end": {name: p.detach().clone() for name, p in part.named_parameters()},
         "history": engine.accountant.history,
@@ -395,6 +400,8 @@ def main(rank: int) -> Parts:
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
         "pipeline truncated": lambda: engine_run(rank, max_batch_size=2),
+        "pipeline in parts": lambda: engine_run(rank, limit=1),
+        "pipeline truncated, in parts": lambda: engine_run(rank, limit=1, max_batch_size=2),
         "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), ("changed", "counted apart"), "pipeline refuses"),
     }

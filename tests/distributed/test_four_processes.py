@@ -36,7 +36,7 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
-        "truncated": lambda: steps.engine_run(shards, max_batch_size=8),
+        "truncated": lambda: steps.engine_run(shards, part=1, max_batch_size=8),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **pipelines.main(rank),
     }
