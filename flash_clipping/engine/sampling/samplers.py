@@ -131,7 +131,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self.announce.in_parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        limit = self._limit_of(sys._getframe(1).f_locals.get("self"))  # who asks for the first batch
+        limit = self._limit_of(
+            sys._getframe(1).f_locals.get("self")
+        )  # who asks for the first batch
         self.announce.in_parts, self.is_last_part = limit is not None, True
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
