@@ -285,8 +285,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 ``accountant="pld"``.
             max_batch_size: every batch has this many rows, over all processes together. Where more
                 samples are drawn, a random subset of them is taken; where fewer, other rows fill
-                the batch up, which add exactly nothing. The sample rate is still the loader's; flash only, and
-                ``accountant="pld"``.
+                the batch up, which add exactly nothing. The sample rate is still the loader's;
+                flash only, and ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
@@ -301,8 +301,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             the rate that is accounted; in several processes each sample is drawn by one of them
             (all draw the same batch, and take parts of it, where it is cut or in an order). A step
             whose batch is empty runs no model and adds noise only. Gradients are divided by the
-            expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a public constant (:meth:`get_epsilon`). With ``units`` these are drawn, with the same
-            probability, and gradients are divided by the expected number of units.
+            expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a public constant
+            (:meth:`get_epsilon`). With ``units`` these are drawn, with the same probability, and
+            gradients are divided by the expected number of units.
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
