@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -131,9 +132,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self.announce.in_parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        limit = self._limit_of(
-            sys._getframe(1).f_locals.get("self")
-        )  # who asks for the first batch
+        limit = self._limit_for(sys._getframe(1))
         self.announce.in_parts, self.is_last_part = limit is not None, True
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
@@ -154,11 +153,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
 
-    def _limit_of(self, reader: Any) -> int | None:
-        """How many samples a part may have; ``None``: batches are given whole. (A generator that
-        kept its reader would outlive the loop, and its end would not be noticed.)"""
+    def _limit_for(self, asking: FrameType) -> int | None:
+        """How many samples a part may have, for the frame that asks for the first batch; ``None``:
+        batches are given whole. (A generator that kept its reader would outlive the loop, and its
+        end would not be noticed.)"""
+        reader = asking.f_locals.get("self")
         if isinstance(reader, BatchSplittingSampler) and self._splits_for(reader.optimizer):
-            return reader.max_batch_size
+            limit: int = reader.max_batch_size
+            return limit
         return None
 
     def _splits_for(self, optimizer: Any) -> bool:
@@ -177,8 +179,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _batch(self, number: int) -> list[int]:
         """The indices of a batch whose samples are all that was drawn."""
-        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
-        return indices
+        return self._own(self._places(self.stream.draw(Purpose.SAMPLING)))
 
     def _own(self, indices: Tensor) -> list[int]:
         """This process's part of a batch that all processes draw alike."""
