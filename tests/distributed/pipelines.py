@@ -338,6 +338,26 @@ def refusals(rank: int) -> Parts:
             **options,
         )
 
+    def out_of_order() -> None:
+        part = Part(make(), rank)
+        flash, optimizer, _, loader = FlashPrivacyEngine(accountant="pld").make_private(
+            module=part,
+            optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(Rows(), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=C,
+            pipeline=True,
+            sampling="fixed_order",
+            noise=NOISE,
+        )
+        batches = iter(loader)
+        next(batches)
+        x, labels, _ = next(batches)
+        schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
+        schedule.step(x.to(device()), target=labels.to(device()))
+        optimizer.step()
+
     def interleaved() -> None:
         from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
@@ -371,6 +391,7 @@ def refusals(rank: int) -> Parts:
         "counted apart": counted_apart,
         "no count": lambda: private().step(),
         "two counts": lambda: private().step(ids, target=y[:7]),
+        "out of order": out_of_order,
         "interleaved": interleaved,
         "not wrapped": not_wrapped,
         "context parallel": in_parts,
