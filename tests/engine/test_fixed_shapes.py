@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -233,6 +234,15 @@ def fetched_ahead(batches: Any) -> Any:
         yield now
         now = following
     yield now
+
+
+def test_optimizers_of_others_are_told_of_parts_by_opacus() -> None:
+    said: list[bool] = []
+    other = SimpleNamespace(signal_skip_step=lambda do_skip: said.append(do_skip))
+    splitter = BatchSplittingSampler(
+        sampler=sampler(9, steps=4), max_batch_size=3, optimizer=cast(Any, other)
+    )
+    assert [len(part) for part in splitter] == [3] * 12 and said == [True, True, False] * 4
 
 
 # -- several processes -----------------------------------------------------------------------------

@@ -101,6 +101,9 @@ class PoissonSampler(UniformWithReplacementSampler):
     #: Whether forwards must be of its batches, row by row.
     is_strict = False
 
+    #: Whether the sampler itself cuts batches that are too large.
+    may_be_split = False
+
     is_last_part = True
     #: Samples, in the batch that was drawn last, of the process that has most of them.
     _most = 0
@@ -165,8 +168,9 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _splits_for(self, optimizer: Any) -> bool:
         """Whether to give the ``BatchMemoryManager`` of this optimizer parts of batches. Opacus'
-        own are of any samples, and each process may have another number of them."""
-        return False
+        own are of any samples, and each process may have another number of them. Of optimizers of
+        other libraries nobody would be told which part is the last."""
+        return self.may_be_split and hasattr(optimizer, "_serves_shards")
 
     def _largest(self) -> int:
         """Samples of the process that has most of the batch that was drawn last."""
@@ -256,7 +260,7 @@ class FixedShapeSampler(PoissonSampler):
         rows: of this process's part of every batch; ``None`` where they are not filled up.
     """
 
-    is_strict = True
+    is_strict = may_be_split = True
 
     def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
@@ -275,9 +279,6 @@ class FixedShapeSampler(PoissonSampler):
         self.max_batch_size = max_batch_size
         self.rows = max_batch_size // self.world_size if fills_up else None
 
-    def _splits_for(self, optimizer: Any) -> bool:
-        return True
-
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
         mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
@@ -295,13 +296,10 @@ class FixedShapeSampler(PoissonSampler):
 class OrderedSampler(PoissonSampler):
     """Batches by the number of their step."""
 
-    is_strict = True
+    is_strict = may_be_split = True
     #: Steps that were taken.
     taken = 0
     _next = 0
-
-    def _splits_for(self, optimizer: Any) -> bool:
-        return True
 
     def __iter__(self) -> Iterator[list[int]]:
         self._next = self.taken
