@@ -49,8 +49,10 @@ class DrawnBatch:
     rows: int
     unit_R: Tensor | None = None
     tensors: Sequence[Tensor] = ()
-    #: Whether a forward has used it, a step was taken on it, and its loop is over.
+    #: Whether a forward has used it, an optimizer has taken its sums, a step was taken on it, and
+    #: its loop is over.
     used: bool = False
+    taken: bool = False
     stepped: bool = False
     left: bool = False
     #: Which row of the batch each row of the model's input is, if the loop said so.
@@ -269,7 +271,7 @@ class Draws:
         found = [draw for draw in self.waiting if not draw.used]
         if current is None:
             return found
-        return [*found, current] if current.stepped else [current, *found]
+        return [*found, current] if current.taken else [current, *found]
 
     def _with_rows(self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int) -> DrawnBatch:
         in_turn = self._in_turn()
@@ -277,7 +279,8 @@ class Draws:
             raise FlashClippingError(
                 "the model: make_private was called with units=..., max_batch_size=... or batches "
                 "in an order, and no batch of the loader that it returned was given for this "
-                "forward. Take batches from that loader; run other data under torch.no_grad()."
+                "forward. Take batches from that loader (through BatchMemoryManager with "
+                "num_workers=0 alone); run other data under torch.no_grad()."
             )
         rows = [len(draw.order_R) if draw.order_R is not None else draw.rows for draw in in_turn]
         fitting = [draw for draw, count in zip(in_turn, rows, strict=True) if count in sizes]

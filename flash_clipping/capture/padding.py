@@ -56,6 +56,12 @@ class CountedRows:
     def _replaced(self, of_rows: Tensor, value: float) -> Tensor:
         if self.rows is None:
             return of_rows
+        if self.rows != of_rows.shape[-1]:  # only of a mask that graphs read
+            raise FlashClippingError(
+                f"GraphedStep: found a part of {of_rows.shape[-1]} rows, of batches of {self.rows} "
+                "(max_batch_size, and BatchMemoryManager). Graphs read one mask, of a whole batch. "
+                "Take whole batches, of a smaller max_batch_size; or leave GraphedStep out."
+            )
         return of_rows.masked_fill(self.mask(of_rows.device), value)
 
 
@@ -92,12 +98,12 @@ class Padding:
         if draw is None:
             return EVERY_ROW
         order = draw.order_R
-        if order is not None and not torch.equal(order.sort()[0], torch.arange(self.rows)):
+        if order is not None and not torch.equal(order.sort()[0], torch.arange(draw.rows)):
             raise FlashClippingError(
-                f"expect_rows: found {len(order)} rows with max_batch_size={self.rows}; expected "
-                "every row of the batch once."
+                f"expect_rows: found {len(order)} rows, of a batch that max_batch_size gives "
+                f"{draw.rows}; expected every row of the batch once."
             )
-        return CountedRows(self.rows, draw.samples, order)
+        return CountedRows(draw.rows, draw.samples, order)
 
     # -- CUDA graphs ----------------------------------------------------------------------------
 

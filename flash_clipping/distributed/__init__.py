@@ -27,6 +27,7 @@ from flash_clipping.distributed.supported import (
     processes_of,
     refuse_sharding,
     sharded_model,
+    shared_in_group,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "processes_of",
     "refuse_sharding",
     "sharded_model",
+    "shared_in_group",
 ]

@@ -9,6 +9,7 @@ from torch import distributed as dist, nn
 
 from flash_clipping._compat import applied_to
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.randomness import SecretStream
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel
@@ -41,6 +42,14 @@ def is_sharded(module: Any) -> bool:
 def has_shards(module: Any) -> bool:
     """Whether parameters are shards: ``fully_shard`` or ``parallelize_module`` was applied."""
     return is_sharded(module) or is_tensor_parallel(module)
+
+
+def shared_in_group(group: Any, own: SecretStream) -> SecretStream:
+    """A stream whose key all processes of the group have in common; each of them calls this."""
+    # Imported when first needed: it loads half of torch.distributed.
+    from flash_clipping.distributed.process_groups import shared_stream
+
+    return shared_stream([group], own)
 
 
 def is_tensor_parallel(module: Any) -> bool:

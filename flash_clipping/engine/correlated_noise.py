@@ -1,7 +1,10 @@
-"""The optimizer whose noise is correlated over steps (:mod:`flash_clipping.randomness.mechanisms`).
+"""Noise that is correlated over steps (:mod:`flash_clipping.randomness.mechanisms`), for any of the
+optimizers: of one process, of shards, of a stage, of data parallelism.
 
 Noise is made in fp32 (float64 for float64 sums), step by step: independent noise ``z_t`` comes from
-the stream, and what is added is row ``t`` of ``inv(C) Z``.
+the stream, and what is added is row ``t`` of ``inv(C) Z``. Every element's row is made of that
+element's noise alone, so that each process makes the rows of its own shards, of what it draws for
+them: nothing is sent, and replicas, which draw the same, keep the same.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream
@@ -21,10 +23,25 @@ from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, On
 
 
 class CorrelatedNoise:
-    """Rows of ``inv(C) Z``, one after the other; the sums have the same shapes in all steps."""
+    """Rows of ``inv(C) Z``, one after the other; the sums have the same shapes in all steps.
 
-    def __init__(self, mechanism: NoiseMechanism, stream: SecretStream):
-        self.mechanism, self._stream = mechanism, stream
+    Noise multiplier, bound and trainable parameters stay as they are in the first step, or a step
+    is refused: what is taken back must be what was added.
+
+    Args:
+        mechanism: how noise is correlated.
+        before_noise: called before a step's noise is drawn, with the step's batch; raises if the
+            step may not be taken.
+    """
+
+    def __init__(
+        self, mechanism: NoiseMechanism, before_noise: Callable[[DrawnBatch | None], None]
+    ):
+        self.mechanism, self._before_noise = mechanism, before_noise
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Steps from now on take nothing back of the noise of those before."""
         #: The last rows of ``inv(C) Z``, the latest first: of banded noise.
         self._rows: list[list[Tensor]] = []
         #: Where every ``z`` came from: of banded noise that is drawn again.
@@ -32,9 +49,63 @@ class CorrelatedNoise:
         #: Where the last ``z`` came from: of one-step noise.
         self._last: Draw | None = None
         self._shapes: Any = None
+        #: Noise multiplier and standard deviation of the steps before.
+        self._settings: tuple[float, float] | None = None
 
-    def next(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Noise of unit scale for these sums: of their shapes and devices, fp32 or float64."""
+    def noisy_means(
+        self,
+        sums: Sequence[Tensor],
+        std: float,
+        divisor: float,
+        *,
+        batch: DrawnBatch | None,
+        multiplier: float,
+        stream: SecretStream,
+        shards: Sequence[int] | None,
+        dtypes: Sequence[torch.dtype],
+    ) -> list[Tensor]:
+        """As :func:`flash_clipping.ops.noise.noisy_means`, with the next row of noise.
+
+        Args:
+            sums, std, divisor, shards, dtypes: as there.
+            batch: that of the step.
+            multiplier: the noise multiplier, which steps are accounted with.
+            stream: where independent noise comes from.
+
+        Raises:
+            FlashClippingError: the step may not be taken, by its batch, its noise or its
+                parameters; nothing was drawn.
+        """
+        self._before_noise(batch)
+        if self._settings not in (None, (multiplier, std)):
+            raise FlashClippingError(
+                f"optimizer.step(): found noise multiplier and standard deviation "
+                f"{(multiplier, std)}, and {self._settings} in the steps before, of which this one "
+                "takes back a part, and with which it is accounted for as one run. Leave "
+                "noise_multiplier and max_grad_norm as they are while noise is correlated, without "
+                "schedulers."
+            )
+        rows = self.next(sums, stream, shards)
+        self._settings = multiplier, std
+        noisy = []
+        for summed, row, dtype in zip(sums, rows, dtypes, strict=True):
+            mean = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
+            noisy.append(mean.to(dtype))
+        return noisy
+
+    def next(
+        self, sums: Sequence[Tensor], stream: SecretStream, shards: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Noise of unit scale for these sums: of their shapes and devices, fp32 or float64.
+
+        Args:
+            sums: of all trainable parameters, or this process's shards of them.
+            stream: where independent noise comes from.
+            shards: the number of each shard; ``None``: these are whole parameters.
+
+        Raises:
+            FlashClippingError: sums of other shapes, dtypes or devices than in the steps before.
+        """
         shapes = [(tuple(s.shape), s.dtype, s.device) for s in sums]
         if self._shapes not in (None, shapes):
             raise FlashClippingError(
@@ -43,16 +114,20 @@ class CorrelatedNoise:
                 "to the last, or begin a new run."
             )
         self._shapes = shapes
-        draw = self._stream.draw(Purpose.NOISE)
+        draw = stream.draw(Purpose.NOISE)
+        numbers = [*enumerate([0] * len(sums) if shards is None else shards)]
         if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
             draws = [*self._draws, draw]
-            row = [self._row_again(draws, number, summed) for number, summed in enumerate(sums)]
+            row = [
+                self._row_again(draws, number, summed)
+                for number, summed in zip(numbers, sums, strict=True)
+            ]
             self._draws = draws  # a step that failed has taken nothing
             return row
-        row = _normals(draw, sums)
+        row = _normals(draw, sums, numbers)
         if isinstance(self.mechanism, OneStepNoise):
             if self._last is not None:
-                for w, z in zip(row, _normals(self._last, sums), strict=True):
+                for w, z in zip(row, _normals(self._last, sums, numbers), strict=True):
                     w.sub_(z, alpha=self.mechanism.share)
             self._last = draw
         elif isinstance(self.mechanism, BandedNoise):
@@ -67,7 +142,7 @@ class CorrelatedNoise:
                 w.sub_(w_before, alpha=float(c))
         return [z, *rows[: self.mechanism.count - 2]]
 
-    def _row_again(self, draws: Sequence[Draw], number: int, summed: Tensor) -> Tensor:
+    def _row_again(self, draws: Sequence[Draw], number: tuple[int, int], summed: Tensor) -> Tensor:
         """This parameter's noise, from that of all steps: the same arithmetic as that of rows which
         are kept."""
         rows: list[list[Tensor]] = []
@@ -84,61 +159,10 @@ class CorrelatedNoise:
 
 
 def _normals(
-    draw: Draw, sums: Sequence[Tensor], numbers: Sequence[int] | None = None
+    draw: Draw, sums: Sequence[Tensor], numbers: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
     """The normals of a draw, of unit scale: the same whenever they are asked for. ``numbers``:
-    places of these sums among all; ``None``: these are all."""
+    parameter and shard of each sum."""
     nothing = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in sums]
-    return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=numbers)
-
-
-class CorrelatedFlashDPOptimizer(FlashDPOptimizer):
-    """:class:`~flash_clipping.FlashDPOptimizer` with noise that steps partly take back.
-
-    Noise multiplier, bound and trainable parameters stay as they are in the first step, or a step
-    is refused: what is taken back must be what was added.
-
-    Args:
-        mechanism: how noise is correlated.
-        before_noise: called before a step's noise is drawn, with the step's batch; raises if the
-            step may not be taken.
-        **kwargs: as in :class:`~flash_clipping.FlashDPOptimizer`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        mechanism: NoiseMechanism,
-        before_noise: Callable[[DrawnBatch | None], None],
-        **kwargs: Any,
-    ):
-        super().__init__(optimizer, **kwargs)
-        self._mechanism, self._before_noise = mechanism, before_noise
-        self.begin_run()
-
-    def begin_run(self) -> None:
-        """Steps from now on take nothing back of the noise of those before."""
-        self._noise = CorrelatedNoise(self._mechanism, self.stream)
-        #: Noise multiplier and bound of the steps before.
-        self._settings: tuple[float, float] | None = None
-
-    def add_noise(self) -> None:
-        std, divisor = self._noise_std(), self._divisor()
-        self._before_noise(None if self._record is None else self._record.draw)
-        settings = self._multiplier(), std
-        if self._settings not in (None, settings):
-            raise FlashClippingError(
-                f"optimizer.step(): found noise multiplier and standard deviation {settings}, and "
-                f"{self._settings} in the steps before, of which this one takes back a part, and "
-                "with which it is accounted for as one run. Leave noise_multiplier and "
-                "max_grad_norm as they are while noise is correlated, without schedulers."
-            )
-        sums = self._unused_sums()
-        rows = self._noise.next(sums)
-        self._settings = settings
-        noisy = []
-        for p, summed, row in zip(self.params, sums, rows, strict=True):
-            mean = torch.add(summed.to(row.dtype), row, alpha=std).div_(divisor)
-            noisy.append(mean.to(self._noisy_dtype(p)))
-        self._release(noisy)
+    tensors, shards = zip(*numbers, strict=True) if numbers else ((), ())
+    return noisy_means(nothing, 1.0, 1.0, draw=draw, tensors=tensors, shards=shards)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.engine.step_record import (
     Bound,
@@ -65,6 +66,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     #: Moves the bound at the end of every step: adaptive clipping.
     adaptive: AdaptiveBound | None = None
+
+    #: Makes noise that steps partly take back; ``None``: the noise of every step is its own.
+    correlated: CorrelatedNoise | None = None
 
     #: Whether parameters may be shards.
     _serves_shards = False
@@ -217,18 +221,22 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """As in Opacus: whether one more step, after those announced before, is skipped.
 
         What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
-        when its loop was left, or goes on without. Refused where the loader's batches come whole.
+        when its loop was left, or goes on without. Where the loader's sampler gives it parts, as
+        many in every process, the sampler knows which of them is the last. Refused where batches
+        come whole.
         """
-        self._signal(do_skip, sys._getframe(1))
-
-    def _signal(self, do_skip: bool, caller: FrameType) -> None:
-        by_hand = not caller.f_code.co_flags & inspect.CO_GENERATOR
-        if do_skip or not by_hand:
-            refuse_split_units(self._module, by_hand=by_hand)
-        if by_hand:
+        caller = sys._getframe(1)
+        if not caller.f_code.co_flags & inspect.CO_GENERATOR:
+            if do_skip:
+                refuse_split_units(self._module, by_hand=True)
             self._loop = None
             super().signal_skip_step(do_skip)
             return
+        sampler = getattr(caller.f_locals.get("self"), "sampler", None)
+        if getattr(sampler, "gives_parts", False):
+            do_skip = not sampler.is_last_part  # type: ignore[union-attr]
+        else:
+            self._refuse_parts_of(sampler)
         if caller is not self._loop:
             self._loop, self._ahead = caller, None
             self._step_skip_queue.clear()
@@ -238,6 +246,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 if not self._step_skip_queue.pop(0):
                     self._discard("its last part was loaded, but optimizer.step() was not called")
         super().signal_skip_step(do_skip)
+
+    def _refuse_parts_of(self, sampler: Any) -> None:
+        """Raise ``FlashClippingError`` if batches of this sampler may not be split by others."""
+        refuse_split_units(self._module)
 
     def _discard(self, because: str) -> None:
         """Let go of the sums of a logical batch that will never be complete; none was released."""
@@ -283,6 +295,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if record is not None:
             self._module.running_step.forget()
             self._record, self._iterations = record, max(1, record.backwards)
+            if record.draw is not None:
+                record.draw.taken = True
 
     def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
         """The record of the step with what is in ``p.grad`` now, if it may be taken."""
@@ -340,15 +354,24 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def add_noise(self) -> None:
         """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
         std, divisor = self._noise_std(), self._divisor()
-        noisy = noisy_means(
-            [self._own(summed) for summed in self._unused_sums()],
-            std,
-            divisor,
-            draw=self.stream.draw(Purpose.NOISE),
-            shards=self._shards(),
-            dtypes=[self._noisy_dtype(p) for p in self.params],
-            grid=self.noise_grid,
-        )
+        sums = [self._own(summed) for summed in self._unused_sums()]
+        shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
+        if self.correlated is None:
+            draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
+            noisy = noisy_means(
+                sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid
+            )
+        else:
+            noisy = self.correlated.noisy_means(
+                sums,
+                std,
+                divisor,
+                batch=None if self._record is None else self._record.draw,
+                multiplier=self._multiplier(),
+                stream=self.stream,
+                shards=shards,
+                dtypes=dtypes,
+            )
         self._release(noisy)
 
     def _unused_sums(self) -> list[Tensor]:

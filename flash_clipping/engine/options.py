@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards
 from flash_clipping.engine.accounting import PldAccountant, Process, without_hints
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.finish.clipping import check_clipping
@@ -178,11 +177,6 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
             not given.get("poisson_sampling", True),
             "poisson_sampling=False",
             "The engine must draw the batches. Leave it at its default",
-        ),
-        (
-            has_shards(given.get("module")),
-            "a model that fully_shard was applied to",
-            "Train in one process",
         ),
         (
             not isinstance(accountant, PldAccountant),

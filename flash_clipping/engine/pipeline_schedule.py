@@ -14,6 +14,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import parts_of_schedule, pytree
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in
 from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
 from flash_clipping.engine import norms
@@ -191,8 +192,10 @@ class PrivateSchedule:
     def _count(self, args: Any, kwargs: Any, target: Any) -> int:
         """Samples in the batch."""
         axis, drawn = self._session.batch_axis, self._session.drawn
-        self._draw = self._session.draws.next()
-        if drawn is None and self._draw is not None and not self._session.draws.ahead:
+        draws, given = self._session.draws, tensors_in((args, kwargs, target))
+        # What this process was called with is compared with the batch, where that matters.
+        self._draw = draws.of_replay(given, axis) if given else draws.next()
+        if drawn is None and self._draw is not None and not draws.ahead:
             drawn = self._draw.samples
         found = (
             samples_in((args, kwargs), axis, "arguments"),

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards, processes_of
-from flash_clipping.distributed.pipeline.stage import shared_by_stages
+from flash_clipping.distributed import has_shards, processes_of, shared_in_group
 from flash_clipping.engine.accounting import (
     FeasiblePrvAccountant,
     LargeDeltaWarning,
@@ -25,7 +24,7 @@ from flash_clipping.engine.accounting import (
     relation_of,
     without_hints,
 )
-from flash_clipping.engine.correlated_noise import CorrelatedFlashDPOptimizer
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
@@ -284,10 +283,10 @@ class FlashPrivacyEngine(PrivacyEngine):
             sampling: ``"poisson"``; ``"fixed_order"`` and ``"cyclic_poisson"`` are for correlated
                 noise (:class:`~flash_clipping.engine.accounting.Process`); flash only, and
                 ``accountant="pld"``.
-            max_batch_size: every batch has this many rows. Where more samples are drawn, a random
-                subset of them is taken; where fewer, other rows fill the batch up, which add
-                exactly nothing. The sample rate is still the loader's; flash only, and
-                ``accountant="pld"``.
+            max_batch_size: every batch has this many rows, over all processes together. Where more
+                samples are drawn, a random subset of them is taken; where fewer, other rows fill
+                the batch up, which add exactly nothing. The sample rate is still the loader's;
+                flash only, and ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
@@ -299,11 +298,12 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Guarantees:
             Every step draws every sample independently with probability ``1 / len(data_loader)``,
-            the rate that is accounted; in several processes each sample is drawn by one of them. A
-            step whose batch is empty runs no model and adds noise only. Gradients are divided by
-            the expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a
-            public constant (:meth:`get_epsilon`). With ``units`` these are drawn, with the same
-            probability, and gradients are divided by the expected number of units.
+            the rate that is accounted; in several processes each sample is drawn by one of them
+            (all draw the same batch, and take parts of it, where it is cut or in an order). A step
+            whose batch is empty runs no model and adds noise only. Gradients are divided by the
+            expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a public constant
+            (:meth:`get_epsilon`). With ``units`` these are drawn, with the same probability, and
+            gradients are divided by the expected number of units.
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
@@ -493,21 +493,20 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=4,
             )
-        stream, together = self.stream.another(), asked.processes
+        stream = self.stream.another()
         if asked.pipeline is not None:
-            stream = shared_by_stages(asked.pipeline, stream)
+            stream = shared_in_group(asked.pipeline, stream)
         loader = PoissonLoader.from_data_loader(
             data_loader,
             process=asked.process,
+            fills_up=asked.pipeline is None,  # stages do that themselves
             units=asked.units,
             stream=stream,
-            distributed=distributed or together is not None,
+            distributed=distributed,
+            processes=asked.processes,
             **kwargs,
         )
         asked.sampler = loader.batch_sampler
-        if together is not None:  # those that share samples draw the same
-            stream = together.shared_stream(stream)
-            asked.sampler.share(together.data_rank, together.data_size, stream)
         return loader
 
     def _prepare_optimizer(self, *, optimizer: Any, **kwargs: Any) -> Any:
@@ -526,23 +525,23 @@ class FlashPrivacyEngine(PrivacyEngine):
         generator = kwargs.pop("noise_generator", None)
         kwargs["stream"] = self.stream if generator is None else None
         kwargs.update(generator=generator, secure_mode=self.secure_mode)
-        if not isinstance(asked.process.noise, IndependentNoise):
-            assert isinstance(self.accountant, PldAccountant)  # see requested_process
-            kwargs.update(mechanism=asked.process.noise, before_noise=asked.sampler.check_step)
-            correlated = CorrelatedFlashDPOptimizer(optimizer, **kwargs)
-            self.accountant.before_run = correlated.begin_run
-            return correlated
         kwargs["noise_grid"] = asked.given["noise_grid"]
+        cls: Any = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
         if has_shards(asked.given["module"]):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 
             if distributed:
                 kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
-            return ShardedFlashDPOptimizer(optimizer, **kwargs)
-        if asked.pipeline is not None:
-            return PipelineFlashDPOptimizer(optimizer, group=asked.pipeline, **kwargs)
-        cls = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
-        return cls(optimizer, **kwargs)
+            cls = ShardedFlashDPOptimizer
+        elif asked.pipeline is not None:
+            cls = PipelineFlashDPOptimizer
+            kwargs["group"] = asked.pipeline
+        private = cls(optimizer, **kwargs)
+        if not isinstance(asked.process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            correlated = CorrelatedNoise(asked.process.noise, asked.sampler.check_step)
+            private.correlated, self.accountant.before_run = correlated, correlated.begin_run
+        return private
 
     def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
         if (asked := self._asked) is None:

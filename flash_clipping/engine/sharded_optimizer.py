@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,6 @@ from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.distributed.reducer import as_sharded
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.optimizer import FlashDPOptimizer
-from flash_clipping.engine.sampling.samplers import ShardedPoissonSampler
 from flash_clipping.engine.step_record import StepRecord
 from flash_clipping.errors import FlashClippingError
 
@@ -67,22 +64,13 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         if before is not None and before is not self:
             self.stream.load_state_dict(before.stream.state_dict())
 
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """As in Opacus: every process skips the same steps. ``BatchMemoryManager`` is given parts
-        by the loader's sampler, as many in every process, which also knows which of them is the
-        last."""
-        caller = sys._getframe(1)
-        if caller.f_code.co_flags & inspect.CO_GENERATOR:
-            sampler = getattr(caller.f_locals.get("self"), "sampler", None)
-            if not isinstance(sampler, ShardedPoissonSampler) or not sampler.gives_parts:
-                raise FlashClippingError(
-                    "BatchMemoryManager: found a model that fully_shard was applied to, and a "
-                    f"loader with {type(sampler).__name__}. Processes would split their batches "
-                    "into different numbers of parts, and wait for each other for ever. Give it "
-                    "the loader that make_private returned, with poisson_sampling=True."
-                )
-            do_skip = not sampler.is_last_part
-        self._signal(do_skip, caller)
+    def _refuse_parts_of(self, sampler: Any) -> None:
+        raise FlashClippingError(
+            "BatchMemoryManager: found a model that fully_shard was applied to, and a "
+            f"loader with {type(sampler).__name__}. Processes would split their batches "
+            "into different numbers of parts, and wait for each other for ever. Give it "
+            "the loader that make_private returned, with poisson_sampling=True."
+        )
 
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     PrivateSchedule,
 )
-from tests.distributed import processes
+from flash_clipping.randomness.mechanisms import OneStepNoise
+from tests.distributed import processes, steps
 from tests.distributed.processes import (
     SAMPLES,
     Adapted,
@@ -34,6 +36,7 @@ from tests.distributed.processes import (
 from tests.distributed.steps import BOUNDS, Rows
 from tests.support.oracle import Truth
 
+NOISE = OneStepNoise(0.6)
 PIECES = ("embed", "blocks.0", "blocks.1", "norm", "head")
 CUTS = {2: (0, 2, 5), 4: (0, 1, 2, 3, 5)}
 
@@ -229,12 +232,13 @@ def noisy(rank: int) -> list[Tensor]:
     return found
 
 
-def engine_run(rank: int, **options: Any) -> dict[str, Any]:
-    """An epoch of Poisson batches, without noise unless told: drawn samples, end, history."""
+def engine_run(rank: int, limit: int | None = None, **options: Any) -> dict[str, Any]:
+    """An epoch of Poisson batches, without noise unless told: drawn samples, end, history. In parts
+    of so many samples."""
     torch.manual_seed(rank)  # processes draw alike, however they are seeded
     part = Part(make(), rank)
     noise = options.pop("noise_multiplier", 0.0)
-    engine = FlashPrivacyEngine()
+    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "prv")
     flash, optimizer, _, loader = engine.make_private(
         module=part,
         optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
@@ -246,20 +250,34 @@ def engine_run(rank: int, **options: Any) -> dict[str, Any]:
         **options,
     )
     schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
-    drawn, bounds = [], []
-    for ids, y, index in loader:
-        drawn.append(index.tolist())
+    drawn: list[list[int]] = [[]]
+    bounds = []
+    for ids, y, index in loader if limit is None else steps.in_parts(loader, optimizer, limit):
+        drawn[-1] += index.tolist()
         optimizer.zero_grad()
         schedule.step(ids.to(device()), target=y.to(device()))
         optimizer.step()
+        if optimizer._is_last_step_skipped:
+            continue
+        drawn.append([])
         bounds.append(optimizer.max_grad_norm)
     return {
-        "drawn": drawn,
+        "drawn": drawn[:-1],
         "bounds": bounds,
         "end": {name: p.detach().clone() for name, p in part.named_parameters()},
         "history": engine.accountant.history,
         "expected": optimizer.expected_batch_size,
     }
+
+
+def correlated(rank: int) -> dict[str, Any]:
+    schedule = cache(lambda flash: PrivateSchedule(schedule_of(flash), microbatch_size=1))
+    return steps.correlated(
+        Part(make(), rank),
+        NOISE,
+        lambda flash, ids, y: schedule(flash).step(ids, target=y),
+        pipeline=True,
+    )
 
 
 def refusals(rank: int) -> Parts:
@@ -320,6 +338,26 @@ def refusals(rank: int) -> Parts:
             **options,
         )
 
+    def out_of_order() -> None:
+        part = Part(make(), rank)
+        flash, optimizer, _, loader = FlashPrivacyEngine(accountant="pld").make_private(
+            module=part,
+            optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(Rows(), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=C,
+            pipeline=True,
+            sampling="fixed_order",
+            noise=NOISE,
+        )
+        batches = iter(loader)
+        next(batches)
+        x, labels, _ = next(batches)
+        schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
+        schedule.step(x.to(device()), target=labels.to(device()))
+        optimizer.step()
+
     def interleaved() -> None:
         from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
@@ -353,6 +391,7 @@ def refusals(rank: int) -> Parts:
         "counted apart": counted_apart,
         "no count": lambda: private().step(),
         "two counts": lambda: private().step(ids, target=y[:7]),
+        "out of order": out_of_order,
         "interleaved": interleaved,
         "not wrapped": not_wrapped,
         "context parallel": in_parts,
@@ -381,5 +420,9 @@ def main(rank: int) -> Parts:
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
+        "pipeline truncated": lambda: engine_run(rank, max_batch_size=2),
+        "pipeline in parts": lambda: engine_run(rank, limit=1),
+        "pipeline truncated, in parts": lambda: engine_run(rank, limit=1, max_batch_size=2),
+        "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), ("changed", "counted apart"), "pipeline refuses"),
     }

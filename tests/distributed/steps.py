@@ -20,9 +20,14 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.private_state import PrivateState
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha20 import Keystream
+from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
+    _TRUTHS,
     SAMPLES,
     C,
     Parts,
@@ -34,6 +39,7 @@ from tests.distributed.processes import (
     make,
     message,
     sharded,
+    truth_of,
 )
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
@@ -148,11 +154,17 @@ class Rows(TensorDataset):
         super().__init__(ids.repeat(copies, 1), y.repeat(copies), rows)
 
 
+def in_parts(loader: Any, optimizer: Any, part: int) -> Any:
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
+    ).__enter__()
+
+
 def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) -> dict[str, Any]:
     """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
     torch.manual_seed(0)
     model = sharded(make(), **shards)
-    engine = FlashPrivacyEngine(accountant="rdp")
+    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
     wrapped, optimizer, criterion, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
@@ -161,16 +173,15 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
     if part is not None:
-        manager = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
-        )
-        loader = manager.__enter__()
+        loader = in_parts(loader, optimizer, part)
     drawn, bounds = [], []
+    counted: list[list[int]] = [[]]  # those that are no padding, step by step
     sizes: list[list[int]] = [[]]  # of parts, step by step
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
         criterion(wrapped(ids.to(device())), y.to(device())).backward()
+        counted[-1] += row[: wrapped._session.draws.waiting[-1].samples].tolist()
         optimizer.step()
         rows += row.tolist()
         sizes[-1].append(len(row))
@@ -179,15 +190,140 @@ def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) 
         drawn.append(rows)
         rows = []
         sizes.append([])
+        counted.append([])
         bounds.append(optimizer.max_grad_norm)
     return {
         "drawn": drawn,
         "sizes": sizes[:-1],
+        "counted": counted[:-1],
+        "process": getattr(engine.accountant, "process", None),
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
         "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
     }
+
+
+def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
+    """Beside one process that has all samples of every batch, one by one."""
+    ids, y, _ = Rows(copies=3).tensors
+    model = make()
+    for index in drawn:
+        if index:
+            _TRUTHS.clear()
+            clipped = truth_of(model, ids[index], y[index]).clipped(C)
+            for name, param in model.named_parameters():
+                param.data -= 0.5 * clipped[name] / 2
+    for run in runs:
+        assert run["expected"] == 2
+        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
+        for name, value in run["end"].items():  # a stage has some of them
+            expected = model.get_parameter(name).detach()
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def by_loss(loss_of: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor, Tensor], None]:
+    return lambda flash, ids, y: loss_of(flash(ids), y).backward()  # type: ignore[no-untyped-call]
+
+
+def correlated(
+    model: Any,
+    noise: NoiseMechanism,
+    backward: Callable[[Any, Tensor, Tensor], Any] = by_loss(F.cross_entropy),  # noqa: B008
+    data: Any = None,
+    part: int | None = None,
+    load: str = "",
+    save: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """An epoch of four batches in a fixed order: the noise of every step in units of its standard
+    deviation, where it lies in the parameters, and what it was drawn with. In parts of so many
+    samples; from a checkpoint in ``load``, to one in ``save``."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    engine = FlashPrivacyEngine(accountant="pld")
+    data = Rows() if data is None else data
+    flash, optimizer, _, loader = engine.make_private(
+        module=model,
+        optimizer=sgd(model, 0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=len(data) // 4),
+        noise_multiplier=5.0,
+        max_grad_norm=C,
+        sampling="fixed_order",
+        noise=noise,
+        **options,
+    )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    state = {"run": PrivateState(engine, flash, optimizer)}
+    if load:
+        dcp.load(state, checkpoint_id=load, no_dist=True)
+    added, drawn, rows = [], [], []
+    for ids, y, row in loader if part is None else in_parts(loader, optimizer, part):
+        optimizer.zero_grad()
+        backward(flash, ids.to(device()), y.to(device()))
+        optimizer.step()
+        rows += row.tolist()
+        if optimizer._is_last_step_skipped:
+            continue
+        noise = {}
+        for name, p in named.items():
+            own = local_of(p.grad) * optimizer.expected_batch_size - local_of(p.summed_grad)
+            noise[name] = (own / (5 * C)).cpu()
+        added.append(noise)
+        drawn.append(rows)
+        rows = []
+    if save:
+        dcp.save(state, checkpoint_id=save)
+    shards = optimizer._shards() or [0] * len(named)
+    places = {}
+    for number, (name, p) in enumerate(named.items()):
+        offset = (0,) * p.dim()
+        if hasattr(p, "placements"):
+            _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        places[name] = (tuple(p.shape), offset, (number, shards[number]))
+    return {
+        "added": added,
+        "places": places,
+        "key": optimizer.stream.draw(Purpose.NOISE).key,
+        "drawn": drawn,
+        "history": engine.accountant.history,
+        "epsilon": engine.get_epsilon(1e-3),
+    }
+
+
+def check_correlated(noise: NoiseMechanism, runs: list[dict[str, Any]]) -> None:
+    """What processes have added is the cut of what one process makes of the whole parameters'
+    noise, drawn with their key: ``inv(C) Z``, in float64. Replicas have added the same."""
+    steps = len(runs[0]["added"])
+    assert all(run["key"] == runs[0]["key"] for run in runs)
+    column = noise.column(steps)
+    matrix = [[column[t - s] if t >= s else 0.0 for s in range(steps)] for t in range(steps)]
+    inverse = torch.linalg.inv(torch.tensor(matrix, dtype=torch.float64))
+    for name in {name for run in runs for name in run["places"]}:
+        having = [run for run in runs if name in run["places"]]
+        shape = having[0]["places"][name][0]
+        z = torch.full((steps, *shape), torch.nan, dtype=torch.float64)
+        own: dict[int, Any] = {}
+        for run in having:
+            _, offset, (tensor, shard) = run["places"][name]
+            part = run["added"][0][name]
+            cut = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            assert own.setdefault(shard, cut) == cut, "one number for two shards"
+            nothing = [torch.zeros_like(part)]
+            for step in range(steps):
+                draw = Draw(run["key"], Purpose.NOISE, step)
+                (z[(step, *cut)],) = noisy_means(
+                    nothing, 1.0, 1.0, draw=draw, tensors=[tensor], shards=[shard]
+                )
+        assert not z.isnan().any(), f"{name}: an element without noise"
+        assert sum(z[(0, *cut)].numel() for cut in own.values()) == z[0].numel(), name
+        rows = torch.einsum("ts,s...->t...", inverse, z)
+        for run in having:
+            cut = own[run["places"][name][2][1]]
+            for step, added in enumerate(run["added"]):
+                torch.testing.assert_close(added[name], rows[(step, *cut)], rtol=0, atol=1e-9)
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     """One epoch by Poisson batches; processes are seeded differently."""
     torch.manual_seed(dist.get_rank())
     model = sharded(decoders.make(), tensor, data)
-    engine = FlashPrivacyEngine(accountant="rdp")
+    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
     wrapped, optimizer, _, loader = engine.make_private(
         module=model,
         optimizer=steps.sgd(model, 0.5),
@@ -256,16 +256,18 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
         data_loader=DataLoader(Rows(), batch_size=2),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
-    drawn, bounds = [], []
+    drawn, bounds, all_rows = [], [], []
     for ids, y, row in loader:
         optimizer.zero_grad()
         loss_of(wrapped(ids.to(device())), y.to(device())).backward()
         optimizer.step()
-        drawn.append(row.tolist())
+        drawn.append(row[: wrapped._session.draws.waiting[-1].samples].tolist())
+        all_rows.append(row.tolist())
         bounds.append(optimizer.max_grad_norm)
     counted = wrapped._sharded.processes.reduce(torch.ones((), device=device()), samples=True)
     return {
         "drawn": drawn,
+        "rows": all_rows,
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,

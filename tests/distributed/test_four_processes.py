@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flash_clipping.randomness.mechanisms import BandedNoise
 from tests.distributed import pipelines, steps
-from tests.distributed.processes import Found, Parts, clipped_step, device
+from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
 
 #: 5 samples of 5 positions in the second process, and none in the third.
 CUTS = (0, 2, 7, 7, 8)
@@ -35,6 +36,8 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
+        "truncated": lambda: steps.engine_run(shards, part=1, max_batch_size=8),
+        "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **pipelines.main(rank),
     }
 
@@ -63,6 +66,21 @@ def test_replicas_have_one_noise_and_shards_their_own(found: list[Found]) -> Non
     n = min(len(first), len(second))
     correlation = torch.corrcoef(torch.stack([first[:n], second[:n]]))[0, 1]
     assert abs(correlation) < 5 / n**0.5
+
+
+def test_correlated_noise_is_that_of_one_process_and_equal_on_replicas(found: list[Found]) -> None:
+    runs = [of_rank["correlated"] for of_rank in found]
+    steps.check_correlated(BandedNoise(3), runs)
+    for mine, replica in ((0, 2), (1, 3)):
+        assert runs[mine]["places"] == runs[replica]["places"]
+    assert sorted(sum((run["drawn"] for run in runs), [])) == [[]] * 8 + [[i] for i in range(8)]
+
+
+def test_truncated_batches_are_spread_over_all_four(found: list[Found]) -> None:
+    runs = [of_rank["truncated"] for of_rank in found]
+    counted = [sum(own, []) for own in zip(*(run["counted"] for run in runs), strict=True)]
+    assert all(len(rows) == 2 for run in runs for rows in run["drawn"])
+    steps.check_sums(runs, counted)
 
 
 def test_all_four_draw_and_end_alike(found: list[Found]) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.distributed import processes, tensor_refusals, tensor_steps, uses
+from flash_clipping.randomness.mechanisms import OneStepNoise
+from tests.distributed import decoders, processes, steps, tensor_refusals, tensor_steps, uses
 from tests.distributed.processes import Found, Parts, refusals
 
 LINEAR = tuple(f"blocks.0.{part}" for part in ("attention.", "feed_forward."))
@@ -37,6 +38,12 @@ IN_FP32 = ("layers", "sequence", "two_pass, tied")
 IN_BF16 = ("layers", "sequence")
 
 
+NOISE = OneStepNoise(0.6)
+
+
+BACKWARD = steps.by_loss(decoders.loss_of)
+
+
 def main(rank: int) -> Parts:
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -52,6 +59,13 @@ def main(rank: int) -> Parts:
         "trained": lambda: tensor_steps.trained(mesh),
         "noise": lambda: tensor_steps.noisy(mesh),
         "engine": lambda: tensor_steps.engine_run(mesh),
+        "correlated": lambda: steps.correlated(
+            tensor_steps.sharded(decoders.make(), mesh, None),
+            NOISE,
+            BACKWARD,
+            tensor_steps.Rows(),
+            part=2,
+        ),
         **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
         "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
     }
@@ -127,6 +141,12 @@ def test_noise_is_of_shards_and_equal_on_replicas(found: list[Found]) -> None:
     assert torch.isclose(one[:n], two[:n], rtol=1e-4).sum() < 4
     both = torch.cat([one, two])
     assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+
+
+def test_correlated_noise_of_cut_layers_is_that_of_one_process(found: list[Found]) -> None:
+    runs = [of_rank["correlated"] for of_rank in found]
+    steps.check_correlated(NOISE, runs)
+    assert runs[0]["drawn"] == runs[1]["drawn"]  # all samples are both processes'
 
 
 def test_all_processes_take_the_same_poisson_batches(found: list[Found]) -> None:

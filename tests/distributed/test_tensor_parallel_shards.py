@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import decoders, processes, tensor_steps
+from flash_clipping.randomness.mechanisms import BandedNoise
+from tests.distributed import decoders, processes, steps, tensor_steps
 from tests.distributed.processes import Found, Parts
 
 CASES: dict[str, dict[str, Any]] = {
@@ -39,6 +40,12 @@ def without_data_dimension() -> None:
     tensor_steps.engine_run(tensor)
 
 
+NOISE = BandedNoise(2, "drawn_again")
+
+
+BACKWARD = steps.by_loss(decoders.loss_of)
+
+
 def main(rank: int) -> Parts:
     tensor, data = tensor_steps.meshes(2)
     cuts: dict[str, Any] = {"cuts": (0, 3, 4)}
@@ -50,6 +57,14 @@ def main(rank: int) -> Parts:
         "trained": lambda: tensor_steps.trained(tensor, data),
         "noise": lambda: tensor_steps.noisy(tensor, data),
         "engine": lambda: tensor_steps.engine_run(tensor, data),
+        "truncated": lambda: tensor_steps.engine_run(tensor, data, max_batch_size=4),
+        "correlated": lambda: steps.correlated(
+            tensor_steps.sharded(decoders.make(), tensor, data),
+            NOISE,
+            BACKWARD,
+            tensor_steps.Rows(),
+            part=1,
+        ),
         "refused": lambda: [processes.message(call) for call in (replicas, without_data_dimension)],
     }
 
@@ -90,11 +105,22 @@ def test_noise_is_drawn_once_for_every_element(found: list[Found]) -> None:
                     assert alike.sum() < 2, (name, a, b)
 
 
-def test_processes_share_batches_by_their_data_coordinate(found: list[Found]) -> None:
-    runs = [of_rank["engine"] for of_rank in found]
+def test_correlated_noise_of_what_is_cut_twice_is_that_of_one_process(found: list[Found]) -> None:
+    runs = [of_rank["correlated"] for of_rank in found]
+    steps.check_correlated(NOISE, runs)
+    assert [run["drawn"] for run in runs[::2]] == [run["drawn"] for run in runs[1::2]]
+    assert sorted(sum(sum((run["drawn"] for run in runs[::2]), []), [])) == [*range(12)]
+
+
+@pytest.mark.parametrize("how", ["engine", "truncated"])
+def test_processes_share_batches_by_their_data_coordinate(how: str, found: list[Found]) -> None:
+    runs = [of_rank[how] for of_rank in found]
     assert runs[0]["drawn"] == runs[1]["drawn"] and runs[2]["drawn"] == runs[3]["drawn"]
+    if how == "truncated":
+        assert all(len(rows) == 2 for run in runs for rows in run["rows"])
     parts = [{i for batch in run["drawn"] for i in batch} for run in (runs[0], runs[2])]
-    assert parts[0].isdisjoint(parts[1]) and parts[0] | parts[1]
+    assert how == "truncated" or parts[0].isdisjoint(parts[1])
+    assert parts[0] | parts[1]
     drawn = [a + b for a, b in zip(runs[0]["drawn"], runs[2]["drawn"], strict=True)]
     expected = tensor_steps.replayed(drawn)
     for run in runs:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
 from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
+from tests.distributed.processes import BACKEND, Found, Parts, refusals
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -24,6 +25,13 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 ADAPTIVE: dict[str, Any] = {"clipping": "adaptive", "noise_multiplier": 0.1, **steps.BOUNDS}
+
+
+CORRELATED = {
+    "one step": OneStepNoise(0.6),
+    "stored": BandedNoise(3),
+    "drawn again": BandedNoise(3, "drawn_again"),
+}
 
 
 def main(rank: int) -> Parts:
@@ -38,6 +46,20 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run({}),
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
+        "truncated": lambda: steps.engine_run({}, max_batch_size=4),
+        "truncated, in parts": lambda: steps.engine_run({}, part=1, max_batch_size=6),
+        "correlated, saved": lambda: (
+            steps.correlated(
+                processes.sharded(processes.make()), BandedNoise(3), save=f"{folder[0]}/correlated"
+            )
+            and folder[0]
+        ),
+        **{
+            f"correlated {n}": lambda noise=noise: steps.correlated(
+                processes.sharded(processes.make()), noise, data=steps.Rows(copies=3), part=2
+            )
+            for n, noise in CORRELATED.items()
+        },
         "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
         **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
@@ -123,20 +145,30 @@ def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) 
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
     assert mine != others
-    ids, y, _ = steps.Rows(copies=3).tensors
-    model = processes.make()
-    for own, other in zip(*drawn, strict=True):
-        if index := own + other:
-            processes._TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
-    for of_rank in found:
-        run = of_rank[how]
-        assert run["expected"] == 2
-        assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+    steps.check_sums(
+        [of_rank[how] for of_rank in found], [a + b for a, b in zip(*drawn, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(("how", "rows"), [("truncated", 2), ("truncated, in parts", 3)])
+def test_truncated_batches_have_one_shape_in_all_processes(
+    how: str, rows: int, found: list[Found]
+) -> None:
+    """The bound is that of all processes' samples together; each has half of the rows."""
+    runs = [of_rank[how] for of_rank in found]
+    for step in range(12):
+        drawn = [run["drawn"][step] for run in runs]
+        assert [len(own) for own in drawn] == [rows, rows] and len({*sum(drawn, [])}) == 2 * rows
+        first, second = (len(run["counted"][step]) for run in runs)
+        assert 0 <= first - second <= 1  # spread evenly
+    counted = [a + b for a, b in zip(*(run["counted"] for run in runs), strict=True)]
+    assert len({*map(len, counted)}) > 1
+    steps.check_sums(runs, counted)
+    for run in runs:
+        assert (run["process"].samples, run["process"].max_batch_size) == (24, 2 * rows)
+        assert all(
+            sizes == ([rows] if how == "truncated" else [1] * rows) for sizes in run["sizes"]
+        )
 
 
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:
@@ -147,6 +179,30 @@ def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None
     for mine, others in zip(first, second, strict=True):
         assert max(mine + others) <= 1
         assert len(mine) == max(1, sum(mine), sum(others))  # no more than are needed
+
+
+@pytest.mark.parametrize("name", CORRELATED)
+def test_correlated_noise_of_shards_is_that_of_one_process(name: str, found: list[Found]) -> None:
+    runs = [of_rank[f"correlated {name}"] for of_rank in found]
+    steps.check_correlated(CORRELATED[name], runs)
+    first, second = (run["drawn"] for run in runs)
+    assert sorted(sum(first + second, [])) == [*range(3 * processes.SAMPLES)]  # once an epoch
+    sensitivity = CORRELATED[name].sensitivity(4, 4)
+    dp = pytest.importorskip("dp_accounting")
+    for run in runs:
+        assert run["history"] == [(5.0, 0.25, 4)]
+        assert run["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(5.0 / sensitivity, 1e-3))
+
+
+def test_a_correlated_run_goes_on_in_one_process_as_a_run_of_its_own(found: list[Found]) -> None:
+    """It takes back nothing of the noise before, and is accounted for beside it."""
+    folder = found[0]["correlated, saved"]
+    run = steps.correlated(processes.make(), BandedNoise(3), load=f"{folder}/correlated")
+    steps.check_correlated(BandedNoise(3), [run])
+    assert run["history"] == [(5.0, 0.25, 4), (5.0, 0.25, 4)]
+    dp = pytest.importorskip("dp_accounting")
+    one = 5.0 / BandedNoise(3).sensitivity(4, 4)
+    assert run["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(one / 2**0.5, 1e-3))
 
 
 def test_an_adaptive_bound_is_one_for_all(found: list[Found]) -> None:

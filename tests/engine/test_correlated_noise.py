@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
+from flash_clipping.engine.sampling.samplers import CyclicPoissonSampler, FixedOrderSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedNoise,
@@ -28,6 +29,17 @@ ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
 ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10)]
 
 
+class Rows:
+    """Rows of noise of one stream, step by step."""
+
+    def __init__(self, noise: NoiseMechanism):
+        self.noise = CorrelatedNoise(noise, lambda batch: None)
+        self.stream = SecretStream(key=bytes(32))
+
+    def __call__(self, sums: list[Tensor]) -> list[Tensor]:
+        return self.noise.next(sums, self.stream)
+
+
 def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
     column = noise.column(steps)
     c = [[column[t - s] if t >= s else 0.0 for s in range(steps)] for t in range(steps)]
@@ -38,9 +50,9 @@ def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
 def test_covariance_over_steps(noise: NoiseMechanism) -> None:
     """Of the noise that is added, over 8 steps, against the matrix; and of its elements, none."""
     steps, elements = 8, 20000
-    source = CorrelatedNoise(noise, SecretStream(key=bytes(32)))
+    source = Rows(noise)
     sums = [torch.zeros(elements - 9, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)]
-    rows = [torch.cat([w.flatten() for w in source.next(sums)]).numpy() for _ in range(steps)]
+    rows = [torch.cat([w.flatten() for w in source(sums)]).numpy() for _ in range(steps)]
     found = np.stack(rows)
     expected = inverse(noise, steps) @ inverse(noise, steps).T
     assert abs(found @ found.T / elements - expected).max() < 6 * expected.max() / elements**0.5
@@ -50,40 +62,40 @@ def test_covariance_over_steps(noise: NoiseMechanism) -> None:
 @pytest.mark.parametrize("noise", ALL, ids=str)
 def test_noise_is_taken_back_exactly(noise: NoiseMechanism) -> None:
     """C times what is added is the independent noise again, which is of the stream's draws."""
-    source = CorrelatedNoise(noise, SecretStream(key=bytes(32)))
-    plain = CorrelatedNoise(IndependentNoise(), SecretStream(key=bytes(32)))
+    source = Rows(noise)
+    plain = Rows(IndependentNoise())
     sums = [torch.zeros(50, dtype=torch.float64)]
-    added = np.stack([source.next(sums)[0].numpy() for _ in range(9)])
-    z = np.stack([plain.next(sums)[0].numpy() for _ in range(9)])
+    added = np.stack([source(sums)[0].numpy() for _ in range(9)])
+    z = np.stack([plain(sums)[0].numpy() for _ in range(9)])
     assert np.allclose(np.linalg.inv(inverse(noise, 9)) @ added, z, atol=1e-12)
 
 
 def test_one_step_noise_keeps_nothing() -> None:
-    source = CorrelatedNoise(OneStepNoise(0.5), SecretStream(key=bytes(32)))
+    source = Rows(OneStepNoise(0.5))
     for _ in range(3):
-        source.next([torch.zeros(10)])
-    assert not any(isinstance(value, Tensor) for value in vars(source).values())
-    assert source._rows == []
-    assert source._last is not None and source._last.purpose is Purpose.NOISE
+        source([torch.zeros(10)])
+    assert not any(isinstance(value, Tensor) for value in vars(source.noise).values())
+    assert source.noise._rows == []
+    assert source.noise._last is not None and source.noise._last.purpose is Purpose.NOISE
 
 
 def test_banded_noise_keeps_what_it_needs() -> None:
-    source = CorrelatedNoise(BandedNoise(3), SecretStream(key=bytes(32)))
+    source = Rows(BandedNoise(3))
     for _ in range(5):
-        source.next([torch.zeros(10)])
-    assert len(source._rows) == 2
+        source([torch.zeros(10)])
+    assert len(source.noise._rows) == 2
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> None:
-    stored = CorrelatedNoise(BandedNoise(count), SecretStream(key=bytes(32)))
-    again = CorrelatedNoise(BandedNoise(count, "drawn_again"), SecretStream(key=bytes(32)))
+    stored = Rows(BandedNoise(count))
+    again = Rows(BandedNoise(count, "drawn_again"))
     sums = [torch.zeros(11), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(5).bfloat16()]
     for _ in range(9):
-        for one, other in zip(stored.next(sums), again.next(sums), strict=True):
+        for one, other in zip(stored(sums), again(sums), strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
-    assert len(stored._rows) == count - 1 and not again._rows
-    assert not any(isinstance(value, Tensor) for value in vars(again).values())
+    assert len(stored.noise._rows) == count - 1 and not again.noise._rows
+    assert not any(isinstance(value, Tensor) for value in vars(again.noise).values())
 
 
 # -- with an engine --------------------------------------------------------------------------------
@@ -141,8 +153,8 @@ def test_training(noise: NoiseMechanism) -> None:
 def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
     _, module, optimizer, loader = private(OneStepNoise(0.5), noise_multiplier=4.0)
     drawn: list[Tensor] = []
-    real = optimizer._noise.next
-    optimizer._noise.next = lambda sums: drawn.append(real(sums)) or drawn[-1]  # type: ignore[func-returns-value]
+    real = optimizer.correlated.next
+    optimizer.correlated.next = lambda *given: drawn.append(real(*given)) or drawn[-1]
     x, _ = next(iter(loader))
     module(x).square().sum().backward()
     sums = [p.grad.clone() for p in module.parameters()]
@@ -240,17 +252,70 @@ def test_a_step_on_two_batches_is_refused() -> None:
         optimizer.signal_skip_step()
 
 
-def test_copies_and_parts_are_refused() -> None:
+def test_copies_are_refused() -> None:
     _, module, optimizer, loader = private(BandedNoise(2))
     with pytest.raises(FlashClippingError, match="take back the same noise twice"):
-        copy.deepcopy(optimizer._noise)
-    with (
-        BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
-        ) as small,
-        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
-    ):
-        next(iter(small))
+        copy.deepcopy(optimizer.correlated)
+
+
+def in_parts(loader: Any, optimizer: Any) -> Any:
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ).__enter__()
+
+
+def test_parts_of_a_batch_are_one_step() -> None:
+    """Of ``BatchMemoryManager``: batches, noise and accounting are those of whole batches. A loop
+    that was left in the midst of a batch begins it anew."""
+    engine, module, optimizer, loader = private(OneStepNoise(0.5))
+    batches: list[list[int]] = [[]]
+    for stop in (3, 100):  # each batch has two parts
+        batches[-1] = []
+        for number, (x, rows) in enumerate(in_parts(loader, optimizer)):
+            if number == stop:
+                break
+            assert len(rows) == 3
+            step(module, optimizer, x)
+            batches[-1] += rows.tolist()
+            if not optimizer._is_last_step_skipped:
+                batches.append([])
+    whole = [sorted(rows.tolist()) for _, rows in loader]  # from the next, batch 6, on
+    assert [sorted(batch) for batch in batches[:-1]] == [whole[(t - 6) % 5] for t in range(6)]
+    assert engine.accountant.history == [(1.0, 0.2, 6)]
+    assert optimizer.stream.state_dict()["draws"] == 6
+
+
+def test_a_part_is_not_stepped_on_twice() -> None:
+    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    for x, _ in in_parts(loader, optimizer):
+        module(x).square().sum().backward()
+        with pytest.raises(ValueError, match="grad accumulation"):
+            module(x).square().sum().backward()
+        break
+
+
+def test_workers_of_parts_are_refused() -> None:
+    """Nobody would say in this process which step a part belongs to."""
+    _, module, optimizer, loader = private(OneStepNoise(0.5), workers=1)
+    for x, _ in in_parts(loader, optimizer):
+        with pytest.raises(FlashClippingError, match="BatchMemoryManager with num_workers=0"):
+            step(module, optimizer, x)
+        break
+
+
+@pytest.mark.parametrize("sampling", ["fixed_order", "cyclic_poisson"])
+def test_processes_have_parts_of_the_batch_of_one(sampling: str) -> None:
+    """Of one key; none has more than one sample more than another."""
+    kind: Any = {"fixed_order": FixedOrderSampler, "cyclic_poisson": CyclicPoissonSampler}[sampling]
+    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5}
+    options |= {"cycle": 2} if sampling == "cyclic_poisson" else {}
+    alone, *parts = (
+        kind(**options, **part, stream=SecretStream(key=bytes(32)))
+        for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))
+    )
+    for whole, *own in zip(alone, *parts, strict=True):
+        assert sorted(sum(own, [])) == sorted(whole) and whole
+        assert max(map(len, own)) - min(map(len, own)) <= 1
 
 
 def test_more_diagonals_than_batches() -> None:

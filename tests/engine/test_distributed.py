@@ -24,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import Draw, Purpose
+from flash_clipping.randomness.mechanisms import OneStepNoise
 from tests.support.models import Block
 from tests.support.shared import filled_once
 from tests.support.starting import start_processes
@@ -57,6 +60,14 @@ RANDOM: dict[str, dict[str, Any]] = {
         "clipbound_learning_rate": 0.3,
     },
     "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
+    "truncated": {"poisson_sampling": True, "max_batch_size": 20, "physical_batch": 4},
+    "correlated": {
+        "poisson_sampling": True,
+        "noise_multiplier": 1.0,
+        "sampling": "fixed_order",
+        "noise": OneStepNoise(0.5),
+        "physical_batch": 3,
+    },
 }
 
 
@@ -163,8 +174,10 @@ def worker(rank: int, directory: str) -> None:
     try:
         results = {}
         for name, options in (SCENARIOS | RANDOM).items():
-            engine = FlashPrivacyEngine(accountant="rdp")
+            needs_pld = {"max_batch_size", "noise"} & {*options}
+            engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
             results[name] = train(options, rank, engine)
+            results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
             results[name]["history"] = list(engine.accountant.history)
         results["torch_ddp"] = gradients_under_torch_ddp()
         torch.save(results, f"{directory}/{rank}.pt")
@@ -218,6 +231,26 @@ def test_noise_is_added_once(processes: list[dict[str, Any]]) -> None:
     noise = (processes[0]["noise"]["noisy"] * BATCH - clipped) / 0.1
     tail = stats.chi2.cdf(noise.square().sum().item(), len(noise))
     assert 1e-4 < tail < 1 - 1e-4, noise.std()
+
+
+def test_correlated_noise_is_that_of_the_first_process(processes: list[dict[str, Any]]) -> None:
+    """It draws for all, whose parts of a batch are in a fixed order, in parts of their own."""
+    first, second = (found["correlated"] for found in processes)
+    assert first["sizes"] == second["sizes"] == [3, 3, 2] * 6  # a half of 16, step by step
+    noise = (first["noisy"] * BATCH - first["clipped"] - second["clipped"]) / 0.1
+    nothing = [torch.zeros_like(param) for param in Net().double().parameters()]
+    drawn = []
+    for number in (4, 5):  # the last two of six steps
+        draw = Draw(first["key"], Purpose.NOISE, number)
+        drawn.append(torch.cat([z.flatten() for z in noisy_means(nothing, 1.0, 1.0, draw=draw)]))
+    before, last = drawn
+    torch.testing.assert_close(noise, last - 0.5 * before, rtol=0, atol=1e-9)
+
+
+def test_truncated_batches_have_one_shape(processes: list[dict[str, Any]]) -> None:
+    """20 rows of both processes together."""
+    for found in processes:
+        assert found["truncated"]["sizes"] == [4, 3, 3] * 6
 
 
 def test_poisson_batches_differ_between_processes(processes: list[dict[str, Any]]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.engine.sampling.samplers import FixedShapeSampler
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
@@ -186,6 +189,92 @@ def test_padding_is_no_sample_to_the_dashboard() -> None:
     assert reading.samples == expected and reading.median_norm > 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "fetched ahead"])
+@pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows are equal"])
+def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
+    """Of ``BatchMemoryManager``: each part has its own padding, by its place in the batch where the
+    rows do not tell."""
+    engine, model, module, optimizer, criterion, loader = private()
+    if alike:
+        for x in loader.dataset.tensors[:2]:
+            x[:] = x[0].clone()
+    sizes = [0, 1, 2, 9, 7, 3, 4, 5]  # of 9 rows in 3 parts: those of the last end in 2 and 1
+    sampler, draw = loader.batch_sampler, loader.batch_sampler._draw
+
+    def drawn() -> tuple[list[int], DrawnBatch]:
+        indices, batch = draw()
+        return indices, replace(batch, samples=sizes[batch.number])
+
+    sampler._draw = drawn
+    kept: list[tuple[Tensor, Tensor]] = []
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
+    with manager as parts:
+        for x, y, _ in fetched_ahead(parts) if ahead else parts:
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            counts = module.get_clipping_coef() > 0
+            assert len(counts) == 3 and (counts[1:] <= counts[:-1]).all()
+            kept.append((x[counts], y[counts]))
+            optimizer.step()
+            if not optimizer._is_last_step_skipped:
+                assert len(kept) == 3
+                assert sum(len(x) for x, _ in kept) == sizes[len(engine.accountant) - 1]
+                x, y = (torch.cat(both) for both in zip(*kept, strict=True))
+                for p, expected in zip(model.parameters(), truth(model, x, y, 0.3), strict=True):
+                    assert_close(p.grad * BATCH, expected, 1e-9, "sum")
+                kept = []
+    assert len(engine.accountant) == len(sizes)
+
+
+def fetched_ahead(batches: Any) -> Any:
+    """As Accelerate's loaders do."""
+    fetched = iter(batches)
+    now = next(fetched)
+    for following in fetched:
+        yield now
+        now = following
+    yield now
+
+
+def test_optimizers_of_others_are_told_of_parts_by_opacus() -> None:
+    said: list[bool] = []
+    other = SimpleNamespace(signal_skip_step=lambda do_skip: said.append(do_skip))
+    splitter = BatchSplittingSampler(
+        sampler=sampler(9, steps=4), max_batch_size=3, optimizer=cast(Any, other)
+    )
+    assert [len(part) for part in splitter] == [3] * 12 and said == [True, True, False] * 4
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def test_processes_have_parts_of_the_batch_of_one() -> None:
+    """Of one key: rows that count, and rows in all, so that the accounting is that of one."""
+    options = {"num_samples": 60, "sample_rate": 0.15, "steps": 40, "max_batch_size": 12}
+    alone, *parts = (
+        FixedShapeSampler(**options, **part, stream=SecretStream(key=bytes(32)))  # type: ignore[arg-type]
+        for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))
+    )
+    counts = set()
+    for whole, *own in zip(alone, *parts, strict=True):
+        counted = [sampler.announce.last.samples for sampler in (alone, *parts)]
+        assert [len(rows) for rows in own] == [4, 4, 4] and counted[0] == sum(counted[1:])
+        assert sorted(sum(own, [])) == sorted(whole)
+        assert {i for rows, n in zip(own, counted[1:], strict=True) for i in rows[:n]} == {
+            *whole[: counted[0]]
+        }
+        counts.add(max(counted[1:]) - min(counted[1:]))
+        assert max(counts) <= 1
+    assert counts == {0, 1}
+
+
+def test_a_bound_that_processes_cannot_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"found 10 rows, for 4 proc.*\n    max_batch_size=8"):
+        FixedShapeSampler(
+            max_batch_size=10, num_samples=60, sample_rate=0.1, steps=3, rank=0, world_size=4
+        )
+
+
 # -- one shape -------------------------------------------------------------------------------------
 
 
@@ -239,6 +328,17 @@ def test_replays_read_the_mask_of_their_own_batch() -> None:
         assert torch.equal(a, b)
 
 
+def test_parts_are_not_replayed() -> None:
+    _, _, module, optimizer, _, loader = private()
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
+    take = PlayedByHand(lambda x, y: cross_entropy(module(x), y).backward(), module)
+    with manager as parts, pytest.raises(FlashClippingError, match="a part of 3 rows.* of 9 "):
+        for x, y, _ in parts:
+            optimizer.zero_grad()
+            take(x, y)
+            optimizer.step()
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -265,17 +365,6 @@ def test_two_batches_in_one_backward_are_refused() -> None:
     x, *_ = next(batches)
     with pytest.raises(FlashClippingError, match="several padded batches"):
         (first + module(x).sum()).backward()
-
-
-def test_batches_are_not_split() -> None:
-    _, _, module, optimizer, criterion, loader = private()
-    with (
-        BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-        ) as small,
-        pytest.raises(FlashClippingError, match="BatchMemoryManager"),
-    ):
-        next(iter(small))
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,6 @@ from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.certificate import upper_bound
 from flash_clipping.ops.runtime.checks import check_on_device
-from flash_clipping.randomness import SecretStream
-
-
-def shared_by_stages(group: Any, own: SecretStream) -> SecretStream:
-    """A stream whose key all processes of the group have in common; each of them calls this."""
-    # Imported when first needed: it loads half of torch.distributed.
-    from flash_clipping.distributed.process_groups import shared_stream
-
-    return shared_stream([group], own)
 
 
 class StageBackwardPass(BackwardPass):

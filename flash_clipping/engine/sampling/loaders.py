@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -35,6 +35,7 @@ from torch.utils.data import (
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_samples import CollateWithEmpty
+from flash_clipping.distributed import shared_in_group
 from flash_clipping.engine.accounting import Process
 from flash_clipping.engine.sampling.samplers import (
     BatchSizeNotifier,
@@ -48,6 +49,10 @@ from flash_clipping.engine.sampling.samplers import (
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import subset
+from flash_clipping.randomness.stream import stream_of
+
+if TYPE_CHECKING:
+    from flash_clipping.distributed.process_groups import ProcessGroups
 
 
 class OrderedCollate:
@@ -111,8 +116,11 @@ class PoissonLoader(DPDataLoader):
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
         process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
+        fills_up: whether batches with fewer rows than ``max_batch_size`` are filled up.
         units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch.
+        processes: those of a model whose parameters are shards, in the place of all: each group of
+            them that shares its samples draws one part.
         batch_first: accepted for compatibility; the batch axis is found.
         rand_on_empty: must be false.
         **kwargs: as in PyTorch.
@@ -131,8 +139,10 @@ class PoissonLoader(DPDataLoader):
         generator: Any = None,
         stream: SecretStream | None = None,
         process: Process | None = None,
+        fills_up: bool = True,
         units: UnitsOfRows | None = None,
         distributed: bool = False,
+        processes: ProcessGroups | None = None,
         batch_first: bool = True,
         rand_on_empty: bool = False,
         **kwargs: Any,
@@ -144,11 +154,24 @@ class PoissonLoader(DPDataLoader):
                 "would take part in the sum, which then changes by up to 2 C when a sample is "
                 "added to such a batch. Leave it out: batches without samples are served."
             )
+        distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
         size = len(dataset)  # type: ignore[arg-type]
         steps = round(1 / sample_rate)
-        options: dict[str, Any] = {"steps": steps, "generator": generator, "stream": stream}
+        if stream is None:
+            stream = stream_of(None, generator)
         process = Process() if process is None else process
+        options: dict[str, Any] = {"steps": steps}
+        is_shared = processes is not None or not process.is_plain
+        if distributed and units is None:
+            _refuse_different(size, steps)
+            options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+            if processes is not None:  # those that share samples draw the same
+                options |= {"rank": processes.data_rank, "world_size": processes.data_size}
+                stream = processes.shared_stream(stream)
+            elif is_shared:
+                stream = shared_in_group(dist.group.WORLD, stream)
+        options["stream"] = stream
         sampler: PoissonSampler
         if units is not None:
             if distributed:
@@ -158,20 +181,14 @@ class PoissonLoader(DPDataLoader):
                     "unit, and give make_private sample_of=... in the place of units."
                 )
             sampler = UnitSampler(units=units, **options)
-        elif distributed:
-            if not process.is_plain:
-                raise ValueError(
-                    f"data_loader: found {process.state_dict()} with a model of several processes. "
-                    "Each would draw its own part of a batch, which no accountant here describes. "
-                    "Train in one process."
-                )
-            _refuse_different(size, steps)
-            options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-            sampler = ShardedPoissonSampler(total_size=size, sample_rate=sample_rate, **options)
+        elif distributed and process.is_plain:
+            options |= {"sample_rate": sample_rate, "is_shared": is_shared}
+            sampler = ShardedPoissonSampler(total_size=size, **options)
         else:
             options |= {"num_samples": size, "sample_rate": sample_rate}
             if process.max_batch_size is not None:
-                sampler = FixedShapeSampler(max_batch_size=process.max_batch_size, **options)
+                options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
+                sampler = FixedShapeSampler(**options)
             elif process.sampling == "fixed_order":
                 sampler = FixedOrderSampler(**options)
             elif process.sampling == "cyclic_poisson":
@@ -243,9 +260,13 @@ class _AnnouncingCollate(CollateWithEmpty):
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = super().__call__(samples)
-        if self.counts and get_worker_info() is None:
+        if get_worker_info() is not None:
+            return batch
+        if self.counts:
             count = len(samples)
             self.announce(replace(self.announce.last, samples=count, rows=count))
+        elif self.announce.strict and self.announce.in_parts:  # of a loader that announces nothing
+            self.announce(replace(self.announce.last, tensors=tensors_in(batch)))
         return batch
 
 
@@ -437,7 +458,8 @@ def refuse_units(given: dict[str, Any]) -> None:
 
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
-    """Raise ``FlashClippingError`` for steps on other batches than were drawn.
+    """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
+    else cut, or several together.
 
     Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
     add twice the bound.
@@ -453,11 +475,10 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
             "batch_size. Nothing was released."
         )
     raise FlashClippingError(
-        "BatchMemoryManager: found with a loader whose batches must come whole (units, "
-        "max_batch_size or batches in an order). It splits them between any two rows: parts of one "
-        "unit would be clipped one by one, and nobody could tell which parts are padding or which "
-        "step a part belongs to. Use a loader with a smaller batch_size, max_rows_per_unit, or "
-        "activation checkpointing (mode='two_pass')."
+        "BatchMemoryManager: found with a loader whose batches must come whole (units). It splits "
+        "them between any two rows: parts of one unit would be clipped one by one, and a unit of R "
+        "parts could move the sum by R times max_grad_norm. Use a loader with a smaller "
+        "batch_size, max_rows_per_unit, or activation checkpointing (mode='two_pass')."
     )
 
 
@@ -467,7 +488,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     units = session.units_of_calls
     units.from_loader = isinstance(sampler, UnitSampler)
     units.are_items = isinstance(sampler, PoissonSampler)
-    session.padding.rows = getattr(sampler, "max_batch_size", None)
+    session.padding.rows = getattr(sampler, "rows", None)
     announce = getattr(sampler, "announce", None)
     session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):

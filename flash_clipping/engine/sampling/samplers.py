@@ -4,6 +4,11 @@ Accountants assume that every step draws every sample independently with the *sa
 that they are told, and that nobody can guess who took part. Other samplers are for processes that
 an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
 noise that is correlated over steps.
+
+Of several processes each gets a part. Of an ordinary Poisson batch it draws its own samples, which
+are independent of the others'. Other batches are cut, or are in an order: there all processes draw
+the whole batch, from a key that they share, and each takes some of its rows. Together that is the
+batch that one process would have, and costs as much.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +38,7 @@ class BatchSizeNotifier:
 
     Attributes:
         strict: whether forwards must be of such batches, row by row.
-        last: the batch that was drawn last, whichever iterator it is for.
+        last: the batch, or part, that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
     """
 
@@ -40,6 +47,8 @@ class BatchSizeNotifier:
         self._module: weakref.ref[Any] | None = None
         self.last = DrawnBatch(-1, 0, 0)
         self.given = 0
+        #: Whether what the loop is given are parts, of which the sampler says how many there are.
+        self.in_parts = False
         self._number: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a worker has no model
@@ -72,9 +81,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         steps: batches in an epoch.
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
         stream: what to draw with; a new one with a key of its own if ``None``.
+        rank, world_size: this process, and how many get a part of each batch.
 
     Attributes:
         drawn: batches that were ever drawn.
+        is_last_part: whether the batch ends with the part that was given last.
 
     Guarantees:
         No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
@@ -90,6 +101,13 @@ class PoissonSampler(UniformWithReplacementSampler):
     #: Whether forwards must be of its batches, row by row.
     is_strict = False
 
+    #: Whether the sampler itself cuts batches that are too large.
+    may_be_split = False
+
+    is_last_part = True
+    #: Samples, in the batch that was drawn last, of the process that has most of them.
+    _most = 0
+
     def __init__(
         self,
         *,
@@ -98,27 +116,65 @@ class PoissonSampler(UniformWithReplacementSampler):
         steps: int,
         generator: Any = None,
         stream: SecretStream | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
         self.stream = stream_of(None, generator) if stream is None else stream
+        self.rank, self.world_size = rank, world_size
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         self.announce = BatchSizeNotifier(self.is_strict)
 
+    @property
+    def gives_parts(self) -> bool:
+        """Whether ``BatchMemoryManager`` is given parts that fit, and splits nothing itself."""
+        return self.announce.in_parts
+
     def __iter__(self) -> Iterator[list[int]]:
+        limit = self._limit_for(sys._getframe(1))
+        self.announce.in_parts, self.is_last_part = limit is not None, True
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
         try:
             for _ in range(self.steps):
-                indices, self.announce.last = self._draw()
+                indices, draw = self._draw()
                 self.drawn += 1
-                pending.append(self.announce.last)
-                yield indices
+                parts = 1 if limit is None else max(1, -(-self._largest() // limit))
+                for number in range(parts):
+                    self.is_last_part = number == parts - 1
+                    own, part = indices[number::parts], draw
+                    if parts > 1:  # those that count are the first of the batch
+                        counted = len(range(number, draw.samples, parts))
+                        part = replace(draw, samples=counted, rows=len(own))
+                    self.announce.last = part
+                    pending.append(part)
+                    yield own
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
+
+    def _limit_for(self, asking: FrameType) -> int | None:
+        """How many samples a part may have, for the frame that asks for the first batch; ``None``:
+        batches are given whole. (A generator that kept its reader would outlive the loop, and its
+        end would not be noticed.)"""
+        reader = asking.f_locals.get("self")
+        if isinstance(reader, BatchSplittingSampler) and self._splits_for(reader.optimizer):
+            limit: int = reader.max_batch_size
+            return limit
+        return None
+
+    def _splits_for(self, optimizer: Any) -> bool:
+        """Whether to give the ``BatchMemoryManager`` of this optimizer parts of batches. Opacus'
+        own are of any samples, and each process may have another number of them. Of optimizers of
+        other libraries nobody would be told which part is the last."""
+        return self.may_be_split and hasattr(optimizer, "_serves_shards")
+
+    def _largest(self) -> int:
+        """Samples of the process that has most of the batch that was drawn last."""
+        return self._most
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         """The next batch, and what is told of it."""
@@ -127,8 +183,13 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _batch(self, number: int) -> list[int]:
         """The indices of a batch whose samples are all that was drawn."""
-        indices: list[int] = self._places(self.stream.draw(Purpose.SAMPLING)).tolist()
-        return indices
+        return self._own(self._places(self.stream.draw(Purpose.SAMPLING)))
+
+    def _own(self, indices: Tensor) -> list[int]:
+        """This process's part of a batch that all processes draw alike."""
+        self._most = -(-len(indices) // self.world_size)
+        own: list[int] = indices[self.rank :: self.world_size].tolist()
+        return own
 
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
@@ -137,59 +198,37 @@ class PoissonSampler(UniformWithReplacementSampler):
 
 
 class ShardedPoissonSampler(PoissonSampler):
-    """One process's part of batches that all processes draw together.
+    """One process's part of Poisson batches.
 
     Every sample is one process's, which draws it in every step with the given probability. All
     processes take as many steps, with local batches that may be empty. What they draw is
     independent, seeded or not: every process has a key of its own, or its own part of the words of
-    one that they share (:meth:`share`).
+    one that they share.
 
-    Where they share one, the sampler gives ``BatchMemoryManager`` as many parts of a batch in every
-    process as the largest batch needs; some may be empty.
+    Where they share one, and step together, the sampler gives ``BatchMemoryManager`` as many parts
+    of a batch in every process as the largest batch needs; some may be empty.
 
     Args:
         total_size: samples in the dataset, the same for all processes.
-        rank, world_size: this process, and how many there are.
+        is_shared: whether all processes have the key of ``stream``. Then those of one ``rank`` draw
+            the same batches, and each knows how many samples others have.
         **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
-
-    Attributes:
-        gives_parts: whether it gives parts, all of them in one step of all processes.
-        is_last_part: whether the batch ends with the part that was given last.
     """
 
-    def __init__(self, *, total_size: int, rank: int, world_size: int, **kwargs: Any):
-        super().__init__(num_samples=len(range(rank, total_size, world_size)), **kwargs)
-        self.total_size = total_size
-        self.rank, self.world_size, self.shard = rank, world_size, rank
-        self.gives_parts, self.is_last_part = False, True
-        self._is_shared = False
+    def __init__(
+        self, *, total_size: int, rank: int, world_size: int, is_shared: bool = False, **kwargs: Any
+    ):
+        samples = len(range(rank, total_size, world_size))
+        super().__init__(num_samples=samples, rank=rank, world_size=world_size, **kwargs)
+        self.total_size, self.shard = total_size, rank
+        self._is_shared = is_shared
         self._last: Draw | None = None
 
-    def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
-        """Draw as one of these processes, with a stream that all of them share.
-
-        Those of one ``rank`` draw the same batches, and each knows how many samples others have.
-        """
-        self.num_samples = len(range(rank, self.total_size, world_size))
-        self.rank, self.world_size, self.shard = rank, world_size, rank
-        self.stream, self._is_shared = stream, True
-
-    def __iter__(self) -> Iterator[list[int]]:
-        splitter = sys._getframe(1).f_locals.get("self")  # who asks for the first batch
-        limit = None
-        if isinstance(splitter, BatchSplittingSampler) and self._is_shared:
-            # Optimizers of other models step alone, and split as they like.
-            serves = getattr(splitter.optimizer, "_serves_shards", False)
-            limit = splitter.max_batch_size if serves else None
-        self.gives_parts, self.is_last_part = limit is not None, True
-        for indices in super().__iter__():
-            parts = 1 if limit is None else max(1, -(-self._largest() // limit))
-            for number in range(parts):
-                self.is_last_part = number == parts - 1
-                yield indices[number::parts]
+    def _splits_for(self, optimizer: Any) -> bool:
+        # Optimizers of other models step alone.
+        return self._is_shared and getattr(optimizer, "_serves_shards", False)
 
     def _largest(self) -> int:
-        """Samples of the process that has most of the batch that was drawn last."""
         assert self._last is not None
         counts = []
         for rank in range(self.world_size):
@@ -209,18 +248,36 @@ class FixedShapeSampler(PoissonSampler):
     Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
     with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
     rows apart. Rows that count are the first.
+
+    Of several processes each gets as many rows, and those that count are spread evenly.
+
+    Args:
+        max_batch_size: of all processes together.
+        fills_up: ``False``: batches have the rows that count, and no more.
+        **kwargs: as in :class:`PoissonSampler`.
+
+    Attributes:
+        rows: of this process's part of every batch; ``None`` where they are not filled up.
     """
 
-    is_strict = True
+    is_strict = may_be_split = True
 
-    def __init__(self, *, max_batch_size: int, **kwargs: Any):
+    def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
             raise ValueError(
                 f"max_batch_size: found {max_batch_size!r}; expected the rows of every batch, 1 to "
                 f"the {self.num_samples} samples of the dataset."
             )
+        if max_batch_size % self.world_size:
+            fewer = max_batch_size - max_batch_size % self.world_size
+            raise ValueError(
+                f"max_batch_size: found {max_batch_size} rows, for {self.world_size} processes "
+                "together; expected a multiple of these, so that all have batches of one shape:\n"
+                f"    max_batch_size={fewer or self.world_size}"
+            )
         self.max_batch_size = max_batch_size
+        self.rows = max_batch_size // self.world_size if fills_up else None
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -229,15 +286,17 @@ class FixedShapeSampler(PoissonSampler):
         if len(counted) > self.max_batch_size:
             # Words of another nonce: which are left does not depend on which were drawn.
             counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
-        padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
-        indices: list[int] = torch.cat([counted, padding]).tolist()
-        return indices, DrawnBatch(self.drawn, len(counted), len(indices))
+        indices = own = self._own(counted)
+        if self.rows is not None:
+            padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
+            indices = self._own(torch.cat([counted, padding]))
+        return indices, DrawnBatch(self.drawn, len(own), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
     """Batches by the number of their step."""
 
-    is_strict = True
+    is_strict = may_be_split = True
     #: Steps that were taken.
     taken = 0
     _next = 0
@@ -274,8 +333,7 @@ class FixedOrderSampler(OrderedSampler):
         self._order = subset(draw, self.num_samples, self.num_samples)
 
     def _batch(self, number: int) -> list[int]:
-        batch: list[int] = self._order[number % self.steps :: self.steps].tolist()
-        return batch
+        return self._own(self._order[number % self.steps :: self.steps])
 
 
 class CyclicPoissonSampler(OrderedSampler):
@@ -298,5 +356,4 @@ class CyclicPoissonSampler(OrderedSampler):
         members = len(range(group, self.num_samples, self.cycle))
         draw = self.stream.draw(Purpose.SAMPLING)
         mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
-        batch: list[int] = (mask.nonzero().flatten() * self.cycle + group).tolist()
-        return batch
+        return self._own(mask.nonzero().flatten() * self.cycle + group)
