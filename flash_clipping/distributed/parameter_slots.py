@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.capture.proxies import ParameterProxy
+from flash_clipping.distributed.experts import parameters_of_experts
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.errors import FlashClippingError
 
@@ -44,6 +45,8 @@ class ParameterSlots:
         self._number: dict[int, int] = {}
         #: The bits of the clipped sums that were left in ``p.grad``, by ``id`` of destinations.
         self.sums: dict[int, Tensor] = {}
+        #: Parameters of experts in parallel, by ``id``: nobody gathers them.
+        self.experts = {id(param) for param in parameters_of_experts(root)}
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}
         gathering: dict[str, nn.Module] = {}
@@ -85,7 +88,9 @@ class ParameterSlots:
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this module's parameters are shards now, which it would have to gather."""
         return isinstance(module, FSDPModule) and any(
-            isinstance(slot.tensor, DTensor) and slot.tensor is self.destinations[slot.number]
+            isinstance(slot.tensor, DTensor)
+            and slot.tensor is self.destinations[slot.number]
+            and id(slot.tensor) not in self.experts
             for slot in self._of_module[module]
         )
 

@@ -12,14 +12,16 @@ differentiates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
+from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
     Between,
     Gradients,
@@ -104,8 +106,44 @@ def arithmetic_of(
     return RoutedRows(projection(0), projection(half), Between(between))
 
 
+class OfSeveralProcesses(Factor):
+    """A gradient of this process's experts, of the samples of all processes that sent it rows.
+
+    What a sample's gradient is by itself no process knows: the backward pass of a sharded model
+    adds norms up, and takes ``whole`` in the place of this.
+
+    Attributes:
+        whole: for the samples of all processes, one process after the other.
+        samples: which of them are this process's.
+    """
+
+    def __init__(self, whole: Factor, samples: Samples):
+        self.whole, self.samples = whole, samples
+
+    @property
+    def batch_size(self) -> int:
+        return self.samples.own
+
+    def _refuse(self) -> NoReturn:
+        raise FlashClippingError(
+            "experts in parallel: found a backward pass that is not that of a sharded model "
+            "(hooks that were disabled after forward, say). Call fully_shard on the model before "
+            "it is wrapped, and disable hooks before forward."
+        )
+
+    def sqnorms(self, backend: str) -> Tensor:
+        self._refuse()
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        self._refuse()
+
+    def dense(self) -> Tensor:
+        self._refuse()
+
+
 def factors_of(found: Gradients) -> dict[str, Factor]:
-    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``."""
+    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``; of the samples of several
+    processes, if experts lie in several."""
     segments = found.segments
     factors: dict[str, Factor] = {
         name: SegmentedOuter(A, G, segments) for name, (A, G) in found.operands.items()
@@ -113,6 +151,9 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
     for name, G_Np in found.rows.items():
         sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))
         factors[name] = Dense(sums_BEp.transpose(0, 1))
+    if (exchange := found.exchange) is not None:
+        samples = exchange.samples
+        return {name: OfSeveralProcesses(whole, samples) for name, whole in factors.items()}
     return factors
 
 
@@ -165,15 +206,16 @@ class ExpertsRule(Rule):
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
         beside = self.beside(layer)
+        tensors = self.tensors(layer, beside)
         output_BTd, saved = compute(
             lambda params: self.arithmetic(layer, params, beside),
-            self.tensors(layer, beside),
+            tensors,
             hidden_BTd,
             chosen_BTk,
             weight_BTk,
             self.experts(layer).num_experts,
         )
-        if layer not in self._checked:
+        if layer not in self._checked and not are_parts(tensors):
             with torch.no_grad():
                 own_Md = self.own_output(layer, *inputs)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
