@@ -71,7 +71,7 @@ class ShardedBackwardPass(BackwardPass):
         factors: Sequence[Any],
         readers: Readers | None,
     ) -> None:
-        """Experts in parallel: rows came from all processes, whether this one has samples or not."""
+        """Experts in parallel: rows come from all processes, also where this one has no samples."""
         samples = factors[0].samples
         self.experts.note(path, samples)
         self.without_samples = [*self.without_samples, *params]

@@ -63,7 +63,7 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
     for path, module in [*model.named_modules()]:
         rule = find_rule(module)
         if type(rule) in _SERVED:
-            found |= _distribute(path, module, rule, mesh)
+            found |= _distribute(path or "the model", module, rule, mesh)
         elif isinstance(rule, ExpertsRule):
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}): found adapters around experts, which are not "
@@ -118,7 +118,9 @@ def _compare(layer: Any, rule: ExpertsRule, experts: int) -> None:
     tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
     x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)
     ids_1E1 = torch.arange(experts, device=matrices.device).view(1, -1, 1)
-    routes = () if isinstance(rule, Llama4ExpertsRule) else (ids_1E1, torch.ones_like(x_1Ed[..., :1]))
+    routes = (
+        () if isinstance(rule, Llama4ExpertsRule) else (ids_1E1, torch.ones_like(x_1Ed[..., :1]))
+    )
     with torch.no_grad():
         rule.forward(layer, x_1Ed, *routes)
 
@@ -183,24 +185,13 @@ class _ByRule(torch.autograd.Function):
         return None, None, None, *grads, *sums
 
 
-def parameters_of_experts(root: nn.Module) -> list[nn.Parameter]:
-    """Those of all experts in parallel.
-
-    Raises:
-        NotImplementedError: they were cut once more, or other parameters took their places.
-    """
-    found = []
-    for path, module in root.named_modules():
-        if isinstance(vars(module).get("forward"), ForwardByRule):
-            for name, param in module.named_parameters():
-                if not isinstance(param, DTensor) or param.placements[-1] != Shard(0):
-                    raise NotImplementedError(
-                        f"{path}.{name}: found a parameter of experts in parallel that was cut "
-                        "again. Leave it to distribute_experts: fully_shard(..., mesh=mesh, "
-                        "ignored_params=distribute_experts(model, mesh)), for blocks too."
-                    )
-                found.append(param)
-    return found
+def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
+    """Experts in parallel among these modules, by their paths."""
+    return {
+        path: module
+        for path, module in root.named_modules()
+        if isinstance(vars(module).get("forward"), ForwardByRule)
+    }
 
 
 class ExpertFactors:

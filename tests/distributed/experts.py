@@ -1,51 +1,59 @@
-"""What runs in every process of a model whose experts lie in several: steps, training, refusals."""
+"""Models whose experts lie in several processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 
+from benchmarks.survey.kinds import all_kinds
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.distributed.experts import distribute_experts
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
-from tests.distributed import processes, steps
+from tests.distributed import cases, steps, uses
 from tests.distributed.processes import (
+    VOCAB,
     C,
     Parts,
     all_of,
+    batch,
     device,
     error,
-    expected_sums,
     freeze,
-    local,
+    make,
+    refusals,
     sharded,
 )
-from tests.support.mixtures import VOCABULARY, mixture
-from tests.support.oracle import Truth
+from tests.support.autograd import truth_by_autograd
+from tests.support.mixtures import mixture
 
 
 class Router(TopKRouter):
     """``dropped``: some tokens reach no expert. ``one``: all tokens are the first process's."""
 
     def __init__(self, width: int, experts: int, k: int, routes: str):
-        super().__init__(width, experts, k)
+        # Weights that add up to 1 would leave a router no gradient where one expert is chosen.
+        super().__init__(width, experts, k, normalize=False)
         self.routes = routes
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, {self.routes}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         ids, weights = super().forward(x)
         if self.routes == "one":
-            ids = torch.zeros_like(ids)  # twice to one expert, if k is 2
+            ids = torch.zeros_like(ids)
         if self.routes == "dropped":
-            ids = torch.where(x.sum(-1, keepdim=True) > 0, ids, -1)
+            ids = torch.where(x[..., :1] > 0, ids, -1)
         return ids, weights
 
 
 class Routed(nn.Module):
-    """A block of experts."""
+    """A block of four experts."""
 
     def __init__(self, width: int, k: int = 2, rank: int = 0, routes: str = ""):
         super().__init__()
@@ -60,129 +68,177 @@ class Routed(nn.Module):
 
 
 class Twice(Routed):
-    """One block that is called twice."""
+    """A block that is called twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))
 
 
-_TRUTHS: dict[str, Truth] = {}
+NET: dict[str, Any] = {"kind": Routed}
+TOP_1: dict[str, Any] = {"kind": partial(Routed, k=1)}
+LORA: dict[str, Any] = {"kind": partial(Routed, rank=2)}
+REST = ("embed", "norm", "head", *(f"blocks.{i}.{n}" for i in "01" for n in ("norm", "mixture.r")))
+
+BY_TWO: dict[str, dict[str, Any]] = {
+    "even": {"cuts": cases.EVEN, "net": NET},
+    "uneven, top-1": {"cuts": cases.UNEVEN, "net": TOP_1},
+    "empty": {"cuts": cases.EMPTY, "net": NET},
+    "LoRA": {"cuts": cases.UNEVEN, "net": LORA},
+    "LoRA alone": {"cuts": (0, 0, 8), "net": LORA, "frozen": REST},
+    "dropped": {"cuts": cases.UNEVEN, "net": {"kind": partial(Routed, routes="dropped")}},
+    "no token for a process": {
+        "cuts": cases.UNEVEN,
+        "net": {"kind": partial(Routed, routes="one")},
+    },
+    "twice": {"cuts": cases.UNEVEN, "net": {"kind": Twice}},
+    "accumulated": {"cuts": cases.EVEN, "net": NET, "micro": 2},
+    "per layer": {"cuts": cases.EMPTY, "net": LORA, "clipping": "per_layer"},
+    "checkpointed": {"cuts": cases.EMPTY, "net": NET | {"checkpointed": True}},
+    "re-entrant": {"cuts": cases.UNEVEN, "net": LORA | {"checkpointed": "re-entrant"}},
+    "two_pass": {"cuts": cases.EMPTY, "net": LORA, "mode": "two_pass"},
+    "two_pass, twice": {"cuts": cases.UNEVEN, "net": {"kind": Twice}, "mode": "two_pass"},
+}
+
+#: 5 samples of 5 positions in the second process, and none in the third.
+FOUR = (0, 2, 7, 7, 8)
+#: (data, expert) = (2, 2), or four processes with an expert each.
+BY_FOUR: dict[str, dict[str, Any]] = {
+    "(2, 2)": {"cuts": FOUR, "net": NET},
+    "(2, 2), LoRA": {"cuts": FOUR, "net": LORA, "mode": "two_pass"},
+    "(2, 2), top-1": {"cuts": (0, 2, 4, 6, 8), "net": TOP_1},
+    "(4,)": {"cuts": FOUR, "net": LORA},
+}
 
 
-def truth_of(model: nn.Module, loss: Any, *batch: Tensor) -> Truth:
-    """Of single samples, one after the other, in one process with all experts."""
-    name = f"{model} {[n for n, p in model.named_parameters() if p.requires_grad]}"
-    if name in _TRUTHS:
-        return _TRUTHS[name]
-    found: dict[str, list[Tensor]] = {}
-    for b in range(len(batch[0])):
-        model.zero_grad()
-        loss(model, *(x[b : b + 1] for x in batch)).backward()
-        for param_name, param in model.named_parameters():
-            if param.requires_grad:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                found.setdefault(param_name, []).append(grad.detach().clone())
-    grads = {param_name: torch.stack(of_samples) for param_name, of_samples in found.items()}
-    norms = {param_name: g.flatten(1).norm(dim=1) for param_name, g in grads.items()}
-    _TRUTHS[name] = Truth(torch.stack([*norms.values()]).norm(dim=0), norms, grads)
-    return _TRUTHS[name]
+def families() -> dict[str, Any]:
+    """Mixtures of ``transformers``, in whose norm layers float64 is rounded to fp32."""
+    others = all_kinds()["Experts with a forward of their own"]
 
+    def of_its_own(name: str) -> Any:
+        torch.manual_seed(0)
+        model: Any = replace(others[name]).build(False)
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.3 if param.dim() > 1 else 0.1)
+        return model.double().train()
 
-def cross_entropy(model: Any, ids: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids), y)
+    def without_sinks(name: str) -> Any:  # which shards do not serve
+        return freeze(mixture(name), ("model.layers.0.self_attn.sinks",))
 
-
-def next_words(model: Any, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def parallel(model: Any, mesh: Any) -> Any:
-    """The same model, with its experts and all else over ``mesh``."""
-    experts = distribute_experts(model, mesh)
-    if hasattr(model, "blocks"):
-        return sharded(model, mesh=mesh, ignored_params=experts)
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, ignored_params=experts)
-    return fully_shard(model, mesh=mesh, ignored_params=experts)
-
-
-def clipped_step(
-    rank: int,
-    mesh: Any,
-    cuts: tuple[int, ...],
-    *,
-    block: type[Routed] = Routed,
-    net: dict[str, Any] | None = None,
-    checkpointed: bool | str = False,
-    frozen: tuple[str, ...] = (),
-    family: str = "",
-    times: int = 2,
-    micro: int = 1,
-    **options: Any,
-) -> dict[str, Any]:
-    """Norms and sums of some steps in all processes, beside those of every sample by itself."""
-    kind = partial(block, **(net or {}))
-    if family:
-        plain, model = mixture(family).to(device()), mixture(family).to(device())
-        generator = torch.Generator().manual_seed(1)
-        batch: tuple[Tensor, ...] = (
-            torch.randint(3, VOCABULARY, (8, 7), generator=generator).to(device()),
-        )
-        loss: Any = next_words
-    else:
-        plain = processes.make(kind=kind)
-        model = processes.make(kind=kind, checkpointed=checkpointed)
-        batch, loss = processes.batch(), cross_entropy
-    for one in (plain, model):
-        freeze(one, frozen)
-    truth = truth_of(plain, loss, *batch)
-    parallel(model, mesh)
-    if options.get("clipping") == "per_layer":
-        count = sum(param.requires_grad for param in model.parameters())
-        options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(count)]
-    flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
-    clipped = expected_sums(truth, options)
-    mine = slice(cuts[rank], cuts[rank + 1])
-    errors = []
-    for _ in range(times):
-        flash.zero_grad(set_to_none=True)
-        for part in range(micro):
-            loss(flash, *(x[mine][part::micro] for x in batch)).backward()
-        of_part = slice(micro - 1, None, micro)
-        errors.append(error(flash.get_norm_sample(), truth.norms[mine][of_part]))
-        for name, param in model.named_parameters():
-            assert (param.grad is not None) == param.requires_grad, name
-            if param.requires_grad:
-                found: Any = param._norm_sample
-                scale = truth.norms.max()  # of a sample that reaches no expert, or one of none
-                expected = truth.param_norms[name][mine][of_part]
-                errors.append(float(((found - expected) / scale).abs().max()) if len(found) else 0)
-                errors.append(error(all_of(param.grad), clipped[name]))
     return {
-        "error": max(errors),
-        "settled": flash._sharded.together._settled_with == flash._guards.count,
+        "Qwen3Moe": partial(mixture, "Qwen3Moe"),
+        "GptOss": partial(without_sinks, "GptOss"),
+        "Dbrx": partial(of_its_own, "DbrxForCausalLM"),
+        "Llama4": partial(of_its_own, "Llama4ForCausalLM"),
     }
 
 
-EVEN, UNEVEN, EMPTY = (0, 4, 8), (0, 5, 8), (0, 8, 8)
-ONLY_EXPERTS = ("embed", "norm", "head", *(f"blocks.{i}.{n}" for i in (0, 1) for n in ("norm", "mixture.router")))
+def of_transformers(rank: int, mesh: Any, build: Any) -> float:
+    """A mixture of ``transformers``; all of it is gathered with the root."""
+    from torch.distributed.fsdp import fully_shard
 
-CASES: dict[str, dict[str, Any]] = {
-    "even": {"cuts": EVEN},
-    "uneven, top-1": {"cuts": UNEVEN, "net": {"k": 1}},
-    "empty": {"cuts": EMPTY},
-    "empty in the first": {"cuts": (0, 0, 8), "net": {"rank": 2}},
-    "LoRA": {"cuts": UNEVEN, "net": {"rank": 2}},
-    "LoRA alone": {"cuts": EMPTY, "net": {"rank": 2}, "frozen": ONLY_EXPERTS},
-    "dropped": {"cuts": UNEVEN, "net": {"routes": "dropped"}},
-    "no tokens for a process": {"cuts": UNEVEN, "net": {"routes": "one"}},
-    "twice": {"cuts": UNEVEN, "block": Twice},
-    "accumulated": {"cuts": EVEN, "micro": 2},
-    "per layer": {"cuts": EMPTY, "clipping": "per_layer", "net": {"rank": 2}},
-    "checkpointed": {"cuts": EMPTY, "checkpointed": True},
-    "two_pass": {"cuts": EMPTY, "mode": "two_pass", "net": {"rank": 2}},
-    "two_pass, twice": {"cuts": UNEVEN, "mode": "two_pass", "block": Twice},
-}
+    plain, model = build().to(device()), build().to(device())
+    fully_shard(model, mesh=mesh, ignored_params=distribute_experts(model, mesh))
+    return uses.steps_beside_single_samples(
+        model, plain, slice(uses.CUTS[rank], uses.CUTS[rank + 1])
+    )
+
+
+def unwrapped(mesh: Any) -> float:
+    """The output, and sums of experts' gradients, of a block that nobody has wrapped; all processes
+    have one batch."""
+    plain, cut = (make(**NET).blocks[0] for _ in range(2))
+    distribute_experts(cut, mesh)
+    x = torch.linspace(-1, 1, 2 * 3 * 8, dtype=torch.float64, device=device()).sin().view(2, 3, 8)
+    expected, found = plain(x), cut(x)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    errors = [float((found - expected).abs().max() / expected.abs().max())]
+    for name, param in cut.named_parameters():
+        grad: Any = param.grad
+        of_plain: Any = plain.get_parameter(name).grad
+        if hasattr(grad, "full_tensor"):
+            grad, of_plain = grad.full_tensor(), of_plain * mesh.size()
+        errors.append(float((grad - of_plain).abs().max() / of_plain.abs().max()))
+    return max(errors)
+
+
+def poisoned(rank: int, mesh: Any) -> float:
+    """Sums where a word of the first sample is infinite, beside those of the other samples."""
+    plain, model = make(**NET), make(**NET)
+    ids, y = batch()
+    ids[ids == VOCAB - 1], ids[0, 2] = 0, VOCAB - 1
+    clipped = truth_by_autograd(
+        plain, (ids[1:], y[1:]), lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    )
+    with torch.no_grad():
+        model.embed.weight[-1] = torch.inf
+    sharded(model, mesh=mesh, experts=True)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    mine = slice(cases.UNEVEN[rank], cases.UNEVEN[rank + 1])
+    F.cross_entropy(flash(ids[mine]), y[mine]).backward()
+    assert flash.get_clipping_coef()[0] == 0 or rank
+    sums = clipped.clipped(C)
+    return max(error(all_of(p.grad), sums[name]) for name, p in model.named_parameters())
+
+
+def refused(mesh: Any) -> Parts:
+    """What is not served, and what is said of it."""
+
+    def without_fully_shard() -> None:
+        model = make(**NET)
+        distribute_experts(model, mesh)
+        GradSampleModuleFlashClipping(model)
+
+    def odd() -> None:
+        distribute_experts(MixtureOfExperts(8, 6, 3), mesh)
+
+    def late() -> None:
+        distribute_experts(sharded(make(**NET), mesh=mesh), mesh)
+
+    return {
+        "without fully_shard": without_fully_shard,
+        "odd": odd,
+        "no experts": lambda: distribute_experts(make(), mesh),
+        "late": late,
+    }
+
+
+def by_two(rank: int) -> Parts:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("expert",))
+    shards = {"mesh": mesh, "experts": True}
+    return {
+        **{
+            f"experts {name}": partial(cases.clipped, rank, case | {"shards": shards})
+            for name, case in BY_TWO.items()
+        },
+        **{
+            f"experts of {name}": partial(of_transformers, rank, mesh, build)
+            for name, build in families().items()
+        },
+        "experts poisoned": lambda: poisoned(rank, mesh),
+        "experts unwrapped": lambda: unwrapped(mesh),
+        "experts trained": lambda: steps.trained(rank, shards, LORA),
+        "experts engine": lambda: steps.engine_run(shards, net=NET),
+        **refusals(refused(mesh), prefix="experts refuse"),
+    }
+
+
+def by_four(rank: int) -> Parts:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("data", "expert")
+    both = init_device_mesh(device().type, (2, 2), mesh_dim_names=names)
+    alone = init_device_mesh(device().type, (4,), mesh_dim_names=("expert",))
+    meshes = {name: both if name.startswith("(2") else alone for name in BY_FOUR}
+    return {
+        **{
+            f"experts {name}": partial(
+                cases.clipped, rank, case | {"shards": {"mesh": meshes[name], "experts": True}}
+            )
+            for name, case in BY_FOUR.items()
+        },
+        "experts noise": lambda: steps.noisy(rank, {"mesh": both, "experts": True}, NET),
+        "experts trained": lambda: steps.trained(rank, {"mesh": both, "experts": True}, NET),
+    }

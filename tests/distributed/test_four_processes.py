@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import pipelines, steps
+from tests.distributed import experts, pipelines, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device
 
 #: 5 samples of 5 positions in the second process, and none in the third.
@@ -35,6 +35,7 @@ def main(rank: int) -> Parts:
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
+        **experts.by_four(rank),
         **pipelines.main(rank),
     }
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
+from tests.distributed import (
+    cases,
+    data_parallel,
+    experts,
+    failures,
+    pipelines,
+    processes,
+    steps,
+    uses,
+)
 from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
 
 TRAINED: dict[str, dict[str, Any]] = {
@@ -42,6 +51,7 @@ def main(rank: int) -> Parts:
         **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
         **uses.main(rank),
+        **experts.by_two(rank),
         "trainer": lambda: data_parallel.main(rank),
         **failures.main(rank, str(folder[0])),
     }
