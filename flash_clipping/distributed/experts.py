@@ -59,11 +59,11 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
             f"distribute_experts: found a mesh of {mesh.ndim} dimensions; expected (expert,) or "
             "(data, expert). Use init_device_mesh(device, (data, experts), mesh_dim_names=...)."
         )
-    found: set[nn.Parameter] = set()
+    found: dict[int, nn.Parameter] = {}
     for path, module in [*model.named_modules()]:
         rule = find_rule(module)
         if type(rule) in _SERVED:
-            found |= _distribute(path or "the model", module, rule, mesh)
+            _distribute(path or "the model", module, rule, mesh, found)
         elif isinstance(rule, ExpertsRule):
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}): found adapters around experts, which are not "
@@ -75,39 +75,39 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
             f"{type(model).__name__}: found no experts to distribute; expected "
             "flash_clipping.layers.MixtureOfExperts, or stacked experts of transformers."
         )
-    return found
+    return {*found.values()}
 
 
-def _distribute(path: str, layer: Any, rule: Any, mesh: Any) -> set[nn.Parameter]:
-    experts, n = _count(layer), mesh.size(mesh.ndim - 1)
+def _distribute(
+    path: str, layer: Any, rule: Any, mesh: Any, found: dict[int, nn.Parameter]
+) -> None:
+    """Cut one layer; ``found`` has the parts of parameters by the ``id`` of the whole: tied ones
+    stay tied."""
+    is_own = isinstance(rule, MixtureOfExpertsRule)
+    experts, n = layer.experts if is_own else layer.num_experts, mesh.size(mesh.ndim - 1)
     if experts % n:
         raise ValueError(
             f"{path}: found {experts} experts and {n} processes along the mesh's last dimension; "
             "expected as many experts in each. Use a mesh whose last dimension divides "
             f"{experts}."
         )
-    names = [name for name, _ in layer.named_parameters()]
     if any(param.is_meta or isinstance(param, DTensor) for param in layer.parameters()):
         raise ValueError(
             f"{path}: found parameters on the meta device, or DTensors; expected whole ones. Call "
             "distribute_experts before fully_shard, on a model whose weights are loaded."
         )
-    if isinstance(rule, ExpertsRule):
+    if not is_own:
         _compare(layer, rule, experts)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    for name in names:
-        owner, _, own = name.rpartition(".")
-        module = layer.get_submodule(owner)
-        param = module._parameters[own]
-        shard = distribute_tensor(param.detach(), mesh, placements)
-        module._parameters[own] = nn.Parameter(shard, requires_grad=param.requires_grad)
+    for module in layer.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in found:
+                shard = distribute_tensor(param.detach(), mesh, placements)
+                found[id(param)] = nn.Parameter(shard, requires_grad=param.requires_grad)
+            module._parameters[name] = found[id(param)]
     layer.forward = ForwardByRule(layer, rule)
-    return {*layer.parameters()}
-
-
-def _count(layer: Any) -> int:
-    found: int = layer.experts if hasattr(layer, "experts") else layer.num_experts
-    return found
 
 
 def _compare(layer: Any, rule: ExpertsRule, experts: int) -> None:

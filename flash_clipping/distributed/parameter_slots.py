@@ -90,9 +90,7 @@ class ParameterSlots:
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this module's parameters are shards now, which it would have to gather."""
         return isinstance(module, FSDPModule) and any(
-            isinstance(slot.tensor, DTensor)
-            and slot.tensor is self.destinations[slot.number]
-            and id(slot.tensor) not in self.experts
+            isinstance(slot.tensor, DTensor) and slot.tensor is self.destinations[slot.number]
             for slot in self._of_module[module]
         )
 

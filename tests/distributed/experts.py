@@ -74,6 +74,19 @@ class Twice(Routed):
         return super().forward(super().forward(x))
 
 
+class Tied(Routed):
+    """Two layers of experts with the same matrices."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.more = RoutedExperts(Router(width, 4, 2, ""), MixtureOfExperts(width, 6, 4))
+        for name in ("gate_up", "down"):
+            setattr(self.more.experts, name, getattr(self.mixture.experts, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more(self.norm(x))
+
+
 NET: dict[str, Any] = {"kind": Routed}
 TOP_1: dict[str, Any] = {"kind": partial(Routed, k=1)}
 LORA: dict[str, Any] = {"kind": partial(Routed, rank=2)}
@@ -91,6 +104,8 @@ BY_TWO: dict[str, dict[str, Any]] = {
         "net": {"kind": partial(Routed, routes="one")},
     },
     "twice": {"cuts": cases.UNEVEN, "net": {"kind": Twice}},
+    "tied": {"cuts": cases.UNEVEN, "net": {"kind": Tied}},
+    "frozen": {"cuts": cases.EMPTY, "net": NET, "frozen": ("blocks.0.mixture.experts",)},
     "accumulated": {"cuts": cases.EVEN, "net": NET, "micro": 2},
     "per layer": {"cuts": cases.EMPTY, "net": LORA, "clipping": "per_layer"},
     "checkpointed": {"cuts": cases.EMPTY, "net": NET | {"checkpointed": True}},
