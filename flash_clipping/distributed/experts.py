@@ -22,7 +22,7 @@ from flash_clipping.capture.layer_arguments import positional
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Factor, merge
 from flash_clipping.finish.clipping import Coefficients, Doubts
-from flash_clipping.layers.exchange import Samples, local
+from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.rules import find_rule
 from flash_clipping.rules.experts import ExpertsRule
@@ -170,18 +170,10 @@ class _ByRule(torch.autograd.Function):
         names = {n for n, is_wanted in zip(named, wanted[ctx.count :], strict=True) if is_wanted}
         needs = Needs(wanted[: ctx.count], frozenset(names), "auto")
         grads, factors = ctx.rule.backward(ctx.layer, tuple(saved), grad, needs)
-        sums: list[Tensor | None] = []
-        for name, param in named.items():
-            if name not in names:
-                sums.append(None)
-                continue
-            total = factors[name].whole.clipped_sum(None, "auto")
-            (own,) = local([param])
-            sums.append(
-                DTensor.from_local(
-                    total.reshape(own.shape), param.device_mesh, param.placements, run_check=False
-                )
-            )
+        sums = [
+            factors[name].clipped_sum(None, "auto").view_as(param) if name in names else None
+            for name, param in named.items()
+        ]
         return None, None, None, *grads, *sums
 
 

@@ -26,28 +26,35 @@ class Samples:
 
     Attributes:
         counts: how many each process has, in the order of their ranks.
-        rank: this process's.
-        group: the processes.
+        mesh: the processes along its last dimension.
     """
 
     counts: tuple[int, ...]
-    rank: int
-    group: Any
+    mesh: Any
+
+    @property
+    def _group(self) -> Any:
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def _rank(self) -> int:
+        found: int = self.mesh.get_local_rank(self.mesh.ndim - 1)
+        return found
 
     @property
     def first(self) -> int:
         """The first of this process's samples."""
-        return sum(self.counts[: self.rank])
+        return sum(self.counts[: self._rank])
 
     @property
     def own(self) -> int:
         """How many of them are this process's."""
-        return self.counts[self.rank]
+        return self.counts[self._rank]
 
     def added_up(self, of_all: Tensor) -> Tensor:
         """Values ``[..., all samples]``, added up over processes: of this process's samples,
         ``[..., own]``. All processes of the group call it; ``of_all`` is overwritten."""
-        dist.all_reduce(of_all, group=self.group)
+        dist.all_reduce(of_all, group=self._group)
         return of_all.narrow(-1, self.first, self.own)
 
     def gathered(self, of_own: Tensor) -> Tensor:
@@ -55,7 +62,7 @@ class Samples:
         the samples of a process that knows none."""
         of_all = of_own.new_zeros(*of_own.shape[:-1], sum(self.counts))
         of_all.narrow(-1, self.first, of_own.shape[-1]).copy_(of_own)
-        dist.all_reduce(of_all, group=self.group)
+        dist.all_reduce(of_all, group=self._group)
         return of_all
 
 
@@ -84,7 +91,7 @@ class Exchange:
         dist.all_to_all_single(here_n2, there_n2, group=self._group)
         self._arriving_n, self._samples_n = here_n2.unbind(1)
         self._leaves, self._arrives, counts = torch.cat([there_n2[:, :1], here_n2], 1).T.tolist()
-        self.samples = Samples(tuple(counts), mesh.get_local_rank(mesh.ndim - 1), self._group)
+        self.samples = Samples(tuple(counts), mesh)
         order_S = self._leaving.order_N[: sum(self._leaves)]
         self._order_S, self._token_S = order_S, order_S // self._choices
 

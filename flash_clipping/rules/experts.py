@@ -12,14 +12,13 @@ differentiates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
-from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
 from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
@@ -109,8 +108,8 @@ def arithmetic_of(
 class OfSeveralProcesses(Factor):
     """A gradient of this process's experts, of the samples of all processes that sent it rows.
 
-    What a sample's gradient is by itself no process knows: the backward pass of a sharded model
-    adds norms up, and takes ``whole`` in the place of this.
+    No process knows a sample's gradient by itself: the backward pass of a sharded model adds norms
+    up over processes, and takes ``whole`` in the place of this.
 
     Attributes:
         whole: for the samples of all processes, one process after the other.
@@ -124,21 +123,23 @@ class OfSeveralProcesses(Factor):
     def batch_size(self) -> int:
         return self.samples.own
 
-    def _refuse(self) -> NoReturn:
-        raise FlashClippingError(
-            "experts in parallel: found a backward pass that is not that of a sharded model "
-            "(hooks that were disabled after forward, say). Call fully_shard on the model before "
-            "it is wrapped, and disable hooks before forward."
-        )
-
     def sqnorms(self, backend: str) -> Tensor:
-        self._refuse()
+        raise NotImplementedError
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        self._refuse()
+        """Of all samples, with recording off: a ``DTensor``, as the parameter is one."""
+        if coef_B is not None:
+            raise NotImplementedError
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh = self.samples.mesh
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return DTensor.from_local(
+            self.whole.clipped_sum(None, backend), mesh, placements, run_check=False
+        )
 
     def dense(self) -> Tensor:
-        self._refuse()
+        raise NotImplementedError
 
 
 def factors_of(found: Gradients) -> dict[str, Factor]:

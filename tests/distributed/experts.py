@@ -158,22 +158,26 @@ def of_transformers(rank: int, mesh: Any, build: Any) -> float:
     )
 
 
-def unwrapped(mesh: Any) -> float:
-    """The output, and sums of experts' gradients, of a block that nobody has wrapped; all processes
-    have one batch."""
-    plain, cut = (make(**NET).blocks[0] for _ in range(2))
-    distribute_experts(cut, mesh)
-    x = torch.linspace(-1, 1, 2 * 3 * 8, dtype=torch.float64, device=device()).sin().view(2, 3, 8)
-    expected, found = plain(x), cut(x)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    errors = [float((found - expected).abs().max() / expected.abs().max())]
-    for name, param in cut.named_parameters():
-        grad: Any = param.grad
-        of_plain: Any = plain.get_parameter(name).grad
-        if hasattr(grad, "full_tensor"):
-            grad, of_plain = grad.full_tensor(), of_plain * mesh.size()
-        errors.append(float((grad - of_plain).abs().max() / of_plain.abs().max()))
+def ordinary(rank: int, mesh: Any, disabled: str) -> float:
+    """Ordinary gradients: of a model that nobody has wrapped, or whose hooks are disabled before or
+    after forward."""
+    plain = make(**NET)
+    parts = [slice(*cases.UNEVEN[i : i + 2]) for i in range(2)]
+    ids, y = batch()
+    for part in parts:
+        F.cross_entropy(plain(ids[part]), y[part]).backward()
+    model: Any = sharded(make(**NET), mesh=mesh, experts=True)
+    flash = GradSampleModuleFlashClipping(model) if disabled else None
+    if disabled == "before":
+        flash.disable_hooks()
+    loss = F.cross_entropy((flash or model)(ids[parts[rank]]), y[parts[rank]])
+    if disabled == "after":
+        flash.disable_hooks()
+    loss.backward()
+    errors = []
+    for name, param in model.named_parameters():
+        processes = 1 if "mixture.experts" in name else 2  # over which FSDP takes the mean
+        errors.append(error(all_of(param.grad) * processes, plain.get_parameter(name).grad))
     return max(errors)
 
 
@@ -233,7 +237,10 @@ def by_two(rank: int) -> Parts:
             for name, build in families().items()
         },
         "experts poisoned": lambda: poisoned(rank, mesh),
-        "experts unwrapped": lambda: unwrapped(mesh),
+        **{
+            f"experts ordinary {disabled}": partial(ordinary, rank, mesh, disabled)
+            for disabled in ("", "before", "after")
+        },
         "experts trained": lambda: steps.trained(rank, shards, LORA),
         "experts engine": lambda: steps.engine_run(shards, net=NET),
         **refusals(refused(mesh), prefix="experts refuse"),

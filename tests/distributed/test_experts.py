@@ -36,8 +36,10 @@ def test_a_sample_that_is_not_finite_is_in_no_process_s_sums(by_two: list[Found]
     assert max(of_rank["experts poisoned"] for of_rank in by_two) <= 1e-12
 
 
-def test_unwrapped_they_compute_what_one_process_does(by_two: list[Found]) -> None:
-    assert max(of_rank["experts unwrapped"] for of_rank in by_two) <= 1e-12
+@pytest.mark.parametrize("disabled", ["", "before", "after"])
+def test_ordinary_gradients_are_sums_over_samples(disabled: str, by_two: list[Found]) -> None:
+    """Of a model that is not wrapped, and with hooks disabled before or after forward."""
+    assert max(of_rank[f"experts ordinary {disabled}"] for of_rank in by_two) <= 1e-12
 
 
 def test_training_is_that_of_one_process(by_two: list[Found], by_four: list[Found]) -> None:
