@@ -28,7 +28,7 @@ from flash_clipping.rules import find_rule
 from flash_clipping.rules.experts import ExpertsRule
 from flash_clipping.rules.mixture_of_experts import MixtureOfExpertsRule
 from flash_clipping.rules.other_experts import DbrxExpertsRule, Llama4ExpertsRule
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
 
@@ -51,8 +51,8 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
 
     Raises:
         ValueError: there are no experts, or not as many in each process; or the mesh has another
-            number of dimensions; or parameters are not there yet (``meta``).
-        NotImplementedError: experts of a kind that is not served.
+            number of dimensions; or parameters are not there yet (``meta``), or not finite.
+        NotImplementedError: experts of a kind that is not served, or that compute something else.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -97,7 +97,7 @@ def _distribute(
             "distribute_experts before fully_shard, on a model whose weights are loaded."
         )
     if not is_own:
-        _compare(layer, rule, experts)
+        _compare(path, layer, rule, experts)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for module in layer.modules():
         for name, param in module._parameters.items():
@@ -110,19 +110,27 @@ def _distribute(
     layer.forward = ForwardByRule(layer, rule)
 
 
-def _compare(layer: Any, rule: ExpertsRule, experts: int) -> None:
+def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
     """See that a layer computes what its rule does, while all of its matrices are here: a token for
     every expert."""
     first = rule.arithmetic(layer, rule.tensors(layer, None), None).first
     matrices = (first.parts[0] if isinstance(first, SideBySide) else first).W_Epd
     tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
     x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)
-    ids_1E1 = torch.arange(experts, device=matrices.device).view(1, -1, 1)
-    routes = (
-        () if isinstance(rule, Llama4ExpertsRule) else (ids_1E1, torch.ones_like(x_1Ed[..., :1]))
-    )
-    with torch.no_grad():
-        rule.forward(layer, x_1Ed, *routes)
+    routes: tuple[Tensor, ...] = ()
+    if not isinstance(rule, Llama4ExpertsRule):  # whose tokens tell by their places where they go
+        ids_E = torch.arange(experts, device=matrices.device)
+        routes = ids_E.view(1, -1, 1), torch.ones_like(x_1Ed[..., :1])
+    try:
+        with torch.no_grad():
+            rule.forward(layer, x_1Ed, *routes)
+    except UnsupportedLayer as error:
+        raise NotImplementedError(f"{path}: {error}") from error
+    if layer not in rule.checked:
+        raise ValueError(
+            f"{path}: found experts that give what is not finite, for tokens of ordinary size. "
+            "Load their weights before distribute_experts."
+        )
 
 
 class ForwardByRule:
@@ -197,8 +205,9 @@ class ExpertFactors:
         self._backend = backend
         self._samples: Samples | None = None
         self._factors: dict[int, list[Factor]] = {}
-        #: ``mode="two_pass"``: squared norms, and what rounding may hide of them.
+        #: Squared norms of all samples, and what rounding may hide of them.
         self._norms: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: Coefficients of the same samples.
         self._coefs: dict[int, Tensor] = {}
 
     def note(self, path: str, samples: Samples) -> None:

@@ -159,7 +159,8 @@ def are_parts(params: Sequence[Any]) -> bool:
     if any(cut) and not all(cut):
         raise ValueError(
             "found parameters of experts of which some lie in parts over a mesh, and others are "
-            "whole. Let distribute_experts cut all of them, before adapters are added."
+            "whole. Adapters around experts in parallel are not built: use "
+            "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
         )
     return all(cut)
 

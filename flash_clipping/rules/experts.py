@@ -169,7 +169,8 @@ class ExpertsRule(Rule):
     folds = True
 
     def __init__(self) -> None:
-        self._checked: WeakSet[nn.Module] = WeakSet()
+        #: Layers that compute what the rule does.
+        self.checked: WeakSet[nn.Module] = WeakSet()
 
     def experts(self, layer: Any) -> Any:
         """The module of ``transformers``."""
@@ -208,6 +209,10 @@ class ExpertsRule(Rule):
         hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
         beside = self.beside(layer)
         tensors = self.tensors(layer, beside)
+        try:
+            in_parts = are_parts(tensors)
+        except ValueError as error:
+            raise UnsupportedLayer(str(error)) from error
         output_BTd, saved = compute(
             lambda params: self.arithmetic(layer, params, beside),
             tensors,
@@ -216,7 +221,7 @@ class ExpertsRule(Rule):
             weight_BTk,
             self.experts(layer).num_experts,
         )
-        if layer not in self._checked and not are_parts(tensors):
+        if layer not in self.checked and not in_parts:
             with torch.no_grad():
                 own_Md = self.own_output(layer, *inputs)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
@@ -232,7 +237,7 @@ class ExpertsRule(Rule):
                         "a rule of its own (flash_clipping.register_rule), or freeze its "
                         "parameters."
                     )
-                self._checked.add(layer)
+                self.checked.add(layer)
         return output_BTd, (*saved, beside)
 
     def backward(

@@ -202,6 +202,7 @@ def poisoned(rank: int, mesh: Any) -> float:
 
 def refused(mesh: Any) -> Parts:
     """What is not served, and what is said of it."""
+    from torch.distributed.fsdp import fully_shard
 
     def without_fully_shard() -> None:
         model = make(**NET)
@@ -214,8 +215,28 @@ def refused(mesh: Any) -> Parts:
     def late() -> None:
         distribute_experts(sharded(make(**NET), mesh=mesh), mesh)
 
+    def adapted(late: bool) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        model: Any = mixture("Qwen3Moe").to(device())
+        experts = distribute_experts(model, mesh) if late else set()
+        matrices = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, target_parameters=matrices)).double()
+        if not late:
+            distribute_experts(model, mesh)
+        fully_shard(model, mesh=mesh, ignored_params=experts)
+        uses.token_losses(GradSampleModuleFlashClipping(model), batch()[:1])
+
+    def not_finite() -> None:
+        model: Any = mixture("Qwen3Moe").to(device())
+        nn.init.constant_(model.model.layers[0].mlp.experts.down_proj, torch.nan)
+        distribute_experts(model, mesh)
+
     return {
         "without fully_shard": without_fully_shard,
+        "adapters": lambda: adapted(late=False),
+        "late adapters": lambda: adapted(late=True),
+        "not finite": not_finite,
         "odd": odd,
         "no experts": lambda: distribute_experts(make(), mesh),
         "late": late,
